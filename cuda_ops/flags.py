@@ -57,6 +57,31 @@ def raise_flag(address: int, value: int) -> None:
 
 
 @kernel()
+def raise_flag_with(address: int, value: int, words: int, first: int, second: int, third: int) -> None:
+    """As `raise_flag`, after three numbers were written from the address `words` on."""
+    _store_release(words, first)  # type: ignore[call-arg]  # as above
+    _store_release(words + 8, second)  # type: ignore[call-arg]  # as above
+    _store_release(words + 16, third)  # type: ignore[call-arg]  # as above
+    _store_release(address, value)  # type: ignore[call-arg]  # as above
+    _syscall(_FUTEX, address, _WAKE, _ALL, 0, 0, 0)
+
+
+@kernel()
+def find_other_words(addresses: Any, offset: int, first: int, second: int, third: int) -> int:
+    """The index of the first of `addresses` (n,) int64 from which on, `offset` bytes further, other numbers are written
+    than these three; -1 if there is none."""
+    for k in range(addresses.shape[0]):
+        at = addresses[k] + offset
+        if (
+            _load_acquire(at) != first  # type: ignore[call-arg]  # as above
+            or _load_acquire(at + 8) != second  # type: ignore[call-arg]  # as above
+            or _load_acquire(at + 16) != third  # type: ignore[call-arg]  # as above
+        ):
+            return k
+    return -1
+
+
+@kernel()
 def wait_for_flags(addresses: Any, value: int, spins: int, yields: int, sleep: bool) -> int:
     """Wait until every number at `addresses` (n,) int64 is at least `value`; what their writers wrote before is then
     visible. Returns -1, or the index of one that is not there: after about 30 ms, or without `sleep` at once.
@@ -94,6 +119,8 @@ def patience_for(ranks: int, cores: int) -> tuple[int, int]:
 
 def warm(dtype: object) -> None:
     """Compile; there are no dtypes."""
-    number = np.zeros(1, dtype=np.int64)
+    number = np.zeros(4, dtype=np.int64)
     raise_flag(number.ctypes.data, 1)
+    raise_flag_with(number.ctypes.data, 1, number.ctypes.data + 8, 1, 2, 3)
+    find_other_words(np.array([number.ctypes.data]), 8, 1, 2, 3)
     wait_for_flags(np.array([number.ctypes.data]), 1, 0, 0, True)

@@ -1,21 +1,29 @@
 """`speedlab bench collectives`: the shared-memory backend beside gloo, as plain torch.distributed calls.
 
 All ranks begin together; times are those of the slowest rank.
+
+The last row for each number of ranks is what it costs that all ranks compare each call (`comm/shared/calls.py`): the
+same barrier with and without it, in turn, because a barrier moves no data. It is a difference, in microseconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from speedlab.bench.interleave import Times, row, take_turns
 from speedlab.bench.ranks import run_on_ranks
 from speedlab.bench.table import Row, report
 from speedlab.config.options import read_options
+
+if TYPE_CHECKING:
+    from speedlab.comm.shared.meeting import Meeting
 
 _SMALL_BYTES, _SMALL_CALLS = 4 << 10, 50
 """Small ones are called many times in a row, so that the barriers around them do not count."""
@@ -23,7 +31,8 @@ _SMALL_BYTES, _SMALL_CALLS = 4 << 10, 50
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """All-reduce, reduce-scatter and all-gather of 4 KB (latency) and of many megabytes (bandwidth)."""
+    """All-reduce, reduce-scatter and all-gather of 4 KB (latency) and of many megabytes (bandwidth); what it costs that
+    the ranks compare each call."""
 
     ranks: tuple[int, ...] = (2, 4)
     """Numbers of rank processes, one thread each."""
@@ -42,6 +51,9 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{ranks} ranks ...", file=sys.stderr, flush=True)
         for (name, nbytes), times in run_on_ranks(_measure, ranks, options.megabytes, options.rounds).items():
             rows.append(row(f"{name} {_size(nbytes)} float32, {ranks} ranks", times, peer="gloo"))
+        differences = run_on_ranks(_measure_comparing, ranks, options.rounds)
+        case = f"comparing the call, {ranks} ranks"
+        rows.append(row(case, {"ours": differences}, unit="µs", value=lambda seconds: seconds * 1e6))
     report(rows, options.json)
 
 
@@ -51,7 +63,7 @@ def _measure(megabytes: int, rounds: int) -> dict[tuple[str, int], Times]:
 
     groups = {"ours": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
 
-    def time_calls(call: Callable[[object], object], calls: int, backend: str) -> float:
+    def time_calls(call: Callable[[Any], object], calls: int, backend: str) -> float:
         dist.barrier(group=groups["gloo"])
         start = time.perf_counter()
         for _ in range(calls):
@@ -68,6 +80,63 @@ def _measure(megabytes: int, rounds: int) -> dict[tuple[str, int], Times]:
     return results
 
 
+_COMPARED_CALLS = 300
+"""Of each kind in a round: half a millisecond or so."""
+
+
+def _measure_comparing(rounds: int) -> list[float]:
+    """Seconds by which a call takes longer because the ranks compare it, one for each round."""
+    import torch
+    import torch.distributed as dist
+
+    from speedlab.comm.shared import SharedGroup
+    from speedlab.comm.shared.calls import Op, call_of
+
+    group: Any = dist.group.WORLD
+    assert isinstance(group, SharedGroup), "ranks of one host"
+    tensor = torch.ones(4)
+
+    def describe() -> None:
+        call_of(Op.ALL_REDUCE, [tensor], reduction=dist.ReduceOp.SUM)
+
+    def compared() -> None:
+        describe()
+        dist.barrier()
+
+    def time_calls(name: str) -> float:
+        with contextlib.nullcontext() if name == "compared" else uncompared(group.meeting):
+            call = compared if name == "compared" else dist.barrier
+            dist.barrier()
+            start = time.perf_counter()
+            for _ in range(_COMPARED_CALLS):
+                call()
+            return (time.perf_counter() - start) / _COMPARED_CALLS
+
+    names = ["compared", "not compared"]
+    for name in names:
+        time_calls(name)  # For warming up.
+    times = take_turns(names, 5 * rounds, time_calls)
+    slowest = [_slowest(times[name]) for name in names]
+    return [with_it - without for with_it, without in zip(*slowest, strict=True)]
+
+
+@contextlib.contextmanager
+def uncompared(meeting: Meeting) -> Iterator[None]:
+    """Inside, the rounds of this rank carry no call and compare nothing. All ranks must enter and leave together."""
+    from speedlab.comm.shared.meeting import Number
+
+    def meet(number: int) -> None:
+        meeting.raise_own(Number.WRITTEN, number + 1)
+        meeting.wait_all(Number.WRITTEN, number + 1)
+
+    own: Any = meeting
+    own.meet, own.begin_call = meet, lambda call: None
+    try:
+        yield
+    finally:
+        del own.meet, own.begin_call
+
+
 def _slowest(seconds: list[float]) -> list[float]:
     """The longest time of any rank, for each round."""
     import torch
@@ -78,7 +147,7 @@ def _slowest(seconds: list[float]) -> list[float]:
     return longest.tolist()
 
 
-def _calls(nbytes: int) -> dict[str, Callable[[object], object]]:
+def _calls(nbytes: int) -> dict[str, Callable[[Any], object]]:
     import torch
     import torch.distributed as dist
 

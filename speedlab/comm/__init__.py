@@ -4,7 +4,7 @@ from speedlab.comm.board import Board
 from speedlab.comm.codecs import Blocks, Codec
 from speedlab.comm.coded import CodedGathers, CodedSums, hosts_of
 from speedlab.comm.copies import HostCopies
-from speedlab.comm.errors import MeetingFailed, PeerLost
+from speedlab.comm.errors import CollectiveMismatch, MeetingFailed, PeerLost
 from speedlab.comm.group import Group
 from speedlab.comm.lifted_limits import patience
 from speedlab.comm.pretended import own_line
@@ -22,6 +22,7 @@ __all__ = [
     "Codec",
     "CodedGathers",
     "CodedSums",
+    "CollectiveMismatch",
     "Group",
     "HostCopies",
     "Joined",

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from speedlab.comm.limits import timeout_seconds
+from speedlab.comm.own_note import LEFT, own_note
 from speedlab.comm.shared.memory import Process
 from speedlab.comm.shared.segments import host_identity
 
@@ -45,21 +46,14 @@ class Note(NamedTuple):
 
 
 class _State:
-    """The note of this process."""
+    """Where this process is in calls of the engine."""
 
     def __init__(self) -> None:
-        self.text = "has not called the engine yet"
         self.depth = 0
         """Entry points under way; those inside another one do not change the note."""
-        self.changes = 0
-        """Rises with each note, so that the thread sees that one has changed."""
         self.forwards = 0
         """Forwards of the module alone since the last call of the engine."""
         self.publisher: _Publisher | None = None
-
-    def set(self, text: str) -> None:
-        self.text = text
-        self.changes += 1
 
 
 _state = _State()
@@ -87,7 +81,7 @@ class doing:  # noqa: N801  # a context manager, read like a function
         _state.depth += 1
         if _state.depth == 1:
             _state.forwards = 0
-            _state.set(f"is in {self._where}")
+            own_note.set(f"is in {self._where}")
             if self._publish:
                 publish()
 
@@ -98,9 +92,9 @@ class doing:  # noqa: N801  # a context manager, read like a function
         if _state.depth:
             return
         if kind is None:
-            _state.set(f"is in no call of the engine (the last one was {self._where})")
+            own_note.set(f"is in no call of the engine (the last one was {self._where})")
         else:
-            _state.set(f"left {self._where} with {kind.__name__}")
+            own_note.set(f"left {self._where} with {kind.__name__}")
             publish()
 
 
@@ -113,12 +107,12 @@ def note_forward() -> None:
     unequal lengths differ in it."""
     if _state.depth == 0:
         _state.forwards += 1
-        _state.set(f"called {MODULE} {_state.forwards} time{'s' if _state.forwards > 1 else ''}")
+        own_note.set(f"called {MODULE} {_state.forwards} time{'s' if _state.forwards > 1 else ''}")
 
 
 def own() -> str:
     """What this rank is doing: 'is in save_checkpoint after step 11'."""
-    return _state.text
+    return own_note.text
 
 
 def publish() -> None:
@@ -197,8 +191,8 @@ def enter_world() -> None:
 def leave_world() -> None:
     """Publish that this rank has left, and end the publishing."""
     if _state.publisher is not None:
-        if _state.depth == 0 and not _state.text.startswith("left "):
-            _state.set("has left the group of ranks")
+        if _state.depth == 0 and not own_note.text.startswith("left "):
+            own_note.set(LEFT)
         publish()
         _state.publisher.stop()
         _state.publisher = None
@@ -231,11 +225,11 @@ class _Publisher:
 
     def publish(self) -> None:
         """Write the present note. Where the store is gone, nobody reads it either."""
-        changes = _state.changes
+        changes = own_note.changes
         if self._published != changes and _is_there(self._store):
             self._published = changes
             with suppress(RuntimeError):
-                self._store.set(self._keys[self._rank], json.dumps(Note(_state.text, self._host, os.getpid())))
+                self._store.set(self._keys[self._rank], json.dumps(Note(own_note.text, self._host, os.getpid())))
 
     def read(self) -> list[str]:
         """What each rank is doing, in rank order; '' where that is not known."""
@@ -243,7 +237,7 @@ class _Publisher:
 
     def _read(self, rank: int) -> str:
         if rank == self._rank:
-            return _state.text
+            return own_note.text
         if not _is_there(self._store):
             return ""
         try:
@@ -265,7 +259,7 @@ class _Publisher:
         while not self._over.wait(min(timeout_seconds() / 4, _MOST_SECONDS) / _LOOKS):
             if self.world() is None:
                 return  # The user has destroyed the world.
-            changes = _state.changes
+            changes = own_note.changes
             looks = looks + 1 if changes == seen else 0
             seen = changes
             if looks >= _LOOKS - 1:

@@ -12,6 +12,14 @@ class PeerLost(RuntimeError):  # noqa: N818  # what happened, not a mistake made
     """A collective ended because another rank left, died or did not come in time. The cause is on that rank."""
 
 
+class CollectiveMismatch(PeerLost):
+    """The ranks of a group did not make the same call: another operation, dtype, number of elements, root, reduction,
+    or another number of calls before. Every rank of the group raises it; the text names what each asked for.
+
+    A lost peer for those who clean up after a collective that has ended: its group carries out no more calls.
+    """
+
+
 class MeetingFailed(RuntimeError):  # noqa: N818  # what happened, not a mistake made here
     """Ranks of several hosts could not meet: a way between two hosts is closed, or some ranks did not come."""
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from speedlab.comm.activity import explained
-from speedlab.comm.errors import PeerLost, reason_of, tells_of_lost_peer, tells_of_timeout
+from speedlab.comm.errors import CollectiveMismatch, PeerLost, reason_of, tells_of_lost_peer, tells_of_timeout
 from speedlab.comm.lending import LentBuffers
 from speedlab.comm.limits import wait_for
 from speedlab.comm.pretended import own_line
@@ -407,6 +407,8 @@ class Group:
             yield
         except RuntimeError as error:
             if not tells_of_lost_peer(error):
+                raise
+            if isinstance(error, CollectiveMismatch):  # It names what each rank does.
                 raise
             if isinstance(error, PeerLost):
                 error.args = (explained(str(error)),)

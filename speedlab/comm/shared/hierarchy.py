@@ -11,6 +11,9 @@ than it must, however many ranks a host has. L ranks a host, H hosts, N elements
 | broadcast      | broadcast on the source's host | broadcast                                         | broadcast    |
 | barrier        | barrier                        | barrier                                           | barrier      |
 
+Before that, the ranks of each host compare the call in shared memory, then the leaders compare it (`meet`): 32 bytes to
+each other host, in their own trip. The ranks of a host whose leader finds a mismatch hear of it when they wait for it.
+
 Sums are taken in rank order within a host, then in the order of hosts: all ranks get the same bits, and so do an
 all-reduce and a reduce-scatter. 16-bit floats are rounded after each of the two.
 """
@@ -28,13 +31,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuda_ops.reduce import reduce
-from speedlab.comm.errors import PeerLost, reason_of, tells_of_lost_peer
+from speedlab.comm.errors import CollectiveMismatch, PeerLost, reason_of, tells_of_lost_peer
 from speedlab.comm.limits import wait_for
+from speedlab.comm.shared.calls import Call, source_line
 from speedlab.comm.shared.rounds import PAIRWISE, Rounds
+
+_MISMATCH = (0, 0, 0)
+"""The words of a leader whose host has found a mismatch inside."""
+
+_TEXT_BYTES = 1200
+"""Of what a leader sends about its call to the other hosts, after a mismatch."""
 
 
 class Hierarchy:
-    """The collectives of one group. They must be called in the same order on all ranks.
+    """The collectives of one group. They must be called in the same order on all ranks, each after `announce` and
+    `meet`.
 
     `hosts`: the ranks of each host (indices in the group), leader first; `names`: what errors call the group's ranks.
     `inside`: the collectives of this rank's host. `between`: of a leader, a gloo group of the leaders in the order of
@@ -71,6 +82,50 @@ class Hierarchy:
         """Close the connections to other hosts: leaders that wait for this one fail at once."""
         self._between = None
 
+    # ---- the same call on all ranks ----------------------------------------------------------------------------------
+
+    def announce(self, call: Call) -> None:
+        """The next collective is this call. Raises the earlier error of the group, if there was one."""
+        self._inside.announce(call)
+
+    def meet(self) -> None:
+        """Compare the call with those of all ranks. Raises CollectiveMismatch, on other ranks of this host than the
+        leader at their next wait for it."""
+        try:
+            self._inside.agree()
+        except CollectiveMismatch as error:
+            if self._leads:
+                self._compare(_MISMATCH, str(error))
+            raise
+        if self._leads:
+            problem = self._compare(self._inside.words)
+            if problem:
+                raise self._inside.mismatch(problem)
+
+    def agree(self) -> None:
+        """Let the other ranks of this host wait until its leader has compared the call with the other hosts."""
+        self._inside.barrier()
+
+    def _compare(self, words: tuple[int, int, int], problem: str = "") -> str:
+        """What is wrong if another leader has other `words`, else ''. `problem`: the mismatch inside this host."""
+        own = torch.tensor(words)
+        others = [torch.empty_like(own) for _ in self._hosts]
+        others[self._host] = own
+        self._exchange([own] * len(others), others)
+        if all(torch.equal(other, own) for other in others) and not problem:
+            return ""
+        said = problem or f"{self._inside.asked()}, at {source_line()}"
+        texts = [torch.zeros(_TEXT_BYTES, dtype=torch.uint8) for _ in self._hosts]
+        encoded = said.encode()[:_TEXT_BYTES]
+        texts[self._host][: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        self._exchange([texts[self._host]] * len(texts), texts)
+        sentences = [bytes(text.numpy()).rstrip(b"\0").decode(errors="replace") for text in texts]
+        lines = "".join(
+            f"\n  host {name}, rank {self._names[ranks[0]]}: {sentence}"
+            for name, ranks, sentence in zip(self._host_names, self._hosts, sentences, strict=True)
+        )
+        return f"The hosts of the ranks {self._names} called different collectives.{lines}"
+
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
@@ -85,6 +140,7 @@ class Hierarchy:
         """Reduce contiguous `tensor` over the ranks, in place."""
         flat = tensor.view(-1)
         if flat.numel() == 0:
+            self.agree()
             return
         if op == dist.ReduceOp.AVG:
             wide = flat.to(_wide(flat.dtype))
@@ -104,6 +160,7 @@ class Hierarchy:
         """`out` = the reduction of what every rank has as slice number `index`. All slices contiguous and equally
         long."""
         if out.numel() == 0:
+            self.agree()
             return
         whole = torch.cat([slices[k].view(-1) for ranks in self._hosts for k in ranks])
         average = op == dist.ReduceOp.AVG
@@ -121,6 +178,7 @@ class Hierarchy:
     def all_gather(self, outs: Sequence[Tensor], part: Tensor) -> None:
         """outs[k] = rank k's `part`; all contiguous and of the same size. `part` may be its own place in `outs`."""
         if part.numel() == 0:
+            self.agree()
             return
         blocks = [part.new_empty((len(ranks), part.numel())) for ranks in self._hosts]
         self._inside.all_gather(blocks[self._host].unbind(), part.view(-1))
@@ -135,6 +193,7 @@ class Hierarchy:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copy contiguous `tensor` from rank `source` (an index in the group) to all, in place."""
         if tensor.numel() == 0:
+            self.agree()
             return
         host = host_of(source, self._hosts)
         if host == self._host:

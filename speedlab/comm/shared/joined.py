@@ -120,9 +120,8 @@ class Joined:
         self.here = True
 
     def take(self, meeting: Meeting, offer: int) -> None:
-        """Have the values of an offer of all ranks; waits until all are offered. Raises PeerLost as
-        `Meeting.addresses`."""
-        places = meeting.places(offer, (self._pieces[0].end - self._pieces[0].start))
+        """Have the values of an offer of all ranks; waits until all are offered. Raises as `Meeting.addresses`."""
+        places = meeting.places(offer)
         mapping = meeting.can_hold(offer)
         self._drop_copies()
         for k, place in enumerate(places):

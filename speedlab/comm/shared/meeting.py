@@ -3,6 +3,7 @@
 | number     | raised by its rank when …                                                       |
 |------------|---------------------------------------------------------------------------------|
 | WRITTEN    | its part of a round of a staged collective stands in its staging area (rounds)  |
+|            | (next to the number: which call the round belongs to, `meet`)                   |
 | READ       | it has read its peers' parts of a round                                         |
 | OFFERED    | it has told where a tensor is that peers may read in place (`offer`)            |
 | SUMMED     | its own slice of an offered tensor holds the sum over the ranks                 |
@@ -10,6 +11,7 @@
 | held       | (one for each offer) below 0 while it uses what its peers have offered where it lies            |
 | SENT + k   | it has told where a message for peer k is (messages)                            |
 | FETCHED + k| it has copied a message of peer k                                               |
+| FAULT      | it has found that the ranks do not make the same call (faults)                  |
 
 Waiting looks for some microseconds, then sleeps until the number changes; every 30 ms it returns to Python, where
 signals are handled, and looks whether the missing peer has left, has died, or is over its time.
@@ -21,15 +23,18 @@ import mmap
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from cuda_ops.flags import patience_for, raise_flag, wait_for_flags
+from cuda_ops.flags import find_other_words, patience_for, raise_flag, raise_flag_with, wait_for_flags
 from speedlab.comm.errors import PeerLost
+from speedlab.comm.shared.calls import Call, described, dtype_code, dtype_name
+from speedlab.comm.shared.faults import TEXT_BYTES, Faults
 from speedlab.comm.shared.memory import Arena, PeerMemory, arena
 from speedlab.comm.shared.segments import Handle, Segment
 
@@ -39,6 +44,15 @@ _LINE = 8
 _OFFERS = 1 << 16
 _MESSAGES = 1 << 8
 """Entries of the rings in which a rank tells where offered tensors and messages are."""
+
+_OFFER_WORDS, _MESSAGE_WORDS = 4, 5
+"""Of such an entry: (extent, offset, bytes, transfer and dtype), and (extent, offset, bytes, tag, dtype)."""
+
+_WORDS = (8, 32)
+"""Bytes from WRITTEN on, in the same cache line: the call that even and odd rounds belong to, three words each. As with
+halves of the staging area, a rank writes one pair only after all peers have read it."""
+
+_MOST_CALLS = 2**31 - 1
 
 STAGING_BYTES = 2 << 20
 """Of one of the two halves of a rank's staging area: what a round carries. Two of them fit into a second-level cache or
@@ -54,15 +68,30 @@ class Number(IntEnum):
     OFFERED = 3
     SUMMED = 4
     TAKEN = 5
-    PEERS = 6
+    FAULT = 6
+    PEERS = 7
     """The first of the numbers that there are once for each peer: SENT, then FETCHED."""
+
+
+class Transfer(IntEnum):
+    """What an offered tensor is for."""
+
+    ALL_GATHER = 1
+    REDUCE_SCATTER = 2
+    ALL_REDUCE = 3
+
+
+def transfer_code(transfer: Transfer, dtype: torch.dtype) -> int:
+    """What the ranks compare about an offer besides its bytes."""
+    return transfer | dtype_code(dtype) << 8
 
 
 class Meeting:
     """One rank's view of the pages of all ranks of its group.
 
     `handles[k]` is what rank k gave out as (page, directory of its arena); `ranks` are the names of the ranks in
-    errors; `cores` is how many processor cores they have together.
+    errors; `cores` is how many processor cores they have together. `ranks_of_group`: the names of all ranks of the
+    group, if it has others on other hosts.
     """
 
     def __init__(
@@ -74,8 +103,10 @@ class Meeting:
         timeout_seconds: float,
         *,
         cores: int,
+        ranks_of_group: Sequence[int] | None = None,
     ) -> None:
         self.index, self.size, self.ranks = index, len(handles), list(ranks)
+        self.ranks_of_group = self.ranks if ranks_of_group is None else list(ranks_of_group)
         self.timeout_seconds = timeout_seconds
         self._pages = [page if k == index else Segment.open(own) for k, (own, _) in enumerate(handles)]
         self._words = [segment.bytes.view(np.int64) for segment in self._pages]
@@ -83,13 +114,28 @@ class Meeting:
         self.peers = [k for k in range(self.size) if k != index]
         self._spins, self._yields = patience_for(self.size, cores)
         self._offers_at = (int(Number.PEERS) + 2 * self.size) * _LINE
-        self._held_at = self._offers_at + 3 * _OFFERS
+        self._held_at = self._offers_at + _OFFER_WORDS * _OFFERS
         self._messages_at = self._held_at + _OFFERS
         self._addresses = {
             number: np.array([self._address(k, number) for k in self.peers], dtype=np.int64)
             for number in Number
             if number is not Number.PEERS
         }
+        self._own_written = self._address(index, Number.WRITTEN)
+        self._agreed = 0
+        """Calls that all ranks have found to be the same: the number of the present one."""
+        self._call, self._is_new = Call(0, 0), False
+        """The staged collective under way, or the last one; whether the ranks have not compared it yet."""
+        self._third = 0
+        """The third word of that call: its number and its digest."""
+        self.faults = Faults(
+            index,
+            self.ranks,
+            [segment.address + _texts_at(self.size) for segment in self._pages],
+            partial(raise_flag, self._address(index, Number.FAULT), 1),
+            partial(_has_raised, self._words, Number.FAULT),
+            partial(_is_gone, self._words, self._memory),
+        )
         self.offered = 0
         """Tensors that this rank has offered."""
         self._taken = 0
@@ -118,7 +164,8 @@ class Meeting:
 
     def wait_all(self, number: Number, value: int) -> None:
         """Wait until every peer's `number` is at least `value`. Raises PeerLost, naming the rank that is missing."""
-        self._wait(self._addresses[number], value, self.peers)
+        asked = partial(self._waiting_for, number, value)
+        self._wait(self._addresses[number], value, self.peers, asked, closes=number is not Number.TAKEN)
 
     def reached(self, number: Number, value: int) -> bool:
         """Whether every peer's `number` is at least `value` now."""
@@ -137,7 +184,7 @@ class Meeting:
                 arena().keep(self, self._read_by_all)
 
     def _has_left(self, k: int) -> bool:
-        return bool(self._words[k][int(Number.LEFT) * _LINE])
+        return _has_raised(self._words, Number.LEFT, k)
 
     def _read_by_all(self) -> bool:
         """Whether no peer will read anything of this rank's any more."""
@@ -154,7 +201,15 @@ class Meeting:
     def _address(self, k: int, number: int) -> int:
         return self._pages[k].address + int(number) * _LINE * 8
 
-    def _wait(self, addresses: np.ndarray, value: int, peers: Sequence[int]) -> None:
+    def _wait(
+        self,
+        addresses: np.ndarray,
+        value: int,
+        peers: Sequence[int],
+        asked: Callable[[], str],
+        *,
+        closes: bool = True,
+    ) -> None:
         missing = wait_for_flags(addresses, value, self._spins, self._yields, True)
         if missing < 0:
             return
@@ -162,70 +217,155 @@ class Meeting:
         while missing >= 0:
             # At all that are missing: the first may itself have failed for the sake of another one.
             for k in range(missing, len(peers)):
-                self.look(peers[k], partial(_reached, addresses[k : k + 1], value), deadline)
+                self.look(peers[k], partial(_reached, addresses[k : k + 1], value), deadline, asked, closes=closes)
             missing = wait_for_flags(addresses, value, 0, 0, True)
 
-    def look(self, peer: int, there: Callable[[], bool], deadline: float) -> None:
-        """Raise PeerLost when `peer` can no longer do what is waited for, unless it has done it (`there`)."""
+    def look(
+        self, peer: int, there: Callable[[], bool], deadline: float, asked: Callable[[], str], *, closes: bool = True
+    ) -> None:
+        """Raise PeerLost when `peer` can no longer do what is waited for, unless it has done it (`there`).
+
+        Args:
+            asked: what this rank waits in, for the errors of all ranks.
+            closes: the group is closed when `deadline` has passed. Not for waits that a rank may repeat.
+        """
         rank, waiting = self.ranks[peer], self.ranks[self.index]
         if self._has_left(self.index):
             reason = f"rank {waiting} itself left"  # While a thread of it was waiting.
+        elif any(_has_raised(self._words, Number.FAULT, k) for k in self.peers):
+            if there():
+                return
+            raise self.faults.join(asked())
         elif self._has_left(peer):
             reason = f"rank {rank} left"
         elif self._memory[peer].ended:
             reason = f"the process of rank {rank} has ended"
         elif time.monotonic() > deadline:
             reason = f"rank {rank} did not come within {self.timeout_seconds:g} s"
+            if closes and not there():
+                raise self.faults.late(f"rank {waiting} waited for rank {rank} in a collective: {reason}", asked())
         else:
             return
         # What it did before it left counts; it may have come between the wait and this look.
         if not there():
             raise PeerLost(f"rank {waiting} waited for rank {rank} in a collective: {reason}")
 
+    # ---- the call that a round belongs to ----------------------------------------------------------------------------
+
+    def begin_call(self, call: Call) -> None:
+        """The rounds from now on belong to `call`. Raises the earlier error of this group, if there was one."""
+        self.faults.check()
+        self._call, self._is_new = call, True
+        self._third = (self._agreed & _MOST_CALLS) << 32 | call.digest
+
+    def meet(self, number: int) -> None:
+        """This rank's part of round `number` is written: return after the parts of all peers are.
+
+        The ranks write with the round which call it belongs to, and compare. Raises CollectiveMismatch on all of them
+        if it is not the same.
+        """
+        kind, elements, _, _ = self._call
+        third, words = self._third, _WORDS[number % 2]
+        written = self._own_written
+        raise_flag_with(written, number + 1, written + words, kind, elements, third)
+        self.wait_all(Number.WRITTEN, number + 1)
+        if find_other_words(self._addresses[Number.WRITTEN], words, kind, elements, third) >= 0:
+            raise self._mismatch(words)
+        if self._is_new:
+            self._agreed += 1
+            self._is_new = False
+
+    def _mismatch(self, words: int) -> PeerLost:
+        at = int(Number.WRITTEN) * _LINE + words // 8
+        known = {k: self._described(*self._words[k][at : at + 3].tolist()) for k in self.peers}
+        reason = f"The ranks {self.ranks} called different collectives."
+        return self.faults.mismatch(reason, self.own_call(), known)
+
+    def mismatch(self, reason: str) -> PeerLost:
+        """The error of the present call, for the `reason` that all ranks of this host have found."""
+        return self.faults.mismatch(reason, self.own_call(), {})
+
+    @property
+    def words_of_call(self) -> tuple[int, int, int]:
+        """What the ranks compare of the present call."""
+        return self._call.kind, self._call.elements, self._third
+
+    def own_call(self) -> str:
+        """The present call as a sentence, for errors."""
+        text = self._described(self._call.kind, self._call.elements, self._third)
+        return f"{text} ({self._call.note})" if self._call.note else text
+
+    def _described(self, kind: int, elements: int, third: int) -> str:
+        text = described(kind, elements, third & 0xFFFFFFFF, self.ranks_of_group)
+        return f"{text}, call {(third >> 32) + 1}" if kind else text
+
+    def _waiting_for(self, number: Number, value: int) -> str:
+        """What this rank waits in, if it waits for a `number` of its peers to be `value`."""
+        if number in (Number.WRITTEN, Number.READ):
+            return self.own_call()
+        if number is Number.TAKEN:
+            return "the end of a pass, until all ranks have read what this rank has offered"
+        return self._described_offer(self.index, value - 1)
+
     # ---- tensors read in place ---------------------------------------------------------------------------------------
 
-    def offer(self, address: int, nbytes: int) -> int:
-        """Tell where a tensor of this rank's arena is; returns the number of the offer.
+    def offer(self, address: int, nbytes: int, code: int) -> int:
+        """Tell where a tensor of this rank's arena is; returns the number of the offer. `code`: `transfer_code`.
 
         All ranks offer in the same order, and offers of one number belong together.
         """
         place = arena().find(address, nbytes)
         assert place is not None, "offered memory must come from the arena"
+        self.faults.check()
         self._recycle()
         self._pinned.append((self.offered, place.block))
-        entry = self._offers_at + 3 * (self.offered % _OFFERS)
-        self._words[self.index][entry : entry + 3] = place.extent, place.offset, nbytes
+        entry = self._offer_entry(self.offered)
+        self._words[self.index][entry : entry + _OFFER_WORDS] = place.extent, place.offset, nbytes, code
         self.offered += 1
         self.raise_own(Number.OFFERED, self.offered)
         return self.offered - 1
 
-    def addresses(self, offer: int, nbytes: int) -> np.ndarray:
+    def addresses(self, offer: int) -> np.ndarray:
         """Where the tensors of `offer` of all ranks stand in this process, (size,) int64; waits until all are offered.
 
-        This rank's own place is 0. Raises PeerLost when a peer's offer is not of `nbytes`: the ranks are out of step.
+        This rank's own place is 0. Raises CollectiveMismatch when a peer's offer is for something else.
         """
         self.wait_all(Number.OFFERED, offer + 1)
         found = np.zeros(self.size, dtype=np.int64)
         for k in self.peers:
-            found[k] = self._address_in(k, *self._offered_by(k, offer, nbytes))
+            found[k] = self._address_in(k, *self._offered_by(k, offer))
         return found
 
-    def places(self, offer: int, nbytes: int) -> list[tuple[PeerMemory | Arena, int, int]]:
+    def places(self, offer: int) -> list[tuple[PeerMemory | Arena, int, int]]:
         """As `addresses`, this rank's own among them: in whose memory the tensors stand, in which extent, and at which
         byte of it."""
         self.wait_all(Number.OFFERED, offer + 1)
-        return [(self._memory.get(k, arena()), *self._offered_by(k, offer, nbytes)) for k in range(self.size)]
+        return [(self._memory.get(k, arena()), *self._offered_by(k, offer)) for k in range(self.size)]
 
-    def _offered_by(self, peer: int, offer: int, nbytes: int) -> tuple[int, int]:
-        """(extent, offset) of a tensor that `peer` has offered. Raises PeerLost when it is not of `nbytes`."""
-        entry = self._offers_at + 3 * (offer % _OFFERS)
-        extent, offset, offered_bytes = self._words[peer][entry : entry + 3].tolist()
-        if offered_bytes != nbytes:
-            raise PeerLost(
-                f"rank {self.ranks[self.index]} and rank {self.ranks[peer]} are out of step: one offers {nbytes} "
-                f"bytes, the other {offered_bytes}; all ranks must run the same passes"
+    def _offered_by(self, peer: int, offer: int) -> tuple[int, int]:
+        """(extent, offset) of a tensor that `peer` has offered. Raises CollectiveMismatch when this rank has offered
+        another number of bytes, of another dtype, or for another transfer."""
+        entry = self._offer_entry(offer)
+        extent, offset, nbytes, code = self._words[peer][entry : entry + _OFFER_WORDS].tolist()
+        own = self._words[self.index]
+        if own[entry + 2] != nbytes or own[entry + 3] != code:
+            raise self.faults.mismatch(
+                f"The ranks {self.ranks} are out of step: they began different transfers.",
+                self._described_offer(self.index, offer),
+                {k: self._described_offer(k, offer) for k in self.peers},
+                together=False,
             )
         return extent, offset
+
+    def _offer_entry(self, offer: int) -> int:
+        return self._offers_at + _OFFER_WORDS * (offer % _OFFERS)
+
+    def _described_offer(self, k: int, offer: int) -> str:
+        entry = self._offer_entry(offer)
+        nbytes, code = self._words[k][entry + 2 : entry + _OFFER_WORDS].tolist()
+        name = dtype_name(code >> 8)
+        elements = nbytes // getattr(torch, name).itemsize
+        return f"{Transfer(code & 255).name.lower()} of {elements:,} {name} in place, transfer {offer + 1}"
 
     def _address_in(self, peer: int, extent: int, offset: int) -> int:
         """Where memory of `peer`'s arena stands in this process. Raises PeerLost when it is gone with its process."""
@@ -265,7 +405,10 @@ class Meeting:
         wanted = {id(block) for block in blocks}
         held = [offer for offer, block in self._pinned if id(block) in wanted]
         each = [(k, self._held_address(k, offer)) for offer in held for k in self.peers if self._holds(k, offer)]
-        self._wait(np.array([address for _, address in each], dtype=np.int64), 0, [k for k, _ in each])
+        asked = lambda: "the end of a pass, until all ranks have let go of what this rank has offered"  # noqa: E731  # one expression
+        self._wait(
+            np.array([address for _, address in each], dtype=np.int64), 0, [k for k, _ in each], asked, closes=False
+        )
 
     def _held_address(self, k: int, offer: int) -> int:
         return self._pages[k].address + (self._held_at + offer % _OFFERS) * 8
@@ -300,24 +443,29 @@ class Meeting:
         """Whether one more message can be told to `peer`."""
         return self._sent[peer] - self.fetched_by(peer) < _MESSAGES
 
-    def send(self, peer: int, buffer: Tensor, nbytes: int, tag: int) -> None:
-        """Tell `peer`, which has room, where a message is: the first `nbytes` of `buffer`, memory of the arena."""
+    def send(self, peer: int, buffer: Tensor, nbytes: int, tag: int, dtype: int) -> None:
+        """Tell `peer`, which has room, where a message is: the first `nbytes` of `buffer`, memory of the arena.
+        `dtype`: its code (`calls`)."""
         place = arena().find(buffer.data_ptr(), nbytes)
         assert place is not None, "sent memory must come from the arena"
         number = self._sent[peer]
-        entry = self._messages_at + (peer * _MESSAGES + number % _MESSAGES) * 4
-        self._words[self.index][entry : entry + 4] = place.extent, place.offset, nbytes, tag
+        entry = self._message_entry(peer, number)
+        self._words[self.index][entry : entry + _MESSAGE_WORDS] = place.extent, place.offset, nbytes, tag, dtype
         self._sent[peer] = number + 1
         self.under_way[peer].append((number, buffer))
         raise_flag(self._address(self.index, self._sent_to(peer)), number + 1)
 
-    def message(self, peer: int, number: int) -> tuple[int, int, int] | None:
-        """(address in this process, bytes, tag) of message `number` from `peer`; None when it has not been sent."""
+    def message(self, peer: int, number: int) -> tuple[int, int, int, int] | None:
+        """(address in this process, bytes, tag, code of the dtype) of message `number` from `peer`; None when it has
+        not been sent."""
         if wait_for_flags(np.array([self._address(peer, self._sent_to(self.index))]), number + 1, 0, 0, False) >= 0:
             return None
-        entry = self._messages_at + (self.index * _MESSAGES + number % _MESSAGES) * 4
-        extent, offset, nbytes, tag = self._words[peer][entry : entry + 4].tolist()
-        return self._address_in(peer, extent, offset), nbytes, tag
+        entry = self._message_entry(self.index, number)
+        extent, offset, nbytes, tag, dtype = self._words[peer][entry : entry + _MESSAGE_WORDS].tolist()
+        return self._address_in(peer, extent, offset), nbytes, tag, dtype
+
+    def _message_entry(self, peer: int, number: int) -> int:
+        return self._messages_at + (peer * _MESSAGES + number % _MESSAGES) * _MESSAGE_WORDS
 
     def fetched(self, peer: int, number: int) -> None:
         """All messages of `peer` up to `number` have been copied."""
@@ -327,8 +475,8 @@ class Meeting:
         """How many of this rank's messages `peer` has copied."""
         return int(self._words[peer][int(self._fetched(self.index)) * _LINE])
 
-    def wait_message(self, peer: int, number: int) -> None:
-        self._wait(np.array([self._address(peer, self._sent_to(self.index))]), number + 1, [peer])
+    def wait_message(self, peer: int, number: int, asked: Callable[[], str]) -> None:
+        self._wait(np.array([self._address(peer, self._sent_to(self.index))]), number + 1, [peer], asked)
 
     @staticmethod
     def _sent_to(peer: int) -> int:
@@ -338,11 +486,26 @@ class Meeting:
         return int(Number.PEERS) + self.size + peer
 
 
+def _has_raised(words: Sequence[np.ndarray], number: Number, k: int) -> bool:
+    """Whether rank k's `number` is not 0, in the pages `words` of all ranks."""
+    return bool(words[k][int(number) * _LINE])
+
+
+def _is_gone(words: Sequence[np.ndarray], memory: Mapping[int, PeerMemory], k: int) -> bool:
+    """Whether rank k has left, or its process has ended."""
+    return _has_raised(words, Number.LEFT, k) or (k in memory and memory[k].ended)
+
+
 def _reached(addresses: np.ndarray, value: int) -> bool:
     return wait_for_flags(addresses, value, 0, 0, False) < 0
 
 
 def _staging_at(size: int) -> int:
     """Byte of a page where its staging area begins; a whole memory page, so that copies are aligned."""
-    words = (int(Number.PEERS) + 2 * size) * _LINE + 4 * _OFFERS + size * _MESSAGES * 4
-    return -(-words * 8 // mmap.PAGESIZE) * mmap.PAGESIZE
+    return -(-(_texts_at(size) + TEXT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _texts_at(size: int) -> int:
+    """Byte of a page where what its rank asked for is written after a mismatch."""
+    numbers, rings = int(Number.PEERS) + 2 * size, (_OFFER_WORDS + 1) * _OFFERS + size * _MESSAGES * _MESSAGE_WORDS
+    return 8 * (numbers * _LINE + rings)

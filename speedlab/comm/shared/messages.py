@@ -4,12 +4,15 @@ only where many are on their way, and takes what comes meanwhile, so that any nu
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from ctypes import memmove
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from speedlab.comm.errors import PeerLost
+from speedlab.comm.shared.calls import dtype_code, dtype_name
 from speedlab.comm.shared.meeting import Meeting
 from speedlab.comm.shared.memory import arena
 from speedlab.comm.shared.rounds import tensor_at
@@ -23,10 +26,11 @@ class Receive:
 
     def __init__(self, tensor: Tensor, tag: int) -> None:
         self.tensor, self.tag = tensor, tag
+        self.dtype = dtype_code(tensor.dtype)
         self.source: int | None = None
         """The peer it came from, once it is there."""
-        self.problem = ""
-        """Why what came does not fit."""
+        self.unfit: tuple[int, int] | None = None
+        """(bytes, code of the dtype) of what came, if it does not fit."""
 
 
 class Mailbox:
@@ -39,37 +43,61 @@ class Mailbox:
         self._next = dict.fromkeys(meeting.peers, 0)
         """Number of the next message to take from each peer."""
         self._expected: dict[int, list[Receive]] = {peer: [] for peer in meeting.peers}
-        self._early: dict[int, list[tuple[int, Tensor]]] = {peer: [] for peer in meeting.peers}
-        """Messages that came before anybody expected their tag: (tag, bytes)."""
+        self._early: dict[int, list[tuple[int, Tensor, int]]] = {peer: [] for peer in meeting.peers}
+        """Messages that came before anybody expected their tag: (tag, bytes, code of the dtype)."""
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
         """Copy contiguous `tensor` and tell `peer`; it may change when this returns."""
-        self._make_room(peer)
+        self._meeting.faults.check()
+        dtype = dtype_code(tensor.dtype)
+        self._make_room(peer, lambda: f"send of {_described(tensor.nbytes, dtype)} to {self._name(peer)}, tag {tag}")
         self._collect()
         buffer = self._buffer(tensor.nbytes)
         memmove(buffer.data_ptr(), tensor.data_ptr(), tensor.nbytes)
-        self._meeting.send(peer, buffer, tensor.nbytes, tag)
+        self._meeting.send(peer, buffer, tensor.nbytes, tag, dtype)
 
     def expect(self, tensor: Tensor, peer: int | None, tag: int) -> Receive:
         """Note that a message for contiguous `tensor` will come; call `finish` with what this returns."""
+        self._meeting.faults.check()
         receive = Receive(tensor, tag)
         for k in self._meeting.peers if peer is None else [peer]:
             self._expected[k].append(receive)
         return receive
 
     def finish(self, receive: Receive) -> None:
-        """Wait until the message is there. Raises PeerLost, naming the rank that did not send it, or not what fits."""
+        """Wait until the message is there. Raises PeerLost, naming the rank that did not send it; CollectiveMismatch
+        for a message of another size or dtype."""
         deadline = time.monotonic() + self._meeting.timeout_seconds
         while not self.poll(receive):
             waiting = [peer for peer, expected in self._expected.items() if receive in expected]
+            asked = partial(self._asked, receive, waiting)
             if len(waiting) == 1:
-                self._meeting.wait_message(waiting[0], self._next[waiting[0]])
+                self._meeting.wait_message(waiting[0], self._next[waiting[0]], asked)
             else:
                 time.sleep(_POLL_SECONDS)  # From anybody: there is no one flag to wait for.
                 for peer in waiting:
-                    self._meeting.look(peer, lambda: self.poll(receive), deadline)
-        if receive.problem:
-            raise PeerLost(receive.problem)
+                    self._meeting.look(peer, lambda: self.poll(receive), deadline, asked)
+        if receive.unfit is not None:
+            raise self._mismatch(receive, *receive.unfit)
+
+    def _asked(self, receive: Receive, sources: Sequence[int]) -> str:
+        names = " or ".join(self._name(peer) for peer in sources)
+        return f"recv of {_described(receive.tensor.nbytes, receive.dtype)} from {names}, tag {receive.tag}"
+
+    def _mismatch(self, receive: Receive, nbytes: int, dtype: int) -> PeerLost:
+        assert receive.source is not None  # It has come.
+        asked, sent, source = self._asked(receive, [receive.source]), _described(nbytes, dtype), receive.source
+        own = self._name(self._meeting.index)
+        return self._meeting.faults.mismatch(
+            f"{own[0].upper()}{own[1:]} expected {_described(receive.tensor.nbytes, receive.dtype)} from "
+            f"{self._name(source)} with tag {receive.tag}, which sent {sent}.",
+            asked,
+            {source: f"send of {sent} to {own}, tag {receive.tag}"},
+            together=False,
+        )
+
+    def _name(self, peer: int) -> str:
+        return f"rank {self._meeting.ranks[peer]}"
 
     def poll(self, receive: Receive) -> bool:
         """Take what has come; whether `receive` is there now."""
@@ -78,7 +106,7 @@ class Mailbox:
                 self._take_from(peer)
         return receive.source is not None
 
-    def _make_room(self, peer: int) -> None:
+    def _make_room(self, peer: int, asked: Callable[[], str]) -> None:
         """Wait until one more message to `peer` can be told. It may itself wait for this rank, or for one that does, to
         take what was sent: so that is done."""
         deadline = time.monotonic() + self._meeting.timeout_seconds
@@ -86,43 +114,39 @@ class Mailbox:
             for other in self._meeting.peers:
                 self._take_from(other, also_early=True)
             time.sleep(_POLL_SECONDS)
-            self._meeting.look(peer, lambda: self._meeting.has_room(peer), deadline)
+            self._meeting.look(peer, lambda: self._meeting.has_room(peer), deadline, asked)
 
     def _take_from(self, peer: int, *, also_early: bool = False) -> None:
         """Take what is expected from `peer`, or, `also_early`, everything that it has sent."""
         for receive in list(self._expected[peer]):
-            for place, (tag, data) in enumerate(self._early[peer]):
+            for place, (tag, data, dtype) in enumerate(self._early[peer]):
                 if tag == receive.tag:
                     del self._early[peer][place]
-                    self._deliver(receive, peer, data.data_ptr(), data.nbytes)
+                    self._deliver(receive, peer, data.data_ptr(), data.nbytes, dtype)
                     break
         while also_early or self._expected[peer]:
             message = self._meeting.message(peer, self._next[peer])
             if message is None:
                 return
-            address, nbytes, tag = message
+            address, nbytes, tag, dtype = message
             receive = next((r for r in self._expected[peer] if r.tag == tag), None)
             if receive is None:
-                self._early[peer].append((tag, tensor_at(address, nbytes, torch.uint8).clone()))
+                self._early[peer].append((tag, tensor_at(address, nbytes, torch.uint8).clone(), dtype))
             else:
-                self._deliver(receive, peer, address, nbytes)
+                self._deliver(receive, peer, address, nbytes, dtype)
             self._meeting.fetched(peer, self._next[peer])
             self._next[peer] += 1
 
-    def _deliver(self, receive: Receive, peer: int, address: int, nbytes: int) -> None:
+    def _deliver(self, receive: Receive, peer: int, address: int, nbytes: int, dtype: int) -> None:
         for expected in self._expected.values():
             if receive in expected:
                 expected.remove(receive)
         receive.source = peer
-        if nbytes == receive.tensor.nbytes:
+        if nbytes == receive.tensor.nbytes and dtype == receive.dtype:
             memmove(receive.tensor.data_ptr(), address, nbytes)
         else:
-            # Whoever takes it may wait for another message; this is the error of the one that it belongs to.
-            ranks = self._meeting.ranks
-            receive.problem = (
-                f"rank {ranks[self._meeting.index]} expected {receive.tensor.nbytes} bytes from rank {ranks[peer]} "
-                f"with tag {receive.tag}, which sent {nbytes}"
-            )
+            # The caller may wait for another message; this is the error of the receive that the message belongs to.
+            receive.unfit = nbytes, dtype
 
     def _collect(self) -> None:
         """Buffers whose messages were fetched are free again."""
@@ -137,3 +161,9 @@ class Mailbox:
             if buffer.nbytes == size:
                 return self._free.pop(place)
         return arena().empty(size, torch.uint8)
+
+
+def _described(nbytes: int, dtype: int) -> str:
+    """'4 float32'. `dtype`: its code (`calls`)."""
+    name = dtype_name(dtype)
+    return f"{nbytes // getattr(torch, name).itemsize:,} {name}"

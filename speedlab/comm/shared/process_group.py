@@ -7,16 +7,20 @@
 | each on a host of its own, or cannot share memory| gloo's                                                            |
 
 What a group does not do itself (gather, scatter, reduce; of a SpanningGroup also all-to-all and messages) goes to gloo,
-which it carries along.
+which it carries along, after its ranks have compared the call in shared memory.
+
+Every collective carries a description of the call (`calls.Call`), which all ranks compare before data moves. If a rank
+calls something else, all ranks raise CollectiveMismatch (`faults`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from typing import Any, Protocol
 
@@ -26,6 +30,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from speedlab.comm.errors import PeerLost
+from speedlab.comm.limits import wait_for
+from speedlab.comm.shared.calls import Call, Op, call, call_of, carrying_out, origin, refused
 from speedlab.comm.shared.hierarchy import Hierarchy, host_of
 from speedlab.comm.shared.meeting import Meeting
 from speedlab.comm.shared.memory import arena
@@ -43,6 +49,8 @@ _groups: weakref.WeakSet[StagedGroup] = weakref.WeakSet()
 class Collectives(Protocol):
     """What carries out a group's collectives, on contiguous CPU tensors: Rounds or a Hierarchy."""
 
+    def announce(self, call: Call) -> None: ...
+    def agree(self) -> None: ...
     def barrier(self) -> None: ...
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None: ...
     def reduce_scatter(self, out: Tensor, slices: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None: ...
@@ -87,15 +95,17 @@ class StagedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
         opts = opts or dist.AllreduceOptions()
+        asked = call_of(Op.ALL_REDUCE, tensors, reduction=opts.reduceOp.op)
         if not self._reduces(tensors, opts):
-            return self._gloo.allreduce(tensors, opts)
-        return self._carry_out(lambda: self._all_reduce_each(tensors, opts.reduceOp.op), opts, tensors)
+            return self._by_gloo(asked, lambda: self._gloo.allreduce(tensors, opts), opts, tensors)
+        return self._carry_out(asked, lambda: self._all_reduce_each(tensors, opts.reduceOp.op), opts, tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
         opts = opts or dist.AllreduceCoalescedOptions()
+        asked = call_of(Op.ALL_REDUCE, tensors, reduction=opts.reduceOp.op)
         if not self._reduces(tensors, opts):
-            return self._gloo.allreduce_coalesced(tensors, opts)
-        return self._carry_out(lambda: self._all_reduce_each(tensors, opts.reduceOp.op), opts, tensors)
+            return self._by_gloo(asked, lambda: self._gloo.allreduce_coalesced(tensors, opts), opts, tensors)
+        return self._carry_out(asked, lambda: self._all_reduce_each(tensors, opts.reduceOp.op), opts, tensors)
 
     def _all_reduce_each(self, tensors: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None:
         for tensor in tensors:
@@ -104,22 +114,25 @@ class StagedGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         opts = opts or dist.ReduceScatterOptions()
+        asked = call_of(Op.REDUCE_SCATTER, outputs, reduction=opts.reduceOp.op)
         if not self._reduces(outputs, opts):
-            return self._gloo.reduce_scatter(outputs, inputs, opts)
+            return self._by_gloo(asked, lambda: self._gloo.reduce_scatter(outputs, inputs, opts), opts, outputs)
 
-        for out, parts in zip(outputs, inputs, strict=True):
-            _check_equal("reduce_scatter", parts, out, self.size())
+        with self._telling_peers(Op.REDUCE_SCATTER):
+            for out, parts in zip(outputs, inputs, strict=True):
+                _check_equal("reduce_scatter", parts, out, self.size())
 
         def run() -> None:
             for out, parts in zip(outputs, inputs, strict=True):
                 with _Contiguous(out) as flat:
                     self._collectives.reduce_scatter(flat, [part.contiguous() for part in parts], opts.reduceOp.op)
 
-        return self._carry_out(run, opts, outputs)
+        return self._carry_out(asked, run, opts, outputs)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        size = self.size()
-        return self.reduce_scatter(outputs, [list(_rows(whole, size)) for whole in inputs], opts)
+        with self._telling_peers(Op.REDUCE_SCATTER):
+            slices = [list(_rows(whole, self.size())) for whole in inputs]
+        return self.reduce_scatter(outputs, slices, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -128,11 +141,13 @@ class StagedGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         opts = opts or AllgatherOptions()
+        asked = call_of(Op.ALL_GATHER, inputs)
         if not _on_cpu(inputs):
-            return self._gloo.allgather(outputs, inputs, opts)
+            return self._by_gloo(asked, lambda: self._gloo.allgather(outputs, inputs, opts), opts, outputs)
 
-        for outs, part in zip(outputs, inputs, strict=True):
-            _check_equal("all_gather", outs, part, self.size())
+        with self._telling_peers(Op.ALL_GATHER):
+            for outs, part in zip(outputs, inputs, strict=True):
+                _check_equal("all_gather", outs, part, self.size())
 
         def run() -> None:
             for outs, part in zip(outputs, inputs, strict=True):
@@ -142,30 +157,35 @@ class StagedGroup(dist.ProcessGroup):
                     if out is not target:
                         out.copy_(target)
 
-        return self._carry_out(run, opts, outputs)
+        return self._carry_out(asked, run, opts, outputs)
+
+    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        # Outputs by rank, then by tensor; `allgather` has them by tensor, then by rank.
+        return self.allgather([list(outs) for outs in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        size = self.size()
-        work = self.allgather([list(_rows(whole, size)) for whole in outputs], inputs, opts)
-        return work
+        with self._telling_peers(Op.ALL_GATHER):
+            slices = [list(_rows(whole, self.size())) for whole in outputs]
+        return self.allgather(slices, inputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         opts = opts or dist.BroadcastOptions()
+        asked = call_of(Op.BROADCAST, tensors, root=opts.rootRank)
         if not _on_cpu(tensors):
-            return self._gloo.broadcast(tensors, opts)
+            return self._by_gloo(asked, lambda: self._gloo.broadcast(tensors, opts), opts, tensors)
 
         def run() -> None:
             for tensor in tensors:
                 with _Contiguous(tensor) as flat:
                     self._collectives.broadcast(flat, opts.rootRank)
 
-        return self._carry_out(run, opts, tensors)
+        return self._carry_out(asked, run, opts, tensors)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._carry_out(self._collectives.barrier, opts or dist.BarrierOptions(), [])
+        return self._carry_out(call(Op.BARRIER), self._collectives.barrier, opts or dist.BarrierOptions(), [])
 
     # torch 2.11 and 2.12 know these under their older names.
     _allgather_base = all_gather_single
@@ -178,21 +198,32 @@ class StagedGroup(dist.ProcessGroup):
     # thread of gloo's, waits for the GIL (seen in all_to_all_single of torch 2.13).
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
-        return self._gloo.reduce(tensors, opts or dist.ReduceOptions())
+        opts = opts or dist.ReduceOptions()
+        asked = call_of(Op.REDUCE, tensors, reduction=opts.reduceOp.op, root=opts.rootRank)
+        return self._by_gloo(asked, lambda: self._gloo.reduce(tensors, opts), opts, tensors)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self._gloo.gather(outputs, inputs, opts or dist.GatherOptions())
+        opts = opts or dist.GatherOptions()
+        asked = call_of(Op.GATHER, inputs, root=opts.rootRank)
+        return self._by_gloo(asked, lambda: self._gloo.gather(outputs, inputs, opts), opts, outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
-        return self._gloo.scatter(outputs, inputs, opts or dist.ScatterOptions())
+        opts = opts or dist.ScatterOptions()
+        asked = call_of(Op.SCATTER, outputs, root=opts.rootRank)
+        return self._by_gloo(asked, lambda: self._gloo.scatter(outputs, inputs, opts), opts, outputs)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
-        return self._gloo.alltoall(outputs, inputs, opts or dist.AllToAllOptions())
+        opts = opts or dist.AllToAllOptions()
+        # How much each rank sends to each other one may differ.
+        asked = call(Op.ALL_TO_ALL, inputs[0].dtype)
+        return self._by_gloo(asked, lambda: self._gloo.alltoall(outputs, inputs, opts), opts, outputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Any:
-        return self._gloo.alltoall_base(output, input, output_splits, input_splits, opts or dist.AllToAllOptions())
+        opts = opts or dist.AllToAllOptions()
+        task = lambda: self._gloo.alltoall_base(output, input, output_splits, input_splits, opts)  # noqa: E731  # one expression
+        return self._by_gloo(call(Op.ALL_TO_ALL, input.dtype), task, opts, [output])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]  # its name in torch 2.11 and 2.12
 
@@ -207,18 +238,45 @@ class StagedGroup(dist.ProcessGroup):
 
     # ---- carrying out ------------------------------------------------------------------------------------------------
 
-    def _carry_out(self, task: Callable[[], None], opts: Any, result: list[Any]) -> Any:
-        """Run `task` here when the caller waits for it anyway, else on the group's thread."""
+    def _carry_out(self, asked: Call, task: Callable[[], None], opts: Any, result: list[Any]) -> Any:
+        """Run `task`, the collective `asked`, here when the caller waits for it anyway, else on the group's thread."""
         if self._worker.idle and not getattr(opts, "asyncOp", True):
             with torch.no_grad():
+                self._collectives.announce(asked)
                 task()
             return Work(result)
 
+        self.meeting.faults.check()
+        frames = origin()
+
         def quietly() -> None:
+            carrying_out(frames)
             with torch.no_grad():
+                self._collectives.announce(asked)
                 task()
 
         return self._worker.submit(quietly, result)
+
+    def _by_gloo(self, asked: Call, start: Callable[[], Any], opts: Any, result: list[Any]) -> Any:
+        """As `_carry_out`, of a collective that `start` hands to gloo."""
+
+        def run() -> None:
+            self._collectives.agree()
+            wait_for(start())
+
+        return self._carry_out(asked, run, opts, result)
+
+    @contextlib.contextmanager
+    def _telling_peers(self, op: Op) -> Iterator[None]:
+        """Around the check of the arguments of a collective: where this rank refuses them, its peers must not wait for
+        it. The thread tells them, so that the caller need not wait for them, either; nobody is closed out if all ranks
+        have made the same mistake."""
+        try:
+            yield
+        except ValueError as error:
+            with contextlib.suppress(PeerLost):  # The group is closed; the caller's own mistake is the news.
+                self._carry_out(refused(op, error), self._collectives.agree, None, [])
+            raise
 
     @staticmethod
     def _reduces(tensors: Sequence[Tensor], opts: Any) -> bool:
@@ -242,20 +300,17 @@ class SharedGroup(StagedGroup):
         opts: Any = None,
     ) -> Any:
         size = self.size()
-        outs = output.split(output_splits) if output_splits else output.chunk(size)
-        parts = input.split(input_splits) if input_splits else input.chunk(size)
-        return self.alltoall(list(outs), list(parts), opts)
+        with self._telling_peers(Op.ALL_TO_ALL):
+            outs, parts = _cut(output, output_splits, size), _cut(input, input_splits, size)
+        return self.alltoall(outs, parts, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         opts = opts or dist.AllToAllOptions()
         if not _on_cpu(inputs):
-            return self._gloo.alltoall(outputs, inputs, opts)
+            return super().alltoall(outputs, inputs, opts)
 
-        if not len(outputs) == len(inputs) == self.size():
-            raise ValueError(
-                f"all_to_all: {len(inputs)} tensors to send and {len(outputs)} to receive, expected one of each for "
-                f"each of the {self.size()} ranks"
-            )
+        with self._telling_peers(Op.ALL_TO_ALL):
+            _check_parts(outputs, inputs, self.size())
 
         def run() -> None:
             targets = [out if out.is_contiguous() else torch.empty_like(out).contiguous() for out in outputs]
@@ -264,7 +319,7 @@ class SharedGroup(StagedGroup):
                 if out is not target:
                     out.copy_(target)
 
-        return self._carry_out(run, opts, outputs)
+        return self._carry_out(call(Op.ALL_TO_ALL, inputs[0].dtype), run, opts, outputs)
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]  # its name in torch 2.11 and 2.12
 
@@ -315,15 +370,16 @@ class SpanningGroup(StagedGroup):
         super().leave()
         self._hierarchy.leave()
 
-    def _carry_out(self, task: Callable[[], None], opts: Any, result: list[Any]) -> Any:
+    def _carry_out(self, asked: Call, task: Callable[[], None], opts: Any, result: list[Any]) -> Any:
         def run() -> None:
             try:
+                self._hierarchy.meet()
                 task()
             except PeerLost:
                 self.leave()  # Ranks that wait for this one, here and on other hosts, cannot see whom it has lost.
                 raise
 
-        return super()._carry_out(run, opts, result)
+        return super()._carry_out(asked, run, opts, result)
 
 
 class _Contiguous:
@@ -356,6 +412,29 @@ def _check_equal(name: str, many: Sequence[Tensor], one: Tensor, size: int) -> N
                 f"{name}: tensor {k} of the list is {tuple(tensor.shape)} {tensor.dtype}, the single one "
                 f"{tuple(one.shape)} {one.dtype}; expected as many elements of the same dtype"
             )
+
+
+def _cut(whole: Tensor, sizes: list[int], count: int) -> list[Tensor]:
+    """`whole` in parts of these sizes along its first dimension, in equal ones by default. Raises ValueError if that is
+    not possible."""
+    rows = whole.shape[0] if whole.dim() else 0
+    if sizes and sum(sizes) != rows:
+        raise ValueError(f"all_to_all_single: a tensor of {rows} rows in parts of {sizes}, {sum(sizes)} in all")
+    if not sizes and rows % count:
+        raise ValueError(f"all_to_all_single: a tensor of {rows} rows for {count} ranks, expected equal parts")
+    return list(whole.split(sizes) if sizes else whole.chunk(count))
+
+
+def _check_parts(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: int) -> None:
+    """Raise ValueError unless both are as many tensors as ranks, all of one dtype."""
+    if not len(outputs) == len(inputs) == size:
+        raise ValueError(
+            f"all_to_all: {len(inputs)} tensors to send and {len(outputs)} to receive, expected one of each for "
+            f"each of the {size} ranks"
+        )
+    dtypes = {str(tensor.dtype) for tensor in (*outputs, *inputs)}
+    if len(dtypes) > 1:
+        raise ValueError(f"all_to_all: tensors of {', '.join(sorted(dtypes))}, expected one dtype")
 
 
 def _rows(whole: Tensor, size: int) -> Sequence[Tensor]:
@@ -407,7 +486,9 @@ def _create(options: Any, _backend_options: Any) -> Any:
         try:
             place, ranks = hosts[host].index(rank), [names[k] for k in hosts[host]]
             cores = len(set().union(*(found[k]["cores"] for k in hosts[host])))
-            meeting = Meeting(page, handles, place, ranks, timeout.total_seconds(), cores=cores)
+            meeting = Meeting(
+                page, handles, place, ranks, timeout.total_seconds(), cores=cores, ranks_of_group=list(names)
+            )
             problem = ""
         except OSError as error:
             problem = str(error)

@@ -6,11 +6,14 @@ A collective is cut into rounds. In round r a rank
 2. writes its part into that half, and says so,
 3. waits until all peers have written theirs, reads them, and says so.
 
+Which call a round belongs to is written with the parts, and compared before a part is read (`Meeting.meet`).
+
 Sums are taken by the rank that owns the slice, in rank order, 16-bit floats in float32: every rank gets the same bits.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from ctypes import c_uint8, memmove
 
@@ -21,6 +24,8 @@ from torch import Tensor
 
 from cuda_ops.reduce import sum_at
 from cuda_ops.tensors import array
+from speedlab.comm.errors import PeerLost
+from speedlab.comm.shared.calls import Call
 from speedlab.comm.shared.meeting import STAGING_BYTES, Meeting, Number
 
 _WHOLE_BYTES = 16 << 10
@@ -49,7 +54,7 @@ def can_reduce(dtype: torch.dtype, op: dist.ReduceOp.RedOpType) -> bool:
 
 
 class Rounds:
-    """The collectives of one group. They must be called in the same order on all ranks."""
+    """The collectives of one group. They must be called in the same order on all ranks, each after `announce`."""
 
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
@@ -68,13 +73,33 @@ class Rounds:
         return int(halves[self._meeting.index]), halves
 
     def _written(self) -> None:
-        """This rank's half holds its part; returns when those of all peers do."""
-        self._meeting.raise_own(Number.WRITTEN, self._round + 1)
-        self._meeting.wait_all(Number.WRITTEN, self._round + 1)
+        """This rank's half holds its part; returns when those of all peers do, for the same call."""
+        self._meeting.meet(self._round)
 
     def _read(self) -> None:
         self._round += 1
         self._meeting.raise_own(Number.READ, self._round)
+
+    def announce(self, call: Call) -> None:
+        """The next collective is this call. Raises the earlier error of the group, if there was one."""
+        self._meeting.begin_call(call)
+
+    def agree(self) -> None:
+        """Compare the call with those of the peers, for a collective that is carried out elsewhere."""
+        self.barrier()
+
+    @property
+    def words(self) -> tuple[int, int, int]:
+        """What the ranks compare of the call."""
+        return self._meeting.words_of_call
+
+    def asked(self) -> str:
+        """The call as a sentence, for errors."""
+        return self._meeting.own_call()
+
+    def mismatch(self, reason: str) -> PeerLost:
+        """The error of the call, for a `reason` that was found elsewhere: the peers raise it when they wait."""
+        return self._meeting.mismatch(reason)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
@@ -128,7 +153,7 @@ class Rounds:
         size, index, width = self._meeting.size, self._meeting.index, out.element_size()
         out, flats = out.view(-1), [part.view(-1) for part in slices]
         most = STAGING_BYTES // (width * size)
-        for low in range(0, out.numel(), most):
+        for low in range(0, out.numel() or 1, most):  # Once at least: calls without elements are compared, too.
             count = min(most, out.numel() - low)
             own, halves = self._begin()
             for k in self._meeting.peers:
@@ -142,7 +167,7 @@ class Rounds:
         width, flat = part.element_size(), part.view(-1)
         most = STAGING_BYTES // width
         targets = [out.data_ptr() for out in outs]
-        for low in range(0, flat.numel(), most):
+        for low in range(0, flat.numel() or 1, most):
             nbytes = min(most, flat.numel() - low) * width
             source = flat.data_ptr() + low * width
             own, halves = self._begin()
@@ -157,7 +182,7 @@ class Rounds:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Copy contiguous `tensor` from rank `source` (an index in the group) to all, in place."""
         address, total = tensor.data_ptr(), tensor.nbytes
-        for low in range(0, total, STAGING_BYTES):
+        for low in range(0, total or 1, STAGING_BYTES):
             nbytes = min(STAGING_BYTES, total - low)
             own, halves = self._begin()
             if self._meeting.index == source:
@@ -170,17 +195,14 @@ class Rounds:
     def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """outs[k] = what rank k has as its part number `index`; contiguous, of any sizes that match."""
         size, index = self._meeting.size, self._meeting.index
-        sizes = torch.tensor([part.nbytes for part in parts], dtype=torch.int64)
-        every = torch.empty((size, size), dtype=torch.int64)
+        sizes = torch.tensor([[part.numel() for part in parts], [out.numel() for out in outs]], dtype=torch.int64)
+        every = torch.empty((size, 2, size), dtype=torch.int64)
         self.all_gather(list(every), sizes)
-        for k in range(size):
-            if int(every[k, index]) != outs[k].nbytes:
-                raise ValueError(
-                    f"all_to_all: rank {self._meeting.ranks[k]} sends {int(every[k, index])} bytes to rank "
-                    f"{self._meeting.ranks[index]}, which expects {outs[k].nbytes}"
-                )
+        sent, expected = every.unbind(1)
+        if not torch.equal(sent, expected.T):
+            raise self._unequal_parts(sent.tolist(), expected.tolist())
         most = STAGING_BYTES // size // 64 * 64
-        for low in range(0, int(every.max()), most):
+        for low in range(0, int(sent.max()) * parts[index].element_size(), most):
             own, halves = self._begin()
             for k in self._meeting.peers:
                 memmove(own + k * most, parts[k].data_ptr() + low, _left(parts[k].nbytes, low, most))
@@ -189,6 +211,17 @@ class Rounds:
                 memmove(outs[k].data_ptr() + low, int(halves[k]) + index * most, _left(outs[k].nbytes, low, most))
             self._read()
         outs[index].view(-1).copy_(parts[index].view(-1))
+
+    def _unequal_parts(self, sent: list[list[int]], expected: list[list[int]]) -> PeerLost:
+        """The error of an all-to-all of which every rank has seen that rank j sends sent[j][k] elements to rank k, and
+        that rank k expects expected[k][j] of rank j."""
+        ranks = self._meeting.ranks
+        pairs = itertools.product(range(len(ranks)), repeat=2)
+        j, k = next((j, k) for j, k in pairs if sent[j][k] != expected[k][j])
+        return self._meeting.mismatch(
+            f"all_to_all: rank {ranks[j]} sends {sent[j][k]:,} elements to rank {ranks[k]}, which expects "
+            f"{expected[k][j]:,}."
+        )
 
     def _reduce(self, addresses: np.ndarray, own: Tensor | None, out: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """`out` = the reduction of the ranks' elements at `addresses`, this rank's own taken from `own` instead."""

@@ -29,7 +29,7 @@ from cuda_ops.meter import meter
 from cuda_ops.reduce import sum_at
 from cuda_ops.tensors import array
 from speedlab.comm.shared.joined import Joined
-from speedlab.comm.shared.meeting import Meeting, Number
+from speedlab.comm.shared.meeting import Meeting, Number, Transfer, transfer_code
 from speedlab.comm.shared.memory import arena
 from speedlab.comm.transports.torch_own import Finish, Transport
 from speedlab.comm.wires import Wires
@@ -66,7 +66,7 @@ class InPlace(Transport):
 
     def offer(self, shards: Sequence[Tensor]) -> None:
         for shard in shards:
-            self._offered[shard.data_ptr()] = self._offer_whole(shard)[0]
+            self._offered[shard.data_ptr()] = self._offer_whole(shard, Transfer.ALL_GATHER)[0]
 
     def wait_until_all_read(self) -> None:
         self._meeting.wait_until_all_read()
@@ -99,22 +99,22 @@ class InPlace(Transport):
         """Of the offer of `shard` that comes next, which is made now where it was not before."""
         number = self._offered.pop(shard.data_ptr(), None)
         if number is None:
-            number, _ = self._offer_whole(shard)
+            number, _ = self._offer_whole(shard, Transfer.ALL_GATHER)
             self._given[shard.data_ptr()] = number
         return number
 
     def reduce_scatter(self, full: Tensor, into: Tensor, accumulate: bool) -> Finish:
-        number, shared = self._offer_whole(full)
+        number, shared = self._offer_whole(full, Transfer.REDUCE_SCATTER)
         self._given[full.data_ptr()] = number
 
         def finish() -> None:
-            self._sum(shared, into, self._meeting.addresses(number, shared.nbytes), accumulate)
+            self._sum(shared, into, self._meeting.addresses(number), accumulate)
             self._meeting.took()
 
         return finish
 
     def all_reduce(self, full: Tensor) -> Finish:
-        number, shared = self._offer_whole(full)
+        number, shared = self._offer_whole(full, Transfer.ALL_REDUCE)
         self._given[full.data_ptr()] = number
         while self.sums_early and self._unsummed and self._meeting.reached(Number.OFFERED, self._unsummed[0][0] + 1):
             self._sum_oldest()
@@ -124,7 +124,7 @@ class InPlace(Transport):
             while self._unsummed and self._unsummed[0][0] <= number:
                 self._sum_oldest()
             self._meeting.wait_all(Number.SUMMED, number + 1)
-            addresses = self._meeting.addresses(number, full.nbytes)
+            addresses = self._meeting.addresses(number)
             addresses[self.index] = shared.data_ptr()
             nbytes = full.nbytes // self.size
             for k in self.peers if shared is full else range(self.size):
@@ -136,21 +136,21 @@ class InPlace(Transport):
     def _sum_oldest(self) -> None:
         """This rank's slice of the oldest all-reduce that lacks it. In this order: SUMMED counts all up to it."""
         number, shared = self._unsummed[0]
-        addresses = self._meeting.addresses(number, shared.nbytes)  # What fails here fails again for who waits for it.
+        addresses = self._meeting.addresses(number)  # What fails here fails again for who waits for it.
         self._unsummed.popleft()  # Before: what is cut off must not be summed twice.
         self._sum(shared, shared.view(self.size, -1)[self.index], addresses, accumulate=False)
         self._meeting.raise_own(Number.SUMMED, number + 1)
 
-    def _offer_whole(self, tensor: Tensor) -> tuple[int, Tensor]:
+    def _offer_whole(self, tensor: Tensor, transfer: Transfer) -> tuple[int, Tensor]:
         """(number of the offer, the memory that peers read): `tensor` itself, or a copy if it came from elsewhere."""
         shared = tensor
         if arena().find(tensor.data_ptr(), tensor.nbytes) is None:
             shared = arena().empty(tensor.numel(), tensor.dtype).copy_(tensor)
-        return self._meeting.offer(shared.data_ptr(), shared.nbytes), shared
+        return self._meeting.offer(shared.data_ptr(), shared.nbytes, transfer_code(transfer, tensor.dtype)), shared
 
     def _copy(self, full: Tensor, number: int) -> None:
         nbytes = full.nbytes // self.size
-        addresses = self._meeting.addresses(number, nbytes)
+        addresses = self._meeting.addresses(number)
         with meter.record("gather", 2 * (self.size - 1) * nbytes, full.device):
             for peer in self.peers:
                 memmove(full.data_ptr() + peer * nbytes, int(addresses[peer]), nbytes)

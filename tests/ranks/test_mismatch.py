@@ -1,0 +1,379 @@
+"""Ranks that do not make the same call on the shared-memory backend: every rank raises, says what each asked for and
+from which line, and the group is closed until the ranks meet again."""
+
+from __future__ import annotations
+
+import datetime
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks.conftest import PoolOf
+from ranks.pool import Pool
+from ranks.test_shared_backend import gather_whole, new_group, scatter_sum
+from speedlab.comm import Group, PeerLost, Traffic, activity
+
+Act = Callable[[Any, int], Any]
+"""What one rank calls: (group, number of ranks)."""
+
+FLOAT, INT = torch.float32, torch.int32
+
+
+def ones(*shape: int, dtype: torch.dtype = FLOAT) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def reduce_to(group: Any, root: int, op: Any = dist.ReduceOp.SUM) -> None:
+    dist.reduce(ones(4), group=group, group_dst=root, op=op)
+
+
+def gather_to(group: Any, n: int, root: int, dtype: torch.dtype = FLOAT) -> None:
+    outs = [ones(4, dtype=dtype) for _ in range(n)] if dist.get_rank(group) == root else None
+    dist.gather(ones(4, dtype=dtype), outs, group=group, group_dst=root)
+
+
+def scatter_from(group: Any, n: int, root: int) -> None:
+    parts = [ones(4) for _ in range(n)] if dist.get_rank(group) == root else None
+    dist.scatter(ones(4), parts, group=group, group_src=root)
+
+
+def reduce_coalesced(group: Any, *sizes: int) -> None:
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):
+        dist.all_reduce_coalesced([ones(size) for size in sizes], group=group)
+
+
+def wait(work: Any) -> None:
+    assert work is not None
+    work.wait()
+
+
+CASES: dict[str, tuple[Act, Act, list[str]]] = {
+    "operation": (
+        lambda g, n: dist.all_reduce(ones(4), group=g),
+        lambda g, n: dist.broadcast(ones(4), group=g, group_src=0),
+        ["all_reduce (sum) of 4 float32", "broadcast of 4 float32, root rank 0"],
+    ),
+    "dtype of all_reduce": (
+        lambda g, n: dist.all_reduce(ones(4), group=g),
+        lambda g, n: dist.all_reduce(ones(4, dtype=INT), group=g),
+        ["of 4 float32", "of 4 int32"],
+    ),
+    "a dtype that goes to gloo": (
+        lambda g, n: dist.all_reduce(ones(4), group=g),
+        lambda g, n: dist.all_reduce(ones(4, dtype=torch.bool), op=dist.ReduceOp.SUM, group=g),
+        ["of 4 float32", "of 4 bool"],
+    ),
+    "elements of all_reduce": (
+        lambda g, n: dist.all_reduce(ones(4), group=g),
+        lambda g, n: dist.all_reduce(ones(5), group=g),
+        ["of 4 float32", "of 5 float32"],
+    ),
+    "elements of a large all_reduce": (
+        lambda g, n: dist.all_reduce(ones(2_000_000), group=g),
+        lambda g, n: dist.all_reduce(ones(4), group=g),
+        ["of 2,000,000 float32", "of 4 float32"],
+    ),
+    "no elements": (
+        lambda g, n: gather_whole(ones(0), ones(0), group=g),
+        lambda g, n: gather_whole(ones(4 * n), ones(4), group=g),
+        ["all_gather of 0 float32", "all_gather of 4 float32"],
+    ),
+    "reduction": (
+        lambda g, n: dist.all_reduce(ones(4), group=g),
+        lambda g, n: dist.all_reduce(ones(4), op=dist.ReduceOp.MAX, group=g),
+        ["all_reduce (sum) of 4", "all_reduce (max) of 4"],
+    ),
+    "root of broadcast": (
+        lambda g, n: dist.broadcast(ones(4), group=g, group_src=0),
+        lambda g, n: dist.broadcast(ones(4), group=g, group_src=1),
+        ["root rank 0", "root rank 1"],
+    ),
+    "elements of broadcast": (
+        lambda g, n: dist.broadcast(ones(4), group=g, group_src=0),
+        lambda g, n: dist.broadcast(ones(3), group=g, group_src=0),
+        ["of 4 float32", "of 3 float32"],
+    ),
+    "dtype of all_gather": (
+        lambda g, n: gather_whole(ones(4 * n), ones(4), group=g),
+        lambda g, n: gather_whole(ones(4 * n, dtype=INT), ones(4, dtype=INT), group=g),
+        ["all_gather of 4 float32", "all_gather of 4 int32"],
+    ),
+    "elements of a list of all_gather": (
+        lambda g, n: dist.all_gather([ones(4) for _ in range(n)], ones(4), group=g),
+        lambda g, n: dist.all_gather([ones(2) for _ in range(n)], ones(2), group=g),
+        ["all_gather of 4 float32", "all_gather of 2 float32"],
+    ),
+    "elements of reduce_scatter": (
+        lambda g, n: scatter_sum(ones(4), ones(4 * n), group=g),
+        lambda g, n: scatter_sum(ones(2), ones(2 * n), group=g),
+        ["reduce_scatter (sum) of 4 float32", "reduce_scatter (sum) of 2 float32"],
+    ),
+    "reduction of reduce_scatter": (
+        lambda g, n: scatter_sum(ones(4), ones(4 * n), group=g),
+        lambda g, n: scatter_sum(ones(4), ones(4 * n), op=dist.ReduceOp.AVG, group=g),
+        ["reduce_scatter (sum)", "reduce_scatter (avg)"],
+    ),
+    "dtype of all_to_all": (
+        lambda g, n: dist.all_to_all_single(ones(2 * n), ones(2 * n), group=g),
+        lambda g, n: dist.all_to_all_single(ones(2 * n, dtype=INT), ones(2 * n, dtype=INT), group=g),
+        ["all_to_all of float32", "all_to_all of int32"],
+    ),
+    "parts of all_to_all": (
+        lambda g, n: dist.all_to_all_single(ones(2 * n), ones(2 * n), group=g),
+        lambda g, n: dist.all_to_all_single(ones(3 * n), ones(3 * n), group=g),
+        ["all_to_all: rank ", " elements to rank ", "which expects"],
+    ),
+    "root of reduce": (lambda g, n: reduce_to(g, 0), lambda g, n: reduce_to(g, 1), ["root rank 0", "root rank 1"]),
+    "reduction of reduce": (
+        lambda g, n: reduce_to(g, 0),
+        lambda g, n: reduce_to(g, 0, dist.ReduceOp.MIN),
+        ["reduce (sum)", "reduce (min)"],
+    ),
+    "root of gather": (lambda g, n: gather_to(g, n, 0), lambda g, n: gather_to(g, n, 1), ["root rank 0", "rank 1"]),
+    "dtype of gather": (
+        lambda g, n: gather_to(g, n, 0),
+        lambda g, n: gather_to(g, n, 0, INT),
+        ["gather of 4 float32", "gather of 4 int32"],
+    ),
+    "root of scatter": (lambda g, n: scatter_from(g, n, 0), lambda g, n: scatter_from(g, n, 1), ["root rank 1"]),
+    "all_reduce and reduce": (
+        lambda g, n: dist.all_reduce(ones(4), group=g),
+        lambda g, n: reduce_to(g, 0),
+        ["all_reduce (sum)", "reduce (sum) of 4 float32, root rank 0"],
+    ),
+    "barrier and broadcast": (
+        lambda g, n: dist.barrier(g),
+        lambda g, n: dist.broadcast(ones(1), group=g, group_src=0),
+        ["barrier", "broadcast of 1 float32"],
+    ),
+    "a list of tensors": (
+        lambda g, n: reduce_coalesced(g, 4, 2),
+        lambda g, n: reduce_coalesced(g, 2, 4),
+        ["in several tensors"],
+    ),
+    "asynchronous calls": (
+        lambda g, n: wait(dist.all_reduce(ones(4), group=g, async_op=True)),
+        lambda g, n: wait(dist.all_reduce(ones(4, dtype=INT), group=g, async_op=True)),
+        ["of 4 float32", "of 4 int32"],
+    ),
+    "an asynchronous call and one that waits": (
+        lambda g, n: wait(dist.all_reduce(ones(4), group=g, async_op=True)),
+        lambda g, n: dist.barrier(g),
+        ["all_reduce (sum) of 4 float32", "barrier"],
+    ),
+    "a rank that skipped a collective": (
+        lambda g, n: (dist.barrier(g), dist.all_reduce(ones(4), group=g)),
+        lambda g, n: dist.all_reduce(ones(4), group=g),
+        ["barrier, call 2", "all_reduce (sum) of 4 float32, call 2"],
+    ),
+    "arguments that one rank refuses": (
+        lambda g, n: dist.all_gather([ones(4) for _ in range(n)], ones(4), group=g),
+        lambda g, n: dist.all_gather([ones(5) for _ in range(n)], ones(4), group=g),
+        [
+            "all_gather of 4 float32",
+            "all_gather with arguments that were refused, call 2 (all_gather: tensor 0 of the list",
+        ],
+    ),
+}
+
+
+def mismatched(names: Sequence[str]) -> dict[str, tuple[str, str, str, float, bool]]:
+    """(what this rank raised, its text, that of the next call, seconds of both, whether a new group works), for each
+    case; the last rank calls the other one."""
+    n, last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
+    said = {}
+    for name in names:
+        with new_group(range(n), timeout=datetime.timedelta(seconds=30)) as group:
+            dist.all_reduce(ones(1), group=group)
+            began = time.monotonic()
+            act = CASES[name][1] if last else CASES[name][0]
+            kind, text = raised(lambda: act(group, n))  # noqa: B023  # called at once
+            _, again = raised(lambda: dist.all_reduce(ones(1), group=group))  # as above
+            seconds = time.monotonic() - began
+            dist.barrier()
+        with new_group(range(n)) as group:
+            total = ones(3)
+            dist.all_reduce(total, group=group)
+        said[name] = kind, text, again, seconds, bool((total == n).all())
+    return said
+
+
+def raised(call: Callable[[], Any]) -> tuple[str, str]:
+    try:
+        call()
+    except (PeerLost, ValueError) as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def check(by_rank: list[dict[str, tuple[str, str, str, float, bool]]]) -> None:
+    n = len(by_rank)
+    for rank, said in enumerate(by_rank):
+        for name, (kind, text, again, seconds, works) in said.items():
+            odd_one = name == "arguments that one rank refuses" and rank == n - 1
+            assert kind == ("ValueError" if odd_one else "CollectiveMismatch"), (name, rank, kind, text)
+            full = again if odd_one else text
+            for part in CASES[name][2]:
+                assert part in full, (name, rank, part, full)
+            for other in ("rank 0" if n == 2 else f"ranks 0-{n - 2}", f"rank {n - 1}"):
+                assert f"\n  {other}: " in full, (name, rank, full)
+            assert full.count(f"{__file__}:") == 2, (name, rank, full)
+            assert "leave the world and join it again" in full, (name, rank)
+            assert again.startswith("This group of ranks is closed since an earlier error. "), (name, rank, again)
+            assert seconds < 4, (name, rank, seconds)
+            assert works, (name, rank)
+
+
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+def test_every_rank_names_what_each_asked_for(ranks: Pool) -> None:
+    check(ranks.run(mismatched, list(CASES), timeout=60))
+
+
+# ---- hosts -----------------------------------------------------------------------------------------------------------
+
+SPANNING = [
+    "operation",
+    "dtype of all_reduce",
+    "root of broadcast",
+    "no elements",
+    "root of gather",
+    "asynchronous calls",
+]
+
+
+@pytest.mark.parametrize(("hosts", "odd"), [("aabb", 3), ("aabb", 2), ("aaab", 3), ("abab", 0)])
+def test_groups_that_span_hosts(pool_of: PoolOf, hosts: str, odd: int) -> None:
+    """One rank, that speaks for its host or does not, calls something else: all ranks of all hosts raise."""
+    by_rank = pool_of(4, "shared", hosts).run(mismatched_over_hosts, SPANNING, odd, timeout=60)
+    for rank, said in enumerate(by_rank):
+        for name, (kind, text, again, seconds) in said.items():
+            assert kind == "CollectiveMismatch", (name, rank, kind, text)
+            assert again == "CollectiveMismatch", (name, rank, again)
+            if hosts[rank] == hosts[odd] or rank == hosts.index(hosts[rank]):
+                for part in CASES[name][2]:
+                    assert part in text, (name, rank, part, text)
+            assert seconds < 8, (name, rank, seconds)
+
+
+def mismatched_over_hosts(names: Sequence[str], odd: int) -> dict[str, tuple[str, str, str, float]]:
+    n, said = dist.get_world_size(), {}
+    for name in names:
+        with new_group(range(n), timeout=datetime.timedelta(seconds=30)) as group:
+            dist.all_reduce(ones(1), group=group)
+            act = CASES[name][1] if dist.get_rank() == odd else CASES[name][0]
+            began = time.monotonic()
+            kind, text = raised(lambda: act(group, n))  # noqa: B023  # called at once
+            again, _ = raised(lambda: dist.all_reduce(ones(1), group=group))  # as above
+            said[name] = kind, text, again, time.monotonic() - began
+            dist.barrier()
+    return said
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def unfit_message(elements: int, dtype: torch.dtype) -> tuple[str, str, str]:
+    n = dist.get_world_size()
+    with new_group(range(n)) as group:
+        kind = text = ""
+        if dist.get_rank() == 0:
+            dist.send(ones(4), group=group, group_dst=1)
+        elif dist.get_rank() == 1:
+            kind, text = raised(lambda: dist.recv(ones(elements, dtype=dtype), group=group, group_src=0))
+        again, _ = raised(lambda: dist.barrier(group))
+        dist.barrier()
+    return kind, text, again
+
+
+@pytest.mark.parametrize(("elements", "dtype"), [(5, FLOAT), (4, INT), (8, torch.bfloat16)])
+def test_message_of_another_size_or_dtype(pool_of: PoolOf, elements: int, dtype: torch.dtype) -> None:
+    said = pool_of(4).run(unfit_message, elements, dtype, timeout=30)
+    kind, text, _ = said[1]
+    name = str(dtype).removeprefix("torch.")
+    assert kind == "CollectiveMismatch"
+    assert text.startswith(f"Rank 1 expected {elements} {name} from rank 0 with tag 0, which sent 4 float32."), text
+    assert f"\n  rank 1: recv of {elements} {name} from rank 0, tag 0, at {__file__}:" in text
+    assert [again for *_, again in said] == ["CollectiveMismatch"] * 4, "the ranks that wait, and this one, hear of it"
+
+
+# ---- flats that peers read in place ----------------------------------------------------------------------------------
+
+
+def mismatched_transfers(case: str) -> tuple[str, str, str]:
+    """The last rank begins another transfer of flats than the others; then one that all begin."""
+    n, last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
+    group = Group(range(n), Traffic(), torch.device("cpu"), channel=f"mismatch {case}")
+    numel = 8 * n
+    flat, own = group.empty(numel, FLOAT), torch.zeros(8)
+    reduce_scatter = lambda: group.reduce_scatter(flat, own).wait()  # noqa: E731  # one expression
+    other: dict[str, Callable[[], Any]] = {
+        "operation": lambda: group.all_reduce(flat).wait(),
+        "gather": lambda: group.all_gather(flat, own).wait(),
+        "dtype": lambda: group.reduce_scatter(flat.to(torch.int32), own.to(torch.int32)).wait(),
+        "elements": lambda: group.reduce_scatter(torch.ones(4 * n), own[:4]).wait(),
+    }
+    kind, text = raised(other[case] if last else reduce_scatter)
+    again, _ = raised(reduce_scatter)
+    dist.barrier()
+    return kind, text, again
+
+
+@pytest.mark.parametrize("case", ["operation", "gather", "dtype", "elements"])
+def test_flats_read_in_place(pool_of: PoolOf, case: str) -> None:
+    expected = {
+        "operation": "all_reduce of 16 float32",
+        "gather": "all_gather of 8 float32",
+        "dtype": "reduce_scatter of 16 int32",
+        "elements": "reduce_scatter of 8 float32",
+    }[case]
+    pool = pool_of(2)
+    for kind, text, again in pool.run(mismatched_transfers, case, timeout=30):
+        assert (kind, again) == ("CollectiveMismatch", "CollectiveMismatch"), text
+        assert f"\n  rank 0: reduce_scatter of 16 float32 in place, transfer 1, at {__file__}:" in text, text
+        assert f"\n  rank 1: {expected} in place, transfer 1, at {__file__}:" in text, text
+    pool.new_group()
+
+
+# ---- waits of different kinds ----------------------------------------------------------------------------------------
+
+
+def wait_for_each_other() -> tuple[str, str, str]:
+    """Rank 0 waits in a collective, rank 1 for a message of rank 0: the limit of time ends that."""
+    with new_group([0, 1], timeout=datetime.timedelta(seconds=1)) as group:
+        with activity.doing("save_checkpoint" if dist.get_rank() == 0 else "forward", 3):
+            if dist.get_rank() == 0:
+                kind, text = raised(lambda: dist.barrier(group))
+            else:
+                kind, text = raised(lambda: dist.recv(ones(4), group=group, group_src=0))
+        again, _ = raised(lambda: dist.barrier(group))
+        dist.barrier()
+    return kind, text, again
+
+
+def test_ranks_that_wait_for_each_other_in_different_calls(two: Pool) -> None:
+    for kind, text, again in two.run(wait_for_each_other, timeout=30):
+        assert (kind, again) == ("CollectiveMismatch", "CollectiveMismatch"), text
+        assert "did not come within 1 s" in text
+        assert f"\n  rank 0: barrier, call 1, at {__file__}:" in text, text
+        assert f"\n  rank 1: recv of 4 float32 from rank 0, tag 0, at {__file__}:" in text, text
+        assert "; it is in step 3 (save_checkpoint)" in text
+        assert "; it is in step 3 (forward)" in text
+
+
+def all_refuse_the_same() -> tuple[list[str], float]:
+    """All ranks make the same mistake: each is refused, and the group goes on."""
+    said = [raised(lambda: gather_whole(ones(3), ones(2)))[1] for _ in range(3)]
+    total = ones(1)
+    dist.all_reduce(total)
+    return said, float(total)
+
+
+def test_arguments_that_all_ranks_refuse(two: Pool) -> None:
+    for said, total in two.run(all_refuse_the_same):
+        assert all("is no 2 equal slices of contiguous memory" in text for text in said), said
+        assert total == 2.0
