@@ -1,4 +1,8 @@
-"""Giving values to a model that was built on `meta`, unit by unit, so that no rank ever holds the whole of it."""
+"""Give values to parameters on `meta`, unit by unit, so that no rank ever holds the whole model.
+
+1. Parameters that `construct` freed are computed again, with the values of the plain construction.
+2. Parameters of a model that its own code built on `meta` have no such values: their modules initialise them.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +16,18 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from speedlab.parallel.construction import Construction, give_value, seed_generators
+
 
 class Materializer:
-    """Initialises modules that stand on `meta`, each from a seed of its own name, so that layouts do not change the
-    values."""
+    """Give a model's parameters and buffers on `meta` their values. Layouts do not change these values: a module that
+    initialises itself does so from a seed of its name."""
 
-    def __init__(self, model: nn.Module, *, device: torch.device, seed: int) -> None:
-        self.model, self.device, self.seed = model, device, seed
+    def __init__(
+        self, model: nn.Module, *, device: torch.device, seed: int, construction: Construction | None = None
+    ) -> None:
+        """`construction`: how the values of parameters can be computed that its constructor gave them."""
+        self.model, self.device, self.seed, self._construction = model, device, seed, construction
         self._holders: dict[int, list[tuple[str, nn.Module, str]]] = defaultdict(list)
         for name, module in model.named_modules():
             for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -32,8 +41,8 @@ class Materializer:
                 self._initialiser(name, module)
 
     def parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Real parameters in the place of those in `named` (full name → parameter on meta), initialised by their
-        modules.
+        """Real parameters in the place of those in `named` (full name → parameter on meta): the constructor's values
+        if they are recorded. All others are initialised by their modules:
 
         1. Memory is allocated, and shared parameters stay shared.
         2. Every module that holds one of them resets its parameters, in the order of registration.
@@ -42,8 +51,12 @@ class Materializer:
         Raises ValueError naming a module that cannot, or what it leaves without values.
         """
         real: dict[str, nn.Parameter] = {}
+        reset: set[int] = set()
         touched: dict[str, nn.Module] = {}
         for name, parameter in named.items():
+            recorded = self._construction.value_of(parameter) if self._construction is not None else None
+            if recorded is not None:
+                give_value(parameter, recorded.to(self.device))
             if not parameter.is_meta:
                 real[name] = parameter
                 continue
@@ -52,10 +65,11 @@ class Materializer:
                 setattr(holder, key, value)
                 touched[holder_name] = holder
             real[name] = value
+            reset.add(id(value))
         self._reset(touched.items())
         by_model = self._by_model()
         if by_model is not None:
-            for name, module in self._around(touched, {id(parameter) for parameter in real.values()}):
+            for name, module in self._around(touched, reset):
                 self._seeded(name, partial(by_model, module))
         _refuse_unfilled(
             {
@@ -124,17 +138,6 @@ class Materializer:
             f"{name or 'the model'} ({type(module).__name__}) was built on meta and has no reset_parameters(); "
             "give it one, or build the model with its values"
         )
-
-
-def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the CPU's generator and, on a GPU, the present device's; on the host, so that nothing waits.
-
-    `torch.manual_seed` asks every kind of device there is, and writes down the Python stack for each that is not here:
-    milliseconds, which every block would pay in every forward.
-    """
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(seed)
 
 
 def _unfilled(like: Tensor, device: torch.device) -> Tensor:

@@ -614,7 +614,9 @@ class Masked(nn.Module):
 
 def made_on_meta(what: str) -> str:
     try:
-        engine_of(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Masked(what)), 0).destroy()
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Masked(what))
+        engine_of(model, 0).destroy()
     except ValueError as error:
         return str(error)
     return ""

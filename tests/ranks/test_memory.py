@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import itertools
 import mmap
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -28,6 +29,7 @@ from ranks.pool import Pool
 from ranks.test_parity import STAGES
 from speedlab.comm.transports import in_place
 from speedlab.engine.run.holding import holdings
+from speedlab.parallel import construction
 
 # ---- looking at a parameter ------------------------------------------------------------------------------------------
 
@@ -370,10 +372,17 @@ def held(storage: torch.UntypedStorage) -> int:
     return min(storage.nbytes(), sum(page & 1 for page in here) * mmap.PAGESIZE)
 
 
+@contextlib.contextmanager
+def frees_early() -> Iterator[None]:
+    """Constructors of these small models free parameters as those of large models do."""
+    with mock.patch.multiple(construction, LEAST_BYTES=1024, BUDGET_BYTES=16 << 10):
+        yield
+
+
 def peaks(case: Case) -> dict[str, int]:
     """Peak bytes of float32 storages, and of all, while a model on meta is set up and makes a step."""
     small = mock.patch.object(in_place, "LEAST_JOINED_BYTES", 256 << 10)  # As they are outside of these pools.
-    with small, LiveBytes(torch.float32) as singles, LiveBytes() as everything:
+    with small, frees_early(), LiveBytes(torch.float32) as singles, LiveBytes() as everything:
         engine = speedlab.initialize(model=case.build, optimizer=case.optimizer, config=case.config())[0]
         held = everything.live()
         set_up, set_up_all = singles.peak, everything.peak
@@ -405,7 +414,7 @@ def test_whole_copies_would_be_seen(pool_of: PoolOf) -> None:
 
 def refuse(build: Callable[[], nn.Module]) -> str:
     try:
-        speedlab.initialize(model=build, optimizer=sgd, config=Case().config())
+        speedlab.initialize(model=build, optimizer=sgd, config=Case().config())[0].destroy()
     except ValueError as error:
         return str(error)
     return "not refused"
@@ -431,8 +440,14 @@ class HoldsCannotReset(nn.Module):
         return self.inner(x)
 
 
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return HoldsCannotReset()
+
+
 def test_module_that_cannot_be_made_on_meta_is_named(two: Pool) -> None:
-    for message in two.run(refuse, HoldsCannotReset):
+    assert two.run(refuse, HoldsCannotReset) == ["not refused"] * 2, "a constructor's values count"
+    for message in two.run(refuse, on_meta):
         assert "inner" in message
         assert "CannotReset" in message
         assert "reset_parameters" in message

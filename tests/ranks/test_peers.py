@@ -234,12 +234,14 @@ def from_meta(build: Callable[[], nn.Module], stage: int) -> tuple[list[float], 
 
 
 def plain_build(build: Callable[[], nn.Module]) -> nn.Module:
-    return build()
+    with torch.device("meta"):
+        return build()
 
 
 @pytest.mark.parametrize("build", HF)
 def test_hugging_face_models_on_meta(two: Pool, build: Callable[[], nn.Module]) -> None:
-    """Initialised as they would initialise themselves, buffers included, and alike at stages 0 and 3."""
+    """Built on meta by their own function: initialised as they would initialise themselves, buffers included, and
+    alike at stages 0 and 3."""
     reference = build()
     (losses, start, buffers), (again, start_3, _) = (
         two.run(from_meta, build, stage, timeout=40)[0] for stage in (0, 3)

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedlab.config import ConfigError, RunConfig
-from speedlab.engine.build.contract import made, try_model
+from speedlab.engine.build.contract import try_model
+from speedlab.engine.build.making import make_whole
 from speedlab.engine.step.losses import loss_of
 
 CPU = torch.device("cpu")
@@ -186,16 +187,16 @@ def test_layouts_that_the_model_does_not_allow_are_refused() -> None:
 def test_a_model_has_the_values_that_its_constructor_gave_it_and_nothing_else_changes() -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
-    first, second, other = made(Net, 1), made(Net, 1), made(Net, 2)
+    first, second, other = make_whole(Net, 1), make_whole(Net, 1), make_whole(Net, 2)
     assert torch.equal(torch.random.get_rng_state(), before)
     assert torch.equal(first.out.weight, second.out.weight)
     assert not torch.equal(first.out.weight, other.out.weight)
     assert torch.equal(first.out.bias, torch.full((512,), 0.25))
-    assert made(first, 1) is first
+    assert make_whole(first, 1) is first
 
 
 def test_the_loss_of_each_kind_of_batch() -> None:
-    model, tokens, targets = made(Net, 0), torch.arange(16).view(2, 8), torch.arange(1, 17).view(2, 8)
+    model, tokens, targets = make_whole(Net, 0), torch.arange(16).view(2, 8), torch.arange(1, 17).view(2, 8)
     own = model(tokens, targets)
     assert torch.equal(loss_of(model, (tokens, targets), None), own)
     assert torch.equal(loss_of(model, {"tokens": tokens, "targets": targets}, None), own)

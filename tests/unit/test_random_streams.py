@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speedlab.parallel.materialize import seed_generators
+from speedlab.parallel import seed_generators
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

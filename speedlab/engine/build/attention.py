@@ -11,18 +11,17 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
 
 from speedlab.config import AttentionConfig, ConfigError
 from speedlab.config.attention import HEADS_THAT_FIT, direction_problem, head_fits
+from speedlab.engine.build.making import ModelSource
 from speedlab.models.gpt import SparseAttend
 from speedlab.models.hugging_face import beyond_window, covers, registered
 from speedlab.parallel.tensor import attention_dropout
-
-ModelSource = nn.Module | Callable[[], nn.Module]
 
 _DENSE = "set model.attention.kind to 'dense'"
 _HEAD_SIZES = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")

@@ -11,7 +11,6 @@ answer says what could not be tried.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import re
@@ -34,6 +33,7 @@ from torch._subclasses.fake_tensor import (
 from speedlab.comm import Group
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.build.attention import BlockSparse
+from speedlab.engine.build.making import ModelSource, make_whole, name_of
 from speedlab.engine.build.plan_module import fake_twins
 from speedlab.engine.step.errors import words_on_dtypes
 from speedlab.engine.step.losses import CONTRACT, LossFunction, check_loss, loss_of
@@ -44,8 +44,6 @@ from speedlab.parallel import Materializer
 from speedlab.parallel.context import check_model
 from speedlab.parallel.pipeline import block_costs
 from speedlab.parallel.tensor import TensorParallel
-
-Model = nn.Module | Callable[[], nn.Module]
 
 _UNTRIABLE = (
     DataDependentOutputException,
@@ -62,43 +60,11 @@ _UNTRIABLE_TEXT = re.compile(r"fake ?tensor|fake impl|meta|data pointer|tensor s
 _BYTES_TOKENS = 256
 
 
-def made(model: Model, seed: int) -> nn.Module:
-    """The module: `model` itself, or what it gives when it is called, from a seed that is the same on all ranks.
-
-    Raises ConfigError for anything else than a module."""
-    if isinstance(model, nn.Module):
-        return model
-    if not callable(model):
-        raise ConfigError(
-            f"model: it is a {type(model).__name__}; give a torch.nn.Module, or a function that makes one"
-        )
-    if needed := _arguments_needed(model):
-        raise ConfigError(
-            f"model: {_name(model)} is called without arguments and needs {needed}; give a function that passes them: "
-            f"model=lambda: {_name(model)}(...)"
-        )
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        module = model()
-    if not isinstance(module, nn.Module):
-        raise ConfigError(f"model: {_name(model)}() gave a {type(module).__name__}; it has to give a torch.nn.Module")
-    return module
-
-
-def _arguments_needed(function: Callable[..., Any]) -> str:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # Of a builtin, which tells nothing.
-        return ""
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return ", ".join(p.name for p in parameters if p.default is p.empty and p.kind not in several)
-
-
 def try_model(
     config: RunConfig,
     engines: int,
     *,
-    model: Model | None = None,
+    model: ModelSource | None = None,
     loss: LossFunction | None = None,
     tp_plan: Mapping[str, str] | None = None,
     device: torch.device,
@@ -132,18 +98,18 @@ def try_model(
     return {"parameters": count, "nbytes": nbytes, "dtype": str(dtype).removeprefix("torch."), "untried": untried}
 
 
-def _made(model: Model, seed: int, mode: FakeTensorMode) -> nn.Module:
+def _made(model: ModelSource, seed: int, mode: FakeTensorMode) -> nn.Module:
     try:
         with mode:
-            return made(model, seed)
+            return make_whole(model, seed)
     except Exception:  # Of fake tensors, or the user's own: a real try tells.
         pass
     try:
-        return made(model, seed)
+        return make_whole(model, seed)
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"model: {_name(model)}() raised {_told(error)}") from error
+        raise ConfigError(f"model: {name_of(model)}() raised {_told(error)}") from error
 
 
 def _check_layout(
@@ -266,7 +232,3 @@ def _told(error: Exception) -> str:
     own = [frame for frame in frames if not frame.filename.startswith((*installed, here, "<frozen"))]
     where = f", in {own[-1].name}, line {own[-1].lineno}" if own else ""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}{where}"
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)

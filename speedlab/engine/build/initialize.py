@@ -73,8 +73,10 @@ def initialize(
         args: ignored; it stands where DeepSpeed's signature has it.
         model_parameters: as DeepSpeed's, for an optimizer that is made here: all that requires a gradient, or groups of
             it with options of their own.
-        model: a module with equal parameters on all ranks (rank 0's count), or a callable that makes one. The callable
-            runs under the meta device, and parameters are made unit by unit: use it for models that do not fit whole.
+        model: a module with equal parameters on all ranks (rank 0's count), or a callable that makes one. The values
+            of a callable's model equal `torch.manual_seed(config.seed); model()` bit for bit. While it runs, large
+            parameters are freed, and they are computed again unit by unit: use it for models that do not fit whole.
+            Parameters that it loads (`from_pretrained`) stay whole on each rank until they are partitioned.
         optimizer: an elementwise torch optimizer as class (with the arguments that `config.optimizer` names, and else
             the class's own defaults; one that sends signs, as 1-bit Adam's, has all of it), as callable of the list of
             trainable parameters, or as an instance over them; None makes the one that the configuration describes.

@@ -20,6 +20,7 @@ from torch import nn
 from speedlab.comm import Group, World
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.build.balance import measured_costs
+from speedlab.engine.build.making import ModelSource, make_everywhere
 from speedlab.engine.build.parameters import check_parameters
 from speedlab.engine.build.placing import place_parameters, residency_of
 from speedlab.engine.build.room import refuse_without_room
@@ -28,15 +29,13 @@ from speedlab.engine.step.model_part import ModelPart
 from speedlab.engine.step.precision import dtypes_of
 from speedlab.layout import Layout
 from speedlab.offload import Stores
-from speedlab.parallel import Materializer
+from speedlab.parallel import Construction, Materializer
 from speedlab.parallel.context import ContextParallel
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.pipeline import block_costs, cut_model, layer_counts
 from speedlab.parallel.tensor import TensorParallel, check_plan, within
 from speedlab.parallel.zero import UnitChoice, UnitPlan, Zero, plan_units
 from speedlab.placement import Home, Where
-
-ModelSource = nn.Module | Callable[[], nn.Module]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +48,8 @@ class ModelPartPlan:
     """Blocks of every pipeline stage."""
     tied: frozenset[str] = frozenset()
     """Names of parameters that the first and the last pipeline stage both hold."""
+    construction: Construction | None = None
+    """How to compute the parameters that its constructor left on `meta`."""
 
 
 def plan_model_parts(
@@ -64,25 +65,24 @@ def plan_model_parts(
 
     Raises ConfigError when the model cannot be cut as asked.
     """
-    if layout.pp == 1:
-        model = _make(source)
-        check_parameters(model, layout.data_size)
-        return [ModelPartPlan(index=0, module=model)]
-    count = layout.pp * config.parallel.stages_per_rank
-    model = _make(source)
+    model, construction = make_everywhere(source, config.seed, world.device, everyone)
     check_parameters(model, layout.data_size)
+    if layout.pp == 1:
+        return [ModelPartPlan(index=0, module=model, construction=construction)]
+    count = layout.pp * config.parallel.stages_per_rank
     try:
         if tp_plan is not None:
             check_plan(model, tp_plan)  # Of what names nothing in one stage only the whole model can tell.
         counts = _block_counts(model, count, config, layout, world, everyone, dtype)
-        ends = [_names(cut_model(_again(model, source), counts, index)) for index in (0, count - 1)]
+        ends = [_names(cut_model(model, counts, index)) for index in (0, count - 1)]
         own = layout.index(world.rank, "pp")
         return [
             ModelPartPlan(
                 index=index,
-                module=cut_model(_again(model, source), counts, index),
+                module=cut_model(model, counts, index),
                 cut=tuple(counts),
                 tied=frozenset(ends[0] & ends[1]) if index in (0, count - 1) else frozenset(),
+                construction=construction,
             )
             for index in range(own, count, layout.pp)
         ]
@@ -172,7 +172,7 @@ def build_model_part(
         stores=stores,
         axes=mesh.summed_first,
         reductions_in_flight=config.zero.reductions_in_flight,
-        materialize=_values(module, tensor, mesh.device, config.seed),
+        materialize=_values(plan, tensor, mesh.device, config.seed),
         alike=mesh.alike,
     )
     tensor.attach()
@@ -180,26 +180,14 @@ def build_model_part(
     return ModelPart(index=plan.index, module=module, cut=plan.cut, tensor=tensor, context=context, zero=zero)
 
 
-def _make(source: ModelSource) -> nn.Module:
-    if isinstance(source, nn.Module):
-        return source
-    with torch.random.fork_rng([]), torch.device("meta"):
-        return source()  # Initialisers draw numbers even on meta; the caller's random state stays.
-
-
-def _again(model: nn.Module, source: ModelSource) -> nn.Module:
-    """A model that may be cut: a new one where that costs nothing."""
-    return model if isinstance(source, nn.Module) else _make(source)
-
-
 def _names(module: nn.Module) -> frozenset[str]:
     return frozenset(name for name, _ in module.named_parameters())
 
 
-def _values(module: nn.Module, tensor: TensorParallel, device: torch.device, seed: int) -> Callable[[UnitPlan], None]:
-    """What gives a unit its values: made where it stands on meta, then cut to this rank's part."""
-    on_meta = any(parameter.is_meta for parameter in module.parameters())
-    maker = Materializer(module, device=device, seed=seed) if on_meta else None
+def _values(part: ModelPartPlan, tensor: TensorParallel, device: torch.device, seed: int) -> Callable[[UnitPlan], None]:
+    """A function that gives a unit its values: computed if they are on meta, then cut to this rank's part."""
+    on_meta = any(tensor.is_meta for tensor in (*part.module.parameters(), *part.module.buffers()))
+    maker = Materializer(part.module, device=device, seed=seed, construction=part.construction) if on_meta else None
 
     def give(plan: UnitPlan) -> None:
         if maker is not None:

@@ -15,8 +15,8 @@ from speedlab.config import RunConfig
 from speedlab.config.context import padded_length, padding_words
 from speedlab.config.offload_rules import partition_words
 from speedlab.data import Corpus, Sampler, prepare, separated
-from speedlab.engine.build.contract import made
 from speedlab.engine.build.initialize import initialize
+from speedlab.engine.build.making import make_whole
 from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Bare, agreed, together
 from speedlab.engine.run.cells import Cells
@@ -170,7 +170,7 @@ class Training:
 
     def _make_own(self, config: RunConfig) -> dict[str, Any]:
         given, self._given = self._given or self._read_own_model(), {}
-        return given if self.built_in else given | {"model": made(given["model"], config.seed)}
+        return given if self.built_in else given | {"model": make_whole(given["model"], config.seed)}
 
     def _read_own_model(self) -> dict[str, Any]:
         return dict(self._own_model()) if self._own_model is not None else {}

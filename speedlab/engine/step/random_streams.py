@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speedlab.parallel.materialize import seed_generators
+from speedlab.parallel import seed_generators
 from speedlab.parallel.zero import Zero
 from speedlab.parallel.zero.hooks import hook_of
 from speedlab.parallel.zero.unit import Pass

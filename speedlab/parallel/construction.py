@@ -1,0 +1,708 @@
+"""Run a model's constructor for real without ever holding all of its values.
+
+The constructor runs on the CPU exactly as it would without us, so that its random numbers, its control flow and its
+values are those of the plain call. Meanwhile:
+
+1. Every operation that writes a large tensor is recorded, with the state of the random generator before it.
+2. Beyond a budget, the memory of the large tensors that were used longest ago is freed. A checksum is kept.
+3. An operation that reads a freed tensor first gets its values back: they are computed again from the record.
+4. At the end, freed parameters become parameters on `meta`. `Construction.value_of` computes each again when its unit
+   is built.
+
+A value is never freed if the record cannot reproduce it: large tensors that came from files, NumPy or other threads,
+tensor subclasses, and tensors whose memory was handed out (`data_ptr`, `numpy`). Such parameters stay whole. So a
+constructor that calls `from_pretrained` simply runs for real. A value that comes out differently from its checksum
+raises: equal bits or an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter, tree_map
+
+log = logging.getLogger("speedlab.parallel")
+
+LEAST_BYTES = 64 << 10
+"""Smaller tensors are kept: recording them costs more than they hold."""
+
+BUDGET_BYTES = 128 << 20
+"""Large tensors may hold this much memory while the constructor runs, besides the arguments of one operation."""
+
+_SAID_FROM_BYTES = 1 << 30
+"""From this size on, the log says that the parameters of a callable are held whole."""
+
+_aten = torch.ops.aten
+
+_OVERWRITING = {
+    *(_aten.normal_, _aten.uniform_, _aten.zero_, _aten.fill_, _aten.copy_, _aten.random_, _aten.bernoulli_),
+    *(_aten.exponential_, _aten.cauchy_, _aten.log_normal_, _aten.geometric_),
+}
+"""Operations that write every element of their first argument and do not read it."""
+
+_UNFILLED = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
+"""Operations whose result has no values yet. Large ones are zeroed, so that they can be reproduced."""
+
+_METADATA = {_aten.set_}
+"""Operations that write which memory a tensor uses, and no memory."""
+
+_RAW_ACCESS = {
+    *("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__", "apply_", "const_data_ptr", "data_ptr", "map_"),
+    *("mutable_data_ptr", "numpy", "pin_memory", "share_memory_", "storage", "_typed_storage", "untyped_storage"),
+}
+"""Methods of tensors that hand out memory, which is then written and read where no mode can see it."""
+
+_MANY_ARGUMENTS = 8
+"""An operation on more large tensors than this is not repeated: its arguments would all be needed at once."""
+
+_MOST_CALLS = 8192
+"""A value is not computed again if that takes more calls than this."""
+
+_MOST_VALUES = 256
+"""Or if it depends on more other large values than this."""
+
+
+class ReplayError(RuntimeError):
+    """A recorded operation gave other values when it was repeated."""
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """Seed the CPU's generator and, on a GPU, the current device's; on the host, so that nothing waits.
+
+    `torch.manual_seed` asks every kind of device, and writes down the Python stack for each that is absent:
+    milliseconds, which every block would pay in every forward.
+    """
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Seed torch's generators as the plain construction does; the caller's random state comes back afterwards."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        seed_generators(seed, device)
+        yield
+
+
+def construct(
+    factory: Callable[[], nn.Module], *, seed: int, device: torch.device
+) -> tuple[nn.Module, Construction | None]:
+    """Call `factory` so that every value equals, bit for bit, `torch.manual_seed(seed); factory()` in one process.
+
+    Args:
+        factory: makes the model, on the CPU unless it says otherwise.
+        seed: of torch's random generators.
+        device: whose generator is seeded besides the CPU's.
+
+    Returns the model and the record of its freed parameters, which are on `meta`; None for a model that was built
+    whole, because it is small or its values cannot be computed again.
+    """
+    recorder = _Recorder()
+    try:
+        with seeded(seed, device), recorder.recording():
+            module = factory()
+        if not recorder.failed:
+            return module, _finish(module, recorder)
+    except ReplayError:
+        pass
+    except Exception:
+        if not recorder.failed:
+            raise
+    log.info("model: its initialisation cannot be repeated from a record, so the callable runs again, whole")
+    with seeded(seed, device):
+        return factory(), None
+
+
+class Construction:
+    """How to compute the parameters that were freed while a model was constructed."""
+
+    def __init__(self, parameters: dict[int, tuple[nn.Parameter, _Past, _Geometry]]) -> None:
+        self._parameters = parameters  # With the parameters themselves, so that no id is used again.
+
+    def value_of(self, parameter: nn.Parameter) -> Tensor | None:
+        """The values of a freed parameter, on the CPU, computed again; None if it was not freed here.
+
+        Raises ReplayError if they are not those that the constructor gave it.
+        """
+        if id(parameter) not in self._parameters:
+            return None
+        _, past, geometry = self._parameters[id(parameter)]
+        return geometry.view(past.replay())
+
+
+# ---- the record ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Geometry:
+    """How a tensor looks at its storage."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Geometry:
+        return cls(tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+
+    def view(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.shape, self.stride)
+
+
+class _History:
+    """What was written into one storage since it was created or wholly overwritten, in order."""
+
+    __slots__ = ("calls", "created", "exact", "nbytes", "writes")
+
+    def __init__(self, nbytes: int, *, created: _Operation | None = None, exact: bool = True) -> None:
+        self.nbytes = nbytes
+        self.created = created
+        """The operation that gave the storage its first values; None: it was allocated, as zeros."""
+        self.writes: list[_Operation] = []
+        self.exact = exact
+        """Whether repeating the operations gives the values, at a bearable price."""
+        self.calls = 0
+        """That repeating takes, at most."""
+        if created is not None:
+            self._count(created)
+
+    def write(self, operation: _Operation | None) -> None:
+        """Add a call that wrote into the storage; None: one that cannot be repeated."""
+        if operation is None or not self.exact:
+            self.exact = False
+            return
+        self.writes.append(operation)
+        self._count(operation)
+
+    def _count(self, operation: _Operation) -> None:
+        others = _uses([operation], self)
+        self.calls += 1 + sum(1 + length for _, length in others)
+        self.exact = self.calls <= _MOST_CALLS and len(others) <= _MOST_VALUES
+
+
+@dataclass(slots=True)
+class _Past:
+    """A storage as it was after its first `length` writes."""
+
+    history: _History
+    length: int
+    checksum: tuple[int, ...] | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return id(self.history), self.length
+
+    @property
+    def operations(self) -> list[_Operation]:
+        """The calls that made it."""
+        created = [] if self.history.created is None else [self.history.created]
+        return [*created, *self.history.writes[: self.length]]
+
+    def replay(self) -> torch.UntypedStorage:
+        """The values in memory of their own. Raises ReplayError."""
+        with torch.no_grad():
+            before = torch.default_generator.get_state()
+            try:
+                storage = _Replay(self).value(self)
+            finally:
+                torch.default_generator.set_state(before)
+        if self.checksum is not None and _checksum(storage) != self.checksum:
+            raise ReplayError(
+                "model: a parameter came out differently when its initialisation was repeated; give the module itself, "
+                "model=f(), instead of the function that makes it"
+            )
+        return storage
+
+
+def _uses(operations: Iterable[_Operation], own: _History) -> Counter[tuple[int, int]]:
+    """How often each other large value is an argument, of these calls or of those that make their arguments."""
+    found: Counter[tuple[int, int]] = Counter()
+    stack = [(operation, own) for operation in operations]
+    while stack and len(found) <= _MOST_VALUES:
+        operation, history = stack.pop()
+        for leaf in tree_iter((operation.args, operation.kwargs)):
+            if isinstance(leaf, _Large) and leaf.past.history is not history:
+                found[leaf.past.key] += 1
+                if found[leaf.past.key] == 1:
+                    stack += [(each, leaf.past.history) for each in leaf.past.operations]
+    return found
+
+
+class _Replay:
+    """One computation of a value from the record. Each other value in it is computed once, and freed after its use."""
+
+    def __init__(self, past: _Past) -> None:
+        self._uses = _uses(past.operations, past.history)
+        self._values: dict[tuple[int, int], torch.UntypedStorage] = {}
+
+    def value(self, past: _Past) -> torch.UntypedStorage:
+        storage = self._values.get(past.key)
+        if storage is None:
+            storage = self._computed(past)
+            self._values[past.key] = storage
+        self._uses[past.key] -= 1
+        if self._uses[past.key] <= 0:
+            del self._values[past.key]
+        return storage
+
+    def _computed(self, past: _Past) -> torch.UntypedStorage:
+        history = past.history
+        if history.created is None:
+            storage = torch.zeros(history.nbytes, dtype=torch.uint8).untyped_storage()
+        else:
+            created = history.created
+            result = created.repeat(lambda leaf: leaf.geometry.view(self.value(leaf.past)))
+            storage = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)][created.output].untyped_storage()
+        for operation in history.writes[: past.length]:
+            operation.repeat(
+                lambda leaf: leaf.geometry.view(storage if leaf.past.history is history else self.value(leaf.past))
+            )
+        return storage
+
+
+@dataclass(frozen=True, slots=True)
+class _Large:
+    """An argument of an operation: a view of a recorded storage."""
+
+    past: _Past
+    geometry: _Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """One call, with large tensors replaced by `_Large` and small ones by copies."""
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random_state: Tensor | None
+    """Of the generator that the call draws from; None: it draws nothing."""
+    default_dtype: torch.dtype
+    output: int = 0
+    """Which of its results holds the storage, where it creates one."""
+
+    def repeat(self, view_of: Callable[[_Large], Tensor]) -> Any:
+        """Call it again, with a tensor by `view_of` for each large argument, and return its result."""
+
+        def real(leaf: Any) -> Any:
+            return view_of(leaf) if isinstance(leaf, _Large) else leaf
+
+        args, kwargs = tree_map(real, self.args), tree_map(real, self.kwargs)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.default_dtype)
+        try:
+            if self.random_state is not None:
+                if kwargs.get("generator") is not None:
+                    kwargs["generator"] = torch.Generator()
+                    kwargs["generator"].set_state(self.random_state)
+                else:
+                    torch.default_generator.set_state(self.random_state)
+            return self.function(*args, **kwargs)
+        finally:
+            torch.set_default_dtype(before)
+
+
+# ---- while the constructor runs --------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One large storage that the constructor made and that is alive."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    history: _History
+    pinned: bool = False
+    """Its memory was handed out, so that it is never freed."""
+    freed: _Past | None = None
+    """The values that it had when its memory was freed; None: it has its memory."""
+
+    def past(self) -> _Past:
+        return _Past(self.history, len(self.history.writes))
+
+
+@dataclass
+class _Recorder:
+    """What is known of the large storages of one construction."""
+
+    failed: bool = False
+    """Whether freed values could not be computed again, whatever the constructor made of that error."""
+    _given_up: bool = False
+    """Whether nothing is freed any more."""
+    _entries: dict[int, _Entry] = field(default_factory=dict)
+    """By the address of the storage."""
+    _resident: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    """Bytes of the storages that could be freed, by address, the one used longest ago first."""
+    _held: int = 0
+    _threads: int = field(default_factory=threading.active_count)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record what this thread does. After an exception every tensor that is still alive has its memory again."""
+        try:
+            with _Operations(self), _RawAccess(self):
+                yield
+        except BaseException:
+            with contextlib.suppress(ReplayError):
+                self.give_up()
+            raise
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def find(self, tensor: Tensor) -> _Entry | None:
+        storage = _storage_of(tensor)
+        return None if storage is None else self._entries.get(storage._cdata)
+
+    def freed_entry(self, storage: torch.UntypedStorage) -> _Entry | None:
+        """The entry of a storage whose memory is freed."""
+        entry = self._entries.get(storage._cdata)
+        return entry if entry is not None and entry.freed is not None else None
+
+    def give_up(self) -> None:
+        """Give all memory back, and free none from now on."""
+        self._given_up = True
+        for entry in list(self._entries.values()):
+            self.restore(entry)
+
+    def restore(self, entry: _Entry, *, values: bool = True) -> None:
+        """Give a freed storage its memory again; its values, too, unless the next operation overwrites them."""
+        storage = entry.storage()
+        if entry.freed is None or storage is None:
+            return
+        past, entry.freed = entry.freed, None
+        storage.resize_(entry.nbytes)
+        if values:
+            try:
+                with _disable_current_modes():
+                    storage.copy_(past.replay())
+            except Exception:
+                self.failed = True
+                raise
+        self._use(entry)
+
+    def pin(self, tensor: Tensor) -> None:
+        """Never free this tensor's memory from now on."""
+        entry = self.find(tensor)
+        if entry is not None:
+            self.restore(entry)
+            entry.pinned = True
+            self._leave(entry)
+
+    def make_room(self, used: Iterable[_Entry]) -> None:
+        """Free what was used longest ago, but nothing that is in use, until the budget is kept."""
+        busy = {id(entry) for entry in used}
+        if threading.active_count() > self._threads:
+            self.give_up()  # Another thread may write where nobody sees it.
+        for address in list(self._resident) if self._held > BUDGET_BYTES and not self._given_up else ():
+            if self._held <= BUDGET_BYTES:
+                return
+            entry = self._entries[address]
+            storage = entry.storage()
+            if id(entry) in busy or storage is None:
+                continue
+            past = entry.past()
+            past.checksum = _checksum(storage)
+            storage.resize_(0)
+            entry.freed = past
+            self._leave(entry)
+
+    def _use(self, entry: _Entry) -> None:
+        storage = entry.storage()
+        if storage is None or entry.pinned or not entry.history.exact:
+            self._leave(entry)
+            return
+        if storage._cdata not in self._resident:
+            self._held += entry.nbytes
+            self._resident[storage._cdata] = entry.nbytes
+        self._resident.move_to_end(storage._cdata)
+
+    def _leave(self, entry: _Entry) -> None:
+        storage = entry.storage()
+        if storage is not None:
+            self._held -= self._resident.pop(storage._cdata, 0)
+
+    def _follow(self, storage: torch.UntypedStorage, history: _History) -> _Entry:
+        address = storage._cdata
+
+        def end(_: object) -> None:
+            self._entries.pop(address, None)
+            self._held -= self._resident.pop(address, 0)
+
+        entry = _Entry(weakref.ref(storage, end), storage.nbytes(), history)
+        self._entries[address] = entry
+        self._use(entry)
+        return entry
+
+    # ---- operations --------------------------------------------------------------------------------------------------
+
+    def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch, and record what it writes into large storages."""
+        if self._given_up:
+            return function(*args, **kwargs)
+        inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not isinstance(function, torch._ops.OpOverload) or any(not _is_plain(tensor) for tensor in inputs):
+            self.give_up()
+            return function(*args, **kwargs)
+        entries = {id(tensor): self.find(tensor) for tensor in inputs}
+        written = _written(function, args, kwargs)
+        overwritten = self._overwritten(function, args, inputs, entries)
+        if overwritten is not None:
+            self.restore(overwritten, values=False)
+            overwritten.history = _History(overwritten.nbytes)
+        used = [entry for entry in entries.values() if entry is not None]
+        for entry in used:
+            self.restore(entry)
+            self._use(entry)
+        packet = function.overloadpacket
+        changed = {id(e): e for t in written if (e := entries[id(t)]) is not None} if packet not in _METADATA else {}
+        # A call that writes several large tensors would change the others when it is repeated for one.
+        exact = len(changed) < 2 and self._can_repeat(function, inputs, entries)
+        # Before the call: the random state, and small arguments that it may change.
+        recorded = self._operation(function, args, kwargs, entries) if changed and exact else None
+        random_state = _random_state(function, kwargs)
+        result = function(*args, **kwargs)
+        for entry in changed.values():
+            storage = entry.storage()
+            if storage is not None and storage.nbytes() != entry.nbytes:  # resize_
+                entry.pinned = True
+                self._leave(entry)
+            entry.history.write(recorded)
+            self._use(entry)
+        used += self._created(function, args, kwargs, inputs, entries, result, random_state, exact=exact)
+        self.make_room(used)
+        return result
+
+    def _overwritten(
+        self, function: Any, args: tuple[Any, ...], inputs: list[Tensor], entries: dict[int, _Entry | None]
+    ) -> _Entry | None:
+        """The storage of which the call writes every byte and reads none."""
+        if function.overloadpacket not in _OVERWRITING or not args or not isinstance(args[0], Tensor):
+            return None
+        target, entry = args[0], entries[id(args[0])]
+        if entry is None or entry.pinned or target.numel() * target.itemsize != entry.nbytes:
+            return None
+        again = any(entries[id(tensor)] is entry for tensor in inputs if tensor is not target)
+        return None if again or torch._debug_has_internal_overlap(target) != 0 else entry
+
+    def _can_repeat(self, function: Any, inputs: list[Tensor], entries: dict[int, _Entry | None]) -> bool:
+        """Whether the call gives the same values when it is repeated from the record."""
+        if function.namespace not in ("aten", "prims"):
+            return False
+        large = [tensor for tensor in inputs if _nbytes(tensor) >= LEAST_BYTES]
+        if len(large) > _MANY_ARGUMENTS or any(t.is_conj() or t.is_neg() for t in inputs):
+            return False
+        known = [entries[id(tensor)] for tensor in large]
+        return all(entry is not None and not entry.pinned and entry.history.exact for entry in known)
+
+    def _operation(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        entries: dict[int, _Entry | None],
+        output: int = 0,
+        random_state: Tensor | None = None,
+    ) -> _Operation:
+        def stored(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            entry = entries[id(leaf)]
+            if entry is not None:
+                return _Large(entry.past(), _Geometry.of(leaf))
+            return leaf.detach().clone()  # A small one, whose values may change later.
+
+        state = _random_state(function, kwargs) if random_state is None else random_state
+        given = tree_map(stored, args), tree_map(stored, kwargs)
+        return _Operation(function, *given, state, torch.get_default_dtype(), output)
+
+    def _created(
+        self,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[Tensor],
+        entries: dict[int, _Entry | None],
+        result: Any,
+        random_state: Tensor | None,
+        *,
+        exact: bool,
+    ) -> list[_Entry]:
+        """Entries for the large storages that the call has made, and those of its other results."""
+        found: list[_Entry] = []
+        outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
+        given = {storage._cdata for tensor in inputs if (storage := _storage_of(tensor)) is not None}
+        for index, tensor in enumerate(outputs):
+            if not _is_plain(tensor):
+                self.give_up()
+                return found
+            storage = _storage_of(tensor)
+            if storage is None or storage.nbytes() < LEAST_BYTES or storage._cdata in given:
+                continue
+            known = self._entries.get(storage._cdata)
+            if known is None and function.namespace in ("aten", "prims"):
+                if function.overloadpacket in _UNFILLED:
+                    _bytes_of(storage).zero_()
+                    history = _History(storage.nbytes())
+                elif exact:
+                    created = self._operation(function, args, kwargs, entries, index, random_state)
+                    history = _History(storage.nbytes(), created=created)
+                else:
+                    history = _History(storage.nbytes(), exact=False)
+                known = self._follow(storage, history)
+            if known is not None:
+                found.append(known)
+        return found
+
+
+class _Operations(TorchDispatchMode):
+    """Shows the recorder every operation of this thread, below autograd."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():  # The recorder looks at memory, too.
+            return self._recorder.run(func, args, kwargs or {})
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True loads torch's compiler with the first call, which takes a second.
+
+
+class _RawAccess(TorchFunctionMode):
+    """Tells the recorder before the memory of a tensor is handed out."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _RAW_ACCESS:
+            for leaf in tree_iter((args, kwargs)):
+                if isinstance(leaf, Tensor):
+                    self._recorder.pin(leaf)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether the tensor is one of torch's own classes, on memory of its own kind."""
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The storage of a dense tensor on the CPU."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
+        return None
+    return tensor.untyped_storage()
+
+
+def _nbytes(tensor: Tensor) -> int:
+    storage = _storage_of(tensor)
+    return tensor.numel() * tensor.itemsize if storage is None else storage.nbytes()
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The arguments that the function writes, as its schema says."""
+    found: list[Tensor] = []
+    for index, argument in enumerate(function._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) and not argument.kwarg_only else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_iter(given) if isinstance(leaf, Tensor)]
+    return found
+
+
+def _random_state(function: Any, kwargs: dict[str, Any]) -> Tensor | None:
+    """The state of the generator that the function will draw from."""
+    if torch.Tag.nondeterministic_seeded not in function.tags:
+        return None
+    return (kwargs.get("generator") or torch.default_generator).get_state()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _checksum(storage: torch.UntypedStorage) -> tuple[int, ...]:
+    """Two sums of the bytes, the second of which depends on their order."""
+    with torch.no_grad(), _disable_current_modes():
+        whole = _bytes_of(storage)
+        words = whole.numel() // 8
+        numbers = whole[: 8 * words].view(torch.int64)
+        sums = numbers.sum(), numbers[: words // 2].sum(), whole[8 * words :].sum()
+        return tuple(int(each.item()) for each in sums)
+
+
+# ---- afterwards ------------------------------------------------------------------------------------------------------
+
+
+def _finish(module: nn.Module, recorder: _Recorder) -> Construction | None:
+    """Parameters without memory become parameters on `meta`; everything else gets its memory back."""
+    if not isinstance(module, nn.Module):
+        recorder.give_up()
+        return None
+    freed: dict[int, tuple[nn.Parameter, _Past, _Geometry]] = {}
+    whole = 0
+    for parameter in module.parameters():
+        past = _past_of(parameter, recorder)
+        geometry = _Geometry.of(parameter)
+        if past is not None and _to_meta(parameter):
+            freed[id(parameter)] = parameter, past, geometry
+        elif not parameter.is_meta:
+            whole += parameter.numel() * parameter.element_size()
+    recorder.give_up()
+    if whole > _SAID_FROM_BYTES:
+        log.warning(
+            "model: each rank holds %.1f GiB of the callable's parameters whole until they are partitioned, because "
+            "it loads them or computes them in a way that cannot be repeated part by part",
+            whole / (1 << 30),
+        )
+    return Construction(freed) if freed else None
+
+
+def _past_of(parameter: nn.Parameter, recorder: _Recorder) -> _Past | None:
+    """The values of a parameter that is freed and that no other tensor shares memory with."""
+    storage = _storage_of(parameter) if _is_plain(parameter) else None
+    entry = None if storage is None else recorder.freed_entry(storage)
+    if storage is None or entry is None or type(parameter) is not nn.Parameter:
+        return None
+    users = torch._C._storage_Use_Count(storage._cdata) - 1  # One is `storage` itself.
+    return entry.freed if users == 1 else None
+
+
+def _to_meta(parameter: nn.Parameter) -> bool:
+    """Turn the parameter into one on `meta`, as the same Python object, whoever refers to it. False: impossible."""
+    like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+    return _swap(parameter, like)
+
+
+def give_value(parameter: nn.Parameter, value: Tensor) -> None:
+    """Turn a parameter on `meta` into one of `value`, as the same Python object."""
+    if not _swap(parameter, value):
+        raise RuntimeError("model: something holds on to the graph of a parameter that has no values yet")
+
+
+def _swap(parameter: nn.Parameter, value: Tensor) -> bool:
+    if weakref.getweakrefs(parameter):
+        return False
+    other = nn.Parameter(value, parameter.requires_grad)
+    vars(other).update(vars(parameter))  # pyright: ignore[reportAttributeAccessIssue]  # a dict, as of any object
+    try:
+        torch.utils.swap_tensors(parameter, other)
+    except RuntimeError:  # A graph refers to it.
+        return False
+    return True
