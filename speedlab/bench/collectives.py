@@ -2,8 +2,9 @@
 
 All ranks begin together; times are those of the slowest rank.
 
-The last row for each number of ranks is what it costs that all ranks compare each call (`comm/shared/calls.py`): the
-same barrier with and without it, in turn, because a barrier moves no data. It is a difference, in microseconds.
+"Comparing the call" is what it costs that all ranks compare each call (`comm/shared/calls.py`): a barrier with and
+without it, in turn, because a barrier moves no data. The row is a difference, in microseconds: of processor time in a
+group of one rank, which other processes do not disturb, and of the time by the clock for more ranks, which they do.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{ranks} ranks ...", file=sys.stderr, flush=True)
         for (name, nbytes), times in run_on_ranks(_measure, ranks, options.megabytes, options.rounds).items():
             rows.append(row(f"{name} {_size(nbytes)} float32, {ranks} ranks", times, peer="gloo"))
+    for ranks in (1, *options.ranks):
+        case = f"comparing the call, {f'{ranks} ranks' if ranks > 1 else 'processor time'}"
         differences = run_on_ranks(_measure_comparing, ranks, options.rounds)
-        case = f"comparing the call, {ranks} ranks"
         rows.append(row(case, {"ours": differences}, unit="µs", value=lambda seconds: seconds * 1e6))
     report(rows, options.json)
 
@@ -103,14 +105,16 @@ def _measure_comparing(rounds: int) -> list[float]:
         describe()
         dist.barrier()
 
+    clock = time.perf_counter if group.size() > 1 else time.thread_time
+
     def time_calls(name: str) -> float:
         with contextlib.nullcontext() if name == "compared" else uncompared(group.meeting):
             call = compared if name == "compared" else dist.barrier
             dist.barrier()
-            start = time.perf_counter()
+            start = clock()
             for _ in range(_COMPARED_CALLS):
                 call()
-            return (time.perf_counter() - start) / _COMPARED_CALLS
+            return (clock() - start) / _COMPARED_CALLS
 
     names = ["compared", "not compared"]
     for name in names:

@@ -16,6 +16,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import memmove, string_at
 
+import numpy as np
+
+from cuda_ops.flags import raise_flag, wait_for_flags
 from speedlab.comm.errors import CollectiveMismatch, PeerLost
 from speedlab.comm.own_note import own_note
 from speedlab.comm.shared.calls import source_line
@@ -24,7 +27,7 @@ TEXT_BYTES = 16384
 """Of a rank's page: its length (8 bytes) and what the rank asked for, as JSON."""
 
 _ANSWER_SECONDS = 5.0
-_LATE_SECONDS = 1.0
+_LATE_SECONDS = 2.0
 """Longest wait for what the others asked for: if they found the same mismatch, and if they may not wait at all."""
 
 _POLL_SECONDS = 1e-3
@@ -44,8 +47,7 @@ class Faults:
         index: of this rank in the group.
         ranks: names of the ranks in errors.
         texts: address of each rank's text in this process.
-        announce: tell the peers that this rank's text is there.
-        has_answered: whether a rank's text is there.
+        flags: address of each rank's FAULT.
         is_gone: whether a rank has left or its process has ended.
     """
 
@@ -54,15 +56,23 @@ class Faults:
         index: int,
         ranks: Sequence[int],
         texts: Sequence[int],
-        announce: Callable[[], None],
-        has_answered: Callable[[int], bool],
+        flags: Sequence[int],
         is_gone: Callable[[int], bool],
     ) -> None:
         self._index, self._ranks, self._texts = index, list(ranks), list(texts)
-        self._announce, self._has_answered, self._is_gone = announce, has_answered, is_gone
+        self._flags, self._is_gone = [np.array([flag], dtype=np.int64) for flag in flags], is_gone
         self._lock = threading.Lock()
         self._problem: tuple[type[PeerLost], str] | None = None
         """What every call raises from now on; no exception, which would keep frames and their tensors."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any rank has found a mismatch."""
+        return any(self._has_answered(k) for k in range(len(self._flags)))
+
+    def _has_answered(self, k: int) -> bool:
+        """Whether the text of rank k is there. No plain read: what k wrote before must be visible, too."""
+        return wait_for_flags(self._flags[k], 1, 0, 0, False) < 0
 
     def check(self) -> None:
         """Raise the earlier error of this group, if there was one."""
@@ -80,10 +90,10 @@ class Faults:
         """
         return self._settle(reason, asked, known, _ANSWER_SECONDS if together else _LATE_SECONDS, late=False)
 
-    def late(self, reason: str, asked: str) -> PeerLost:
-        """The error of a wait that took too long: a mismatch if all ranks wait, for different things; else a lost
-        peer."""
-        return self._settle(reason, asked, {}, _LATE_SECONDS, late=True)
+    def late(self, reason: str, asked: str, limit_seconds: float) -> PeerLost:
+        """The error of a wait that took longer than its limit: a mismatch if all ranks wait, for different things; else
+        a lost peer."""
+        return self._settle(reason, asked, {}, min(limit_seconds, _LATE_SECONDS), late=True)
 
     def join(self, asked: str) -> PeerLost:
         """The error of a rank that waits while another one has found a mismatch."""
@@ -100,7 +110,7 @@ class Faults:
                 return self._again()
             own = {"reason": reason[:_MOST_OF_REASON], "asked": _asked_here(asked), "late": late}
             self._write(own)
-            self._announce()
+            raise_flag(int(self._flags[self._index][0]), 1)
             answers = self._read_all(seconds, own)
             self._problem = kind, text = self._composed(answers, known)
             return kind(text)

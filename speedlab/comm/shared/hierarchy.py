@@ -34,6 +34,7 @@ from cuda_ops.reduce import reduce
 from speedlab.comm.errors import CollectiveMismatch, PeerLost, reason_of, tells_of_lost_peer
 from speedlab.comm.limits import wait_for
 from speedlab.comm.shared.calls import Call, source_line
+from speedlab.comm.shared.faults import named
 from speedlab.comm.shared.rounds import PAIRWISE, Rounds
 
 _MISMATCH = (0, 0, 0)
@@ -102,6 +103,10 @@ class Hierarchy:
             if problem:
                 raise self._inside.mismatch(problem)
 
+    def mismatch(self, reason: str) -> PeerLost:
+        """The error of the call, for a `reason` that all ranks have found."""
+        return self._inside.mismatch(reason)
+
     def agree(self) -> None:
         """Let the other ranks of this host wait until its leader has compared the call with the other hosts."""
         self._inside.barrier()
@@ -124,7 +129,7 @@ class Hierarchy:
             f"\n  host {name}, rank {self._names[ranks[0]]}: {sentence}"
             for name, ranks, sentence in zip(self._host_names, self._hosts, sentences, strict=True)
         )
-        return f"The hosts of the ranks {self._names} called different collectives.{lines}"
+        return f"{named(self._names).capitalize()} called different collectives on their hosts.{lines}"
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 

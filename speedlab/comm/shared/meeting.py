@@ -34,7 +34,7 @@ from torch import Tensor
 from cuda_ops.flags import find_other_words, patience_for, raise_flag, raise_flag_with, wait_for_flags
 from speedlab.comm.errors import PeerLost
 from speedlab.comm.shared.calls import Call, described, dtype_code, dtype_name
-from speedlab.comm.shared.faults import TEXT_BYTES, Faults
+from speedlab.comm.shared.faults import TEXT_BYTES, Faults, named
 from speedlab.comm.shared.memory import Arena, PeerMemory, arena
 from speedlab.comm.shared.segments import Handle, Segment
 
@@ -132,8 +132,7 @@ class Meeting:
             index,
             self.ranks,
             [segment.address + _texts_at(self.size) for segment in self._pages],
-            partial(raise_flag, self._address(index, Number.FAULT), 1),
-            partial(_has_raised, self._words, Number.FAULT),
+            [self._address(k, Number.FAULT) for k in range(self.size)],
             partial(_is_gone, self._words, self._memory),
         )
         self.offered = 0
@@ -232,7 +231,7 @@ class Meeting:
         rank, waiting = self.ranks[peer], self.ranks[self.index]
         if self._has_left(self.index):
             reason = f"rank {waiting} itself left"  # While a thread of it was waiting.
-        elif any(_has_raised(self._words, Number.FAULT, k) for k in self.peers):
+        elif self.faults.is_open:
             if there():
                 return
             raise self.faults.join(asked())
@@ -243,7 +242,8 @@ class Meeting:
         elif time.monotonic() > deadline:
             reason = f"rank {rank} did not come within {self.timeout_seconds:g} s"
             if closes and not there():
-                raise self.faults.late(f"rank {waiting} waited for rank {rank} in a collective: {reason}", asked())
+                text = f"rank {waiting} waited for rank {rank} in a collective: {reason}"
+                raise self.faults.late(text, asked(), self.timeout_seconds)
         else:
             return
         # What it did before it left counts; it may have come between the wait and this look.
@@ -278,7 +278,7 @@ class Meeting:
     def _mismatch(self, words: int) -> PeerLost:
         at = int(Number.WRITTEN) * _LINE + words // 8
         known = {k: self._described(*self._words[k][at : at + 3].tolist()) for k in self.peers}
-        reason = f"The ranks {self.ranks} called different collectives."
+        reason = f"{named(self.ranks).capitalize()} called different collectives."
         return self.faults.mismatch(reason, self.own_call(), known)
 
     def mismatch(self, reason: str) -> PeerLost:
@@ -350,7 +350,7 @@ class Meeting:
         own = self._words[self.index]
         if own[entry + 2] != nbytes or own[entry + 3] != code:
             raise self.faults.mismatch(
-                f"The ranks {self.ranks} are out of step: they began different transfers.",
+                f"{named(self.ranks).capitalize()} are out of step: they began different transfers.",
                 self._described_offer(self.index, offer),
                 {k: self._described_offer(k, offer) for k in self.peers},
                 together=False,
@@ -405,10 +405,9 @@ class Meeting:
         wanted = {id(block) for block in blocks}
         held = [offer for offer, block in self._pinned if id(block) in wanted]
         each = [(k, self._held_address(k, offer)) for offer in held for k in self.peers if self._holds(k, offer)]
-        asked = lambda: "the end of a pass, until all ranks have let go of what this rank has offered"  # noqa: E731  # one expression
-        self._wait(
-            np.array([address for _, address in each], dtype=np.int64), 0, [k for k, _ in each], asked, closes=False
-        )
+        asked = "the end of a pass, until all ranks have let go of what this rank has offered"
+        addresses = np.array([address for _, address in each], dtype=np.int64)
+        self._wait(addresses, 0, [k for k, _ in each], lambda: asked, closes=False)
 
     def _held_address(self, k: int, offer: int) -> int:
         return self._pages[k].address + (self._held_at + offer % _OFFERS) * 8

@@ -99,6 +99,10 @@ class Mailbox:
     def _name(self, peer: int) -> str:
         return f"rank {self._meeting.ranks[peer]}"
 
+    def is_over(self, receive: Receive) -> bool:
+        """Whether `finish` would not wait: the message is there, or the group was closed."""
+        return self.poll(receive) or self._meeting.faults.is_open
+
     def poll(self, receive: Receive) -> bool:
         """Take what has come; whether `receive` is there now."""
         for peer in [peer for peer, expected in self._expected.items() if receive in expected]:

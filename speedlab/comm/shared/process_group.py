@@ -36,7 +36,7 @@ from speedlab.comm.shared.hierarchy import Hierarchy, host_of
 from speedlab.comm.shared.meeting import Meeting
 from speedlab.comm.shared.memory import arena
 from speedlab.comm.shared.messages import Mailbox
-from speedlab.comm.shared.rounds import Rounds, can_reduce
+from speedlab.comm.shared.rounds import Rounds, can_reduce, matched_parts
 from speedlab.comm.shared.segments import Handle, Segment, host_identity
 from speedlab.comm.shared.work import Work, Worker
 
@@ -56,6 +56,7 @@ class Collectives(Protocol):
     def reduce_scatter(self, out: Tensor, slices: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None: ...
     def all_gather(self, outs: Sequence[Tensor], part: Tensor) -> None: ...
     def broadcast(self, tensor: Tensor, source: int) -> None: ...
+    def mismatch(self, reason: str) -> PeerLost: ...
 
 
 class StagedGroup(dist.ProcessGroup):
@@ -67,7 +68,7 @@ class StagedGroup(dist.ProcessGroup):
     def __init__(self, index: int, size: int, meeting: Meeting, collectives: Collectives, gloo: Any) -> None:
         super().__init__(index, size)  # type: ignore[call-arg]  # a constructor the stubs do not know
         self.meeting = meeting
-        self._collectives = collectives
+        self._collectives, self._ranks = collectives, meeting.ranks_of_group
         self._worker = Worker(f"shared memory, ranks {meeting.ranks}")
         self._gloo = gloo
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -204,26 +205,45 @@ class StagedGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
         opts = opts or dist.GatherOptions()
+        if self.rank() == opts.rootRank:
+            with self._telling_peers(Op.GATHER):
+                _check_equal("gather", outputs[0], inputs[0], self.size())
         asked = call_of(Op.GATHER, inputs, root=opts.rootRank)
         return self._by_gloo(asked, lambda: self._gloo.gather(outputs, inputs, opts), opts, outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
         opts = opts or dist.ScatterOptions()
+        if self.rank() == opts.rootRank:
+            with self._telling_peers(Op.SCATTER):
+                _check_equal("scatter", inputs[0], outputs[0], self.size())
         asked = call_of(Op.SCATTER, outputs, root=opts.rootRank)
         return self._by_gloo(asked, lambda: self._gloo.scatter(outputs, inputs, opts), opts, outputs)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         opts = opts or dist.AllToAllOptions()
+        with self._telling_peers(Op.ALL_TO_ALL):
+            _check_parts(outputs, inputs, self.size())
+
+        def start() -> Any:
+            matched_parts(self._collectives, self._ranks, inputs, outputs)
+            return self._gloo.alltoall(outputs, inputs, opts)
+
         # How much each rank sends to each other one may differ.
-        asked = call(Op.ALL_TO_ALL, inputs[0].dtype)
-        return self._by_gloo(asked, lambda: self._gloo.alltoall(outputs, inputs, opts), opts, outputs)
+        return self._by_gloo(call(Op.ALL_TO_ALL, inputs[0].dtype), start, opts, outputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Any:
         opts = opts or dist.AllToAllOptions()
-        task = lambda: self._gloo.alltoall_base(output, input, output_splits, input_splits, opts)  # noqa: E731  # one expression
-        return self._by_gloo(call(Op.ALL_TO_ALL, input.dtype), task, opts, [output])
+        with self._telling_peers(Op.ALL_TO_ALL):
+            outs, parts = _cut(output, output_splits, self.size()), _cut(input, input_splits, self.size())
+            _check_parts(outs, parts, self.size())
+
+        def start() -> Any:
+            matched_parts(self._collectives, self._ranks, parts, outs)
+            return self._gloo.alltoall_base(output, input, output_splits, input_splits, opts)
+
+        return self._by_gloo(call(Op.ALL_TO_ALL, input.dtype), start, opts, [output])
 
     alltoall_base = all_to_all_single  # type: ignore[assignment]  # its name in torch 2.11 and 2.12
 
@@ -345,7 +365,7 @@ class SharedGroup(StagedGroup):
             if target.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(target)
 
-        work = Work([tensor], finish, there=lambda: self._mailbox.poll(expected))
+        work = Work([tensor], finish, there=lambda: self._mailbox.is_over(expected))
         work._source_rank = lambda: expected.source  # type: ignore[method-assign]  # asked for after wait()
         return work
 

@@ -13,9 +13,9 @@ Sums are taken by the rank that owns the slice, in rank order, 16-bit floats in 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from ctypes import c_uint8, memmove
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -98,7 +98,7 @@ class Rounds:
         return self._meeting.own_call()
 
     def mismatch(self, reason: str) -> PeerLost:
-        """The error of the call, for a `reason` that was found elsewhere: the peers raise it when they wait."""
+        """The error of the call, for a `reason` that all ranks have found or will hear of when they wait."""
         return self._meeting.mismatch(reason)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
@@ -195,12 +195,7 @@ class Rounds:
     def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """outs[k] = what rank k has as its part number `index`; contiguous, of any sizes that match."""
         size, index = self._meeting.size, self._meeting.index
-        sizes = torch.tensor([[part.numel() for part in parts], [out.numel() for out in outs]], dtype=torch.int64)
-        every = torch.empty((size, 2, size), dtype=torch.int64)
-        self.all_gather(list(every), sizes)
-        sent, expected = every.unbind(1)
-        if not torch.equal(sent, expected.T):
-            raise self._unequal_parts(sent.tolist(), expected.tolist())
+        sent = matched_parts(self, self._meeting.ranks, parts, outs)
         most = STAGING_BYTES // size // 64 * 64
         for low in range(0, int(sent.max()) * parts[index].element_size(), most):
             own, halves = self._begin()
@@ -211,17 +206,6 @@ class Rounds:
                 memmove(outs[k].data_ptr() + low, int(halves[k]) + index * most, _left(outs[k].nbytes, low, most))
             self._read()
         outs[index].view(-1).copy_(parts[index].view(-1))
-
-    def _unequal_parts(self, sent: list[list[int]], expected: list[list[int]]) -> PeerLost:
-        """The error of an all-to-all of which every rank has seen that rank j sends sent[j][k] elements to rank k, and
-        that rank k expects expected[k][j] of rank j."""
-        ranks = self._meeting.ranks
-        pairs = itertools.product(range(len(ranks)), repeat=2)
-        j, k = next((j, k) for j, k in pairs if sent[j][k] != expected[k][j])
-        return self._meeting.mismatch(
-            f"all_to_all: rank {ranks[j]} sends {sent[j][k]:,} elements to rank {ranks[k]}, which expects "
-            f"{expected[k][j]:,}."
-        )
 
     def _reduce(self, addresses: np.ndarray, own: Tensor | None, out: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """`out` = the reduction of the ranks' elements at `addresses`, this rank's own taken from `own` instead."""
@@ -241,6 +225,30 @@ class Rounds:
         for term in terms[1:]:
             result = PAIRWISE[op](result, term)
         out.copy_(result)
+
+
+class _Comparing(Protocol):
+    """Rounds or a Hierarchy."""
+
+    def all_gather(self, outs: Sequence[Tensor], part: Tensor) -> None: ...
+    def mismatch(self, reason: str) -> PeerLost: ...
+
+
+def matched_parts(group: _Comparing, ranks: Sequence[int], parts: Sequence[Tensor], outs: Sequence[Tensor]) -> Tensor:
+    """The elements (n, n) that rank j of an all-to-all sends to rank k. Raises CollectiveMismatch on all ranks if rank
+    k expects another number from rank j."""
+    sizes = torch.tensor([[part.numel() for part in parts], [out.numel() for out in outs]], dtype=torch.int64)
+    every = torch.empty((len(ranks), *sizes.shape), dtype=torch.int64)
+    group.all_gather(list(every), sizes)
+    sent, expected = every.unbind(1)
+    differing = (sent != expected.T).nonzero().tolist()
+    if differing:
+        j, k = differing[0]
+        raise group.mismatch(
+            f"all_to_all: rank {ranks[j]} sends {int(sent[j, k]):,} elements to rank {ranks[k]}, which expects "
+            f"{int(expected[k, j]):,}."
+        )
+    return sent
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype) -> Tensor:
