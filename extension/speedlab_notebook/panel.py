@@ -98,8 +98,8 @@ class Panel(widgets.VBox):
 
     @property
     def buttons(self) -> dict[str, Any]:
-        """train, pause, resume, step, save, stop, apply, reset, undo, redo. `panel.buttons["train"].click()` is a
-        person's click."""
+        """train, pause, resume, step, save, prove, stop, apply, reset, undo, redo. `panel.buttons["train"].click()` is
+        a person's click."""
         return self._view.buttons
 
     @property
@@ -150,6 +150,7 @@ class Panel(widgets.VBox):
             "resume": lambda: self._run.post(lambda run: run.resume()),
             "step": lambda: self._run.post(lambda run: run.advance(self.step_count.value)),
             "save": lambda: self._run.post(lambda run: run.save()),
+            "prove": lambda: self._run.post(lambda run: run.prove()),
             "stop": self._train.stop,
             "apply": self._on_apply,
         }
@@ -279,6 +280,7 @@ class Panel(widgets.VBox):
         self.status_text = self._train.activity or (run_line(self.run) if self.run is not None else "no run yet")
         self._view.show_line(self._view.status, self.status_text)
         self._view.show_changes(changes_line(self.changes))
+        self._view.show_proof(self._run.proof())
         waiting, state = self._run.waiting, self._run.state
         offered = {
             word: not self._train.activity and self._run.has_engines and state in states

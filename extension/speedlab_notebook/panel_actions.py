@@ -31,6 +31,10 @@ WORDS: dict[str, tuple[frozenset[RunState], str]] = {
         frozenset({RunState.RUNNING, RunState.PAUSED, RunState.FINISHED, RunState.STOPPED}),
         "Write a checkpoint after the step that is being computed",
     ),
+    "prove": (
+        frozenset({RunState.RUNNING, RunState.PAUSED, RunState.FINISHED, RunState.STOPPED}),
+        "Check what training on the next batch does: which tokens count, whether documents are separate, what moves",
+    ),
     "stop": (_UNDER_WAY, "End the run after the step that is being computed"),
     "reshape": (_UNDER_WAY - {RunState.STARTING}, "Change the stage or layout of the run between two steps"),
 }

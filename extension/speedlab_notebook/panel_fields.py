@@ -19,7 +19,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "ZeRO & memory": ("zero", "offload", "activation"),
     "Precision": ("precision",),
     "Optimizer": ("optimizer", "schedule", "clip_norm"),
-    "Run": ("name", "folder", "steps", "seed", "compile", "eval", "checkpoint", "recover", "telemetry"),
+    "Run": ("name", "folder", "steps", "seed", "compile", "eval", "checkpoint", "recover", "proof", "telemetry"),
 }
 """Tab -> the parts and fields of RunConfig it shows. Every field of RunConfig is in exactly one."""
 

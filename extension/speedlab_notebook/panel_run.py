@@ -15,6 +15,7 @@ from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner import calibration_store
 from speedlab.telemetry.folder import RunFolderError
+from speedlab.telemetry.proof import Proof, read_proof
 from speedlab.telemetry.records import RunState
 from speedlab_notebook.panel_actions import (
     BUSY_LOOK_SECONDS,
@@ -59,6 +60,9 @@ class PanelRun:
         """What the run began as, with the shape that it has now."""
         self._began_as = RunConfig()
         self._pending: list[Pending] = []
+        self._proof: Proof | None = None
+        self._proof_of: tuple[Run | None, int] = None, 0
+        """The run of `_proof`, and how many proofs it had made."""
         self.watch = Watch(self._look)
 
     @property
@@ -74,6 +78,21 @@ class PanelRun:
     def waiting(self) -> set[str]:
         """Words that were posted and not yet answered."""
         return {pending.word for pending in self._pending}
+
+    def proof(self) -> Proof | None:
+        """What was checked of the run, read again when the run says that there is a new one; None without one."""
+        run = self.run
+        if run is None:
+            return None
+        count = sum(event.kind == "proof" for event in run.feed.events)
+        if (run, count) != self._proof_of:
+            self._proof_of, self._proof = (run, count), None
+            if count:
+                try:
+                    self._proof = read_proof(run.folder.path)
+                except RunFolderError as error:
+                    self._panel.tell_error(error)
+        return self._proof
 
     def take(self, run: Run, began_as: RunConfig) -> None:
         """Speak to `run` from now on; differences are told from what it began as and has become."""

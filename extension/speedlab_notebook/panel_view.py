@@ -10,6 +10,7 @@ from typing import Any
 import anywidget
 import ipywidgets as widgets
 
+from speedlab.telemetry.proof import Proof
 from speedlab_notebook.panel_actions import WORDS
 from speedlab_notebook.panel_controls import Looks, set_class, with_classes
 from speedlab_notebook.panel_form import Form
@@ -51,12 +52,14 @@ class View:
         self.status = looks.html("speedlab-status")
         self.changes = looks.html("speedlab-changes")
         self.message = looks.html("speedlab-message")
+        self.proof = looks.html("speedlab-proof-of-run")
         self.step_count = looks.make(
             widgets.BoundedIntText, value=1, min=1, max=10**6, tooltip="Steps that the Step button computes"
         ).add_class("speedlab-step-count")
         self.buttons = {
             "train": _button(looks, "train", "Start a run with this configuration; nothing runs before", "primary"),
             **{word: _button(looks, word, WORDS[word][1]) for word in ("pause", "resume", "step", "save", "stop")},
+            "prove": looks.button("Proof", WORDS["prove"][1], "speedlab-prove"),
             "apply": _button(looks, "apply", "Apply what is marked live to the run, between two steps", "primary"),
             "reset": looks.button("As the run", "Show the configuration of the run again", "speedlab-reset"),
             "undo": _button(looks, "undo", ""),
@@ -92,12 +95,13 @@ class View:
         buttons, looks = self.buttons, self.looks
         body = looks.box([self.form.tabs, self.states], "speedlab-body")
         words = [buttons[word] for word in ("train", "pause", "resume", "step")]
-        row = looks.box([*words, self.step_count, buttons["save"], buttons["stop"], self.status], "speedlab-row")
+        others = [buttons["save"], buttons["prove"], buttons["stop"]]
+        row = looks.box([*words, self.step_count, *others, self.status], "speedlab-row")
         style = looks.html(
             "speedlab-hidden", value=f"<style>{(_HERE / 'panel.css').read_text(encoding='utf-8')}</style>"
         )
         foot = looks.box([self.effect, self.summary, row, self.changes_row], "speedlab-foot")
-        return [style, self.keys, tools, body, foot, self.message]
+        return [style, self.keys, tools, body, foot, self.message, self.proof]
 
     def on_click(self, handlers: Mapping[str, Callable[[], object]]) -> None:
         """What buttons do, by their names."""
@@ -120,6 +124,15 @@ class View:
         """What happened, in the area below the buttons; '' empties it."""
         kind, role = (" speedlab-error", "alert") if error else ("", "status")
         self.message.value = f'<div role="{role}" class="speedlab-told{kind}">{escape(text)}</div>' if text else ""
+
+    def show_proof(self, proof: Proof | None) -> None:
+        """What was checked of the run; None takes it away."""
+        if proof is None:
+            self.proof.value = ""
+            return
+        is_open = " open" if proof.needs_a_look or proof.form == "full" else ""
+        summary = f"<summary>{escape(proof.headline)}</summary>"
+        self.proof.value = f'<details class="speedlab-told"{is_open}>{summary}{proof._repr_html_()}</details>'
 
     def show_changes(self, text: str) -> None:
         """The row that tells differences to the run; '' takes it away."""

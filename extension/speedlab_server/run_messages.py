@@ -23,7 +23,7 @@ COLUMNS = (
 )
 """Columns of Records; the phases are seconds of a step."""
 
-PAGE_WORDS = tuple(word for word in CONTROL_WORDS if word != "live")
+PAGE_WORDS = tuple(word for word in CONTROL_WORDS if word not in ("prove", "live"))
 """Control words that a page may give: those that bring no code along."""
 
 RunKind = Literal["starting", "running", "paused", "finished", "stopped", "failed", "damaged"]

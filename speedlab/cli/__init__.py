@@ -18,6 +18,7 @@ COMMANDS = {
     "status": ("manage", "show the clusters that run, their engines and runs"),
     "stop": ("manage", "end a cluster's engines"),
     "report": ("manage", "write a run's report.html"),
+    "proof": ("manage", "print what was checked of a run's first batch"),
     "export": ("export", "write a run's checkpoint as a folder that transformers loads"),
     "trace": ("trace", "write a pipeline's step as a Chrome trace"),
     "calibrate": ("calibrate", "measure this machine, so that plans say how long a step takes here"),

@@ -15,6 +15,7 @@ from speedlab.cluster.words import Pending
 from speedlab.config import RunConfig
 from speedlab.display.text import bytes_text
 from speedlab.telemetry.checkpoints import newest
+from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.records import RunState
 
 _POLL_SECONDS = 0.2
@@ -47,11 +48,14 @@ def follow(run: Run, where: EngineOptions, word: Pending | None = None) -> int:
 def _until_rest(run: Run, progress: Progress, requests: StopRequests) -> RunState:
     """Wait for the end of the run. A first request saves and stops after the step, a second interrupts the ranks."""
     assert run.cluster is not None
-    answered = 0
+    answered, events = 0, len(run.events)
     while True:
         try:
-            return run.wait(timeout=_POLL_SECONDS)
+            state = run.wait(timeout=_POLL_SECONDS)
+            _show_proof(run, progress, events)
+            return state
         except TimeoutError:
+            events = _show_proof(run, progress, events)
             progress.update()
         if requests.count > answered == 0:
             progress.say("saving, then stopping after this step; Ctrl-C again stops at once")
@@ -62,6 +66,20 @@ def _until_rest(run: Run, progress: Progress, requests: StopRequests) -> RunStat
             run.cluster.interrupt()
             return run.state
         answered = requests.count
+
+
+def _show_proof(run: Run, progress: Progress, seen: int) -> int:
+    """Print the proof once it is there: all of it if all was asked for, else what needs a look. Returns how many events
+    were looked at; `seen` were before."""
+    events = run.events
+    if any(event.kind == "proof" for event in events[seen:]):
+        try:
+            proof = run.proof()
+        except (RunError, RunFolderError) as error:
+            progress.say(str(error))
+        else:
+            progress.say(str(proof) if run.config.proof == "full" else proof.short(shlex.join(_name_of(run))))
+    return len(events)
 
 
 def _by_rank(ranks: list[int], text: str) -> str:

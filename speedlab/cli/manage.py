@@ -1,4 +1,4 @@
-"""`speedlab config`, `status`, `stop` and `report`: what looks after configurations, clusters and runs."""
+"""`speedlab config`, `status`, `stop`, `report` and `proof`: what looks after configurations, clusters and runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError, RunConfig, annotated_yaml
 from speedlab.config.options import read_options
 from speedlab.display.text import bytes_text, seconds_text
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.folder import RunFolder, RunFolderError
+from speedlab.telemetry.proof import Severity, read_proof
 from speedlab.telemetry.records import RunState
 
 _FLAGS = (tyro.conf.FlagCreatePairsOff,)
@@ -107,7 +108,7 @@ def _standing(folder: RunFolder) -> str:
     """'run quickstart: running at step 12 of 200'; the status alone knows only the step of its last change."""
     run = Run(folder)
     try:
-        return f"run {run.name}: {run.state} at step {run.step} of {run.config.steps}"
+        return f"run {run.name}: {run.state} at step {run.step} of {run.config.steps}{_proof_in_short(folder)}"
     finally:
         run.feed.close()
 
@@ -189,3 +190,32 @@ def report(argv: list[str]) -> int:
     finally:
         run.feed.close()
     return 0
+
+
+def _proof_in_short(folder: RunFolder) -> str:
+    """' · proof: 1 wrong, 2 suspicious' of a run whose proof needs a look; '' of others."""
+    try:
+        found = read_proof(folder.path)
+    except RunFolderError as error:
+        return f" · {error}"
+    return f" · proof: {found.counts}" if found is not None and found.needs_a_look else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProofOptions:
+    """Print what was checked of a run's first batch: which tokens count, whether documents are separate, what moved."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """The run's name in ./runs, or the path of its folder."""
+
+
+def proof(argv: list[str]) -> int:
+    """Print a run's proof; exit status 1 if something in it is wrong."""
+    options = read_options(ProofOptions, argv, "speedlab proof")
+    run = Run(folder_named(options.run))
+    try:
+        found = run.proof()
+    finally:
+        run.feed.close()
+    print(found)
+    return int(any(finding.severity is Severity.WRONG for finding in found.findings))

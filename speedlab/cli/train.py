@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import tyro
 
@@ -87,6 +87,7 @@ def parse(argv: list[str]) -> tuple[RunConfig, EngineOptions]:
         """Train a run. CONFIG, a JSON or YAML file as `speedlab config` prints it, comes first; options change it.
 
         Short forms of parts are understood: --zero 3 is --zero.stage 3, --model gpt2 is --model.preset gpt2.
+        --proof alone is --proof full.
 
         `speedlab train --resume NAME` goes on with a run; `speedlab train --resume --help` tells its options.
         """
@@ -104,7 +105,19 @@ def parse(argv: list[str]) -> tuple[RunConfig, EngineOptions]:
 
 def _long_forms(argv: list[str]) -> list[str]:
     """Options that name a part as those of the field that they stand for."""
+    argv = _with_form_of_proof(argv)
     fields = {f"--{part}": f"--{part}.{field.replace('_', '-')}" for part, (field, _) in SHORT_FORMS.items()}
     refuse_two_values(argv, fields)
     words = [word.partition("=") for word in argv]
     return ["".join((fields.get(option, option), equals, value)) for option, equals, value in words]
+
+
+def _with_form_of_proof(argv: list[str]) -> list[str]:
+    """`--proof` alone asks for all of it."""
+    forms = get_args(RunConfig.model_fields["proof"].annotation)
+    made: list[str] = []
+    for number, word in enumerate(argv):
+        made.append(word)
+        if word == "--proof" and "".join(argv[number + 1 : number + 2]) not in forms:
+            made.append("full")
+    return made

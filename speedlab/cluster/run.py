@@ -43,6 +43,7 @@ from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.layout_table import LayoutTable, layout_table
 from speedlab.telemetry.placement_table import PlacementTable, placement_of
+from speedlab.telemetry.proof import Proof, read_proof, why_no_proof
 from speedlab.telemetry.records import RESTING, Event, RunState, StepRecord
 from speedlab.telemetry.shape import CHANGES, changed_config, present_config
 from speedlab.telemetry.trace import write_trace
@@ -130,6 +131,14 @@ class Run:
         self.feed.poll()
         return stage_table(self.feed, devices=self._devices(), notes=filter(None, [unsaved_text(self)]))
 
+    def proof(self) -> Proof:
+        """What was checked of the run's first batch, or of the batch at the last `prove()`. Raises RunError if there is
+        no proof."""
+        found = read_proof(self.folder.path)
+        if found is None:
+            raise RunError(f"run {self.name!r} has no proof: {why_no_proof(self.config, self.step)}")
+        return found
+
     def layout_table(self) -> LayoutTable:
         """One row for each rank: its pipeline stages and their blocks, its data and tensor index, its device."""
         config, engines = self.present_config, self._engines()
@@ -211,6 +220,11 @@ class Run:
     def save(self, tag: str | None = None) -> Pending:
         """Write a checkpoint to `checkpoints/<tag>`, 'step-000200' when no tag is given."""
         return self._post("save", tag=tag)
+
+    def prove(self) -> Pending:
+        """Make the full proof of the next batch, between two steps; `proof()` then returns it. The step after it adds
+        what its update has changed."""
+        return self._post("prove")
 
     def live(self, code: str, ranks: Iterable[int] | None = None, *, asks: bool = True) -> LiveCell:
         """Run a cell between two steps on ranks, or on all, beside what they train: it finds `engine`, `model` and

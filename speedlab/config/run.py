@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -85,6 +85,11 @@ class RunConfig(Part):
     eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints")
     recover: RecoverConfig = Field(default=RecoverConfig(), description="Bringing a run back that failed")
+    proof: Literal["none", "cheap", "full"] = Field(
+        default="cheap",
+        description="What is checked of the first batch, and stored in the run: which tokens count, whether documents "
+        "are separate, what moved; 'cheap' takes at most 5 % of the first minute, 'full' checks all, 'none' nothing",
+    )
     telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Records and streaming")
 
     def __init__(self, /, **data: Any) -> None:  # Of its own, so that type checkers take the short forms.

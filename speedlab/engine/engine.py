@@ -26,13 +26,14 @@ from speedlab.engine.build.room import more_on_disk, refuse_without_room
 from speedlab.engine.build.small_states import prepare_small_states
 from speedlab.engine.build.wrap import BlockWrapper
 from speedlab.engine.deepspeed_names import DeepSpeedNames
+from speedlab.engine.proof import ProofOnRequest, Tokenizer
 from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.communicating import check_whole_gradients
 from speedlab.engine.step.drivers import Batch, Driver, driver_of
 from speedlab.engine.step.errors import NonFiniteError, name_module
 from speedlab.engine.step.evaluation import mean_loss
 from speedlab.engine.step.looking import Looking
-from speedlab.engine.step.losses import LossFunction
+from speedlab.engine.step.losses import LossFunction, check_loss
 from speedlab.engine.step.memory import release_freed_memory, settle_allocator, suit_allocator
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.step import Step
@@ -40,6 +41,7 @@ from speedlab.engine.step.totals import Totals
 from speedlab.engine.step.whole import remember_parts, whole_state
 from speedlab.parallel.zero import forget, remember
 from speedlab.telemetry.checkpoints import numbered_name
+from speedlab.telemetry.proof import Proof
 from speedlab.telemetry.records import Ledger, Span
 
 
@@ -81,6 +83,11 @@ class Engine(DeepSpeedNames):
             (zero,) = self.zeros
             zero.finish_update = lambda: engine.finish_update() if (engine := this()) is not None else None
         self._looking = Looking(self, outside_bytes=outside_bytes)
+        self.proofs = ProofOnRequest(
+            self,
+            self._step,
+            lambda loss: self._driver if loss is None else driver_of(self, self._step, self.clock, loss),
+        )
         self._settled = not config.offload.used  # Whether lasting memory has its place, as far as somebody cares.
         self._kernels = OwnKernels(self.modules, config.precision, device, self.dtype)
 
@@ -358,6 +365,30 @@ class Engine(DeepSpeedNames):
             yield
         finally:
             self._step.only_looked_at = False
+
+    def proof(
+        self, batch: Batch | None = None, *, loss: LossFunction | None = None, tokenizer: Tokenizer | None = None
+    ) -> Proof:
+        """Check what training on a batch does: which tokens count, whether documents are separate, which parameters get
+        gradients, and more (`speedlab guide proof`). It trains nothing and leaves no trace. Collective, between two
+        steps.
+
+        Args:
+            batch: A micro-batch, as for `train_batch`. Without it: the last proof, with what the update since then has
+                changed.
+            loss: `loss(model, batch)`, if the loop computes the loss itself and `initialize` got no loss.
+            tokenizer: Decodes token ids; without it the proof shows numbers.
+
+        Returns:
+            The findings of all ranks, the same on each. Print it, or show it in a notebook.
+
+        Raises:
+            RuntimeError: Inside a step.
+            ValueError: Without a batch before the first proof.
+            ConfigError: For a loss function that this layout cannot call.
+        """
+        check_loss(loss, self.layout)
+        return self.proofs.of(batch, loss, tokenizer)
 
     def trace_activations(self) -> AbstractContextManager[None]:
         """Measure the activations of the step inside exactly; it is slower. Later ledgers carry the figure on.

@@ -24,7 +24,7 @@ from speedlab.telemetry.exclusive import place
 from speedlab.telemetry.plain_file import open_plain
 from speedlab.telemetry.records import Event, RunState
 
-CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape", "live")
+CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape", "prove", "live")
 """What a person may ask of a run; each is carried out by all ranks between the same two steps."""
 
 TOKENIZER = "tokenizer"

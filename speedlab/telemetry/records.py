@@ -214,8 +214,8 @@ def _lines_of(timeline: list[Span]) -> list[tuple[str, int, int, float, float]]:
 class Event:
     """Something that happened to a run at a step: a change of stage, a checkpoint, a pause, a warning, an error.
 
-    kind: started, paused, resumed, reshaped, compressed, checkpoint, evaluated, interrupted, finished, stopped, failed,
-    recovering, warning.
+    kind: started, paused, resumed, reshaped, compressed, checkpoint, evaluated, proof, interrupted, finished, stopped,
+    failed, recovering, warning.
     `command` is the number of the control word it answers, when it answers one.
     """
 

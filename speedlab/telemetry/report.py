@@ -18,7 +18,8 @@ from speedlab.display.text import bytes_text, count_text, seconds_text
 from speedlab.planner import parameter_count
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.figures import History, figures, header, plain
-from speedlab.telemetry.folder import RunFolder, write_atomically
+from speedlab.telemetry.folder import RunFolder, RunFolderError, write_atomically
+from speedlab.telemetry.proof import read_proof
 
 _TEMPLATE = Path(__file__).with_name("report_template.html")
 
@@ -56,7 +57,11 @@ def report_html(feed: Feed, table_rows: Sequence[Mapping[str, Any]] = ()) -> str
         "state": escape(f"{head.mark} {head.state}"),
         "status_text": f'<p class="card">{escape(text)}</p>' if text else "",
         "plots": "".join(f'<div class="card"><div class="plot" id="plot-{name}"></div></div>' for name in plots),
-        "tables": _stage_table(table_rows) + _attention(feed) + _event_table(feed) + _configuration(feed),
+        "tables": _stage_table(table_rows)
+        + _proof(feed)
+        + _attention(feed)
+        + _event_table(feed)
+        + _configuration(feed),
         "version": escape(__version__),
         "date": time.strftime("%Y-%m-%d %H:%M"),
         "plotly": _plotly_source(),
@@ -127,6 +132,17 @@ def _event_table(feed: Feed) -> str:
         for event in feed.events[-200:]
     ]
     return _table("Events", ["event", "step", "after", "what happened"], rows)
+
+
+def _proof(feed: Feed) -> str:
+    """What was checked of the first batch."""
+    try:
+        found = read_proof(feed.folder.path)
+    except RunFolderError as error:
+        return f'<h2>Proof of the first batch</h2><p class="card">{escape(str(error))}</p>'
+    if found is None:
+        return ""
+    return f'<h2>Proof of the first batch</h2><div class="card scroll">{found._repr_html_()}</div>'
 
 
 def _attention(feed: Feed) -> str:

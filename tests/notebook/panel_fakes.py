@@ -129,6 +129,9 @@ class FakeRun:
     def save(self) -> FakePending:
         return self.post("save")
 
+    def prove(self) -> FakePending:
+        return self.post("prove")
+
     def stop(self) -> FakePending:
         return self.post("stop")
 

@@ -103,5 +103,5 @@ def test_a_run_from_train_to_stop(panel: Panel, tmp_path: Path) -> None:
     wait_for(lambda: "stop" in offered(panel))
     panel.buttons["stop"].click()
     wait_for(lambda: run.state is RunState.STOPPED, SECONDS)
-    wait_for(lambda: offered(panel) == {"train", "resume", "save"} and not panel.following, SECONDS)
+    wait_for(lambda: offered(panel) == {"train", "resume", "save", "prove"} and not panel.following, SECONDS)
     assert panel.status_text.startswith(f"■ {run.name} stopped: step")

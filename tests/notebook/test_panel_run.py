@@ -21,6 +21,7 @@ from speedlab.cluster import ClusterError, RankError, RemoteFailure
 from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
 from speedlab.telemetry.folder import RunFolder, RunFolderError
+from speedlab.telemetry.proof import Finding, Proof, Severity, write_proof
 from speedlab.telemetry.records import Event, RunState
 
 cluster, opened, panel = panel_fakes.cluster, panel_fakes.opened, panel_fakes.panel
@@ -128,7 +129,7 @@ def test_train_hands_over_what_the_controls_say(cluster: Fakes, opened: Callable
     wait_for(lambda: given == [run])
     assert cluster.trained == [RunConfig(name="mine", zero=1)]
     wait_for(lambda: panel.status_text == "● mine running: step 0 of 200")
-    wait_for(lambda: offered(panel) == {"pause", "save", "stop"})
+    wait_for(lambda: offered(panel) == {"pause", "save", "prove", "stop"})
 
 
 @pytest.mark.parametrize(
@@ -166,23 +167,50 @@ def test_buttons_post_words_and_follow_the_state(panel: Panel) -> None:
     run.now(RunState.PAUSED)
     pause.answer = Event(kind="paused", step=12, time=13.0, text="after step 12", details={"seconds": 1e-5})
     wait_for(lambda: panel.message_text == "paused after step 12")
-    wait_for(lambda: offered(panel) == {"resume", "step", "save", "stop"})
+    wait_for(lambda: offered(panel) == {"resume", "step", "save", "prove", "stop"})
     panel.step_count.value = 7
-    for word in ("step", "resume", "save", "stop"):
+    for word in ("step", "resume", "save", "prove", "stop"):
         panel.buttons[word].click()
     assert [(p.word, p.arguments) for p in run.posted[1:]] == [
         ("step", {"n": 7}),
         ("resume", {}),
         ("save", {}),
+        ("prove", {}),
         ("stop", {}),
     ]
     for pending in run.posted[1:]:
         pending.answer = Event(kind="warning", step=12, time=14.0)
     run.now(RunState.STOPPED)
-    wait_for(lambda: offered(panel) == {"train", "resume", "save"})
+    wait_for(lambda: offered(panel) == {"train", "resume", "save", "prove"})
     wait_for(lambda: not panel.following)  # The run has ended: nobody polls any more.
     panel.buttons["resume"].click()  # Until somebody goes on with it.
     assert panel.following
+
+
+def test_the_proof_of_the_run_is_shown_and_asked_for(panel: Panel) -> None:
+    run = train(panel)
+    run.record(1, stage=2)
+    assert html(panel, "proof") == ""
+    found = Finding(kind="documents", severity=Severity.OK, text="<b>separate</b>", section="documents")
+    proof = Proof(step=0, form="cheap", seconds=0.1, findings=(found,))
+    write_proof(run.folder.path, proof)
+    run.event(Event(kind="proof", step=1, time=1.0, text="1 ok"))
+    wait_for(lambda: "proof of the first batch: 1 ok" in html(panel, "proof"))
+    assert "<details open" not in html(panel, "proof")  # Nothing in it needs a look.
+    assert "&lt;b&gt;separate&lt;/b&gt;" in html(panel, "proof")
+    wait_for(lambda: "prove" in offered(panel))
+    panel.buttons["prove"].click()
+    assert [pending.word for pending in run.posted] == ["prove"]
+    write_proof(run.folder.path, Proof(step=7, form="full", seconds=0.1, findings=(found,)))
+    run.event(Event(kind="proof", step=7, time=2.0, text="1 ok"))
+    run.posted[0].answer = Event(kind="proof", step=7, time=2.0, text="1 ok", details={"seconds": 0.25})
+    wait_for(lambda: "proof of the batch of step 8" in html(panel, "proof"))
+    assert '<details class="speedlab-told" open>' in html(panel, "proof")
+    wait_for(lambda: panel.message_text == "proof 1 ok at step 7 in 250 ms")
+    (run.folder.path / "proof.json").write_text("[")
+    run.event(Event(kind="proof", step=8, time=3.0, text="1 ok"))
+    wait_for(lambda: "proof.json" in panel.message_text)
+    assert html(panel, "proof") == ""
 
 
 def test_a_word_that_is_refused_is_told(panel: Panel) -> None:

@@ -173,3 +173,19 @@ def test_readmes_backend_for_plain_torch() -> None:
         check=False,
     )
     assert told.stdout.split() == ["shared"], told.stderr
+
+
+def run_proofs_page() -> tuple[str, int]:
+    (block,) = blocks_of(ROOT / "speedlab/guides/proof.md")
+    names: dict[str, Any] = {"print": lambda text: None}
+    exec(block.code, names)
+    names["engine"].destroy()
+    proof = names["proof"]
+    return f"{proof['gradients'].severity}: {proof['gradients'].text}", len(proof.findings)
+
+
+def test_the_page_about_proofs_shows_what_it_says(two: Pool) -> None:
+    ((text, count), *others) = two.run(run_proofs_page)
+    assert others == [(text, count)]
+    assert text.startswith("suspicious: 2 of 5 trainable tensors got no gradient: unused.bias, unused.weight.")
+    assert count == 8

@@ -31,7 +31,7 @@ class Loop:
         engine.clock.begin()
         engine.train()
         traced = self._traces(step)
-        with engine.trace_activations() if traced else nullcontext():
+        with engine.trace_activations() if traced else nullcontext(), training.first_batch.watching():
             # Words are read at the last moment before the reduction that carries them: a later one waits a step.
             engine.train_batch(
                 training.batches(training.train_rows, step),
@@ -49,6 +49,9 @@ class Loop:
         done = engine.global_step
         updated = done > step  # Else it was skipped, and what is due at this number is done.
         self._reporter.record(costs, heldout=self._evaluate_if_due(done) if updated else None, traced=traced)
+        if updated and (proved := training.first_batch.after_step(costs.seconds)) is not None:
+            kind, text, details = proved
+            self._reporter.event(kind, text, **details)
         if slow := self._slow_disk.after_step(training.config.offload, costs):
             self._reporter.event("warning", slow)
         self.report_saving()

@@ -20,6 +20,7 @@ from speedlab.engine.build.making import make_whole
 from speedlab.engine.engine import Engine
 from speedlab.engine.run.agreement import Bare, agreed, together
 from speedlab.engine.run.cells import Cells
+from speedlab.engine.run.first_batch import FirstBatch
 from speedlab.engine.run.fitting import held_now, refuse_what_does_not_fit
 from speedlab.engine.run.holding import holdings
 from speedlab.engine.run.interrupt import Interruption
@@ -62,6 +63,7 @@ class Training:
         self.trace_next = True
         """Whether the next step measures its activations: they are new, or of another shape."""
         self.interruption = Interruption()
+        self.first_batch = FirstBatch(self)
         self.changing = False
         """True while the engine's state is exchanged for another: if that is cut off, the ranks may differ."""
 

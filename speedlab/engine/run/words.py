@@ -130,7 +130,7 @@ def _act(training: Training, command: Command) -> Answer:
     return answer
 
 
-_ALSO_AT_THE_END = ("save", "stop", "resume", "live")
+_ALSO_AT_THE_END = ("save", "stop", "resume", "live", "prove")
 _GOES_ON = {
     RunState.STOPPED: "run.resume() goes on with it",
     RunState.FINISHED: "run.resume(steps=…) makes it longer",
@@ -251,6 +251,13 @@ def _live(training: Training, cell: str, ranks: list[int] | None = None, asks: b
     return look
 
 
+def _prove(training: Training) -> Action:
+    def prove() -> Answer:
+        return Answer(*training.first_batch.prove())
+
+    return prove
+
+
 def _reshape(training: Training, **changes: Any) -> Action:
     size = training.world.size
     wanted = changed_config(training.config, size, built_in=training.built_in, **changes)
@@ -305,6 +312,7 @@ WORDS: dict[str, Word] = {
     "stop": Word(plan=_stop, arguments={}),
     "save": Word(plan=save, arguments={"tag": _TAG}),
     "reshape": Word(plan=_reshape, arguments={name: _CHANGE.get(name, _whole(1)) for name in CHANGES}, changes=True),
+    "prove": Word(plan=_prove, arguments={}),
     "live": Word(plan=_live, arguments={"cell": _CELL, "ranks": _RANKS, "asks": _SWITCH}),
 }
 """Of `telemetry.folder.CONTROL_WORDS`, each."""

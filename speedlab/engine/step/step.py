@@ -99,6 +99,11 @@ class Step:
         return self.micro_step + 1 >= self.accumulation
 
     @property
+    def loss_dtype(self) -> str | None:
+        """The dtype of the present step's losses, as far as this rank has some."""
+        return str(self._losses[0].dtype).removeprefix("torch.") if self._losses else None
+
+    @property
     def under_way(self) -> bool:
         """Whether some of a step's micro-batches have ended, or some of its gradients are here."""
         return self.micro_step > 0 or self._fed

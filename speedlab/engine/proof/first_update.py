@@ -1,0 +1,156 @@
+"""Whether every parameter that should move moved in an update.
+
+1. Before the update each rank sums the bits of its own partition of the masters, parameter by parameter: 16 bytes each.
+2. In the update it notes learning rates, and which parameters have a gradient that is not zero.
+3. After the update it sums again. A parameter has moved if a sum differs on any rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedlab.engine.proof.parameter_groups import listed
+from speedlab.parallel.zero import Flat, Gradient
+from speedlab.placement import Where
+from speedlab.telemetry.proof import Finding, Severity
+
+KIND = "first update"
+SECTION = "update"
+
+_CHUNK = 2**20
+"""Elements that are widened at a time."""
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+
+
+@torch.no_grad()
+def bit_sums(flats: Sequence[Flat], *, reads_disk: bool) -> dict[str, Tensor]:
+    """By flat, (slots, 2) int64: two sums over the bits of this rank's own part of each master. Flats on disk are left
+    out unless `reads_disk`."""
+    found = {}
+    for flat in flats:
+        if flat.trainable and (
+            reads_disk or Where.DISK not in (flat.residency.states_at, flat.residency.parameters_at)
+        ):
+            found[flat.name] = _sums_of(flat)
+    return found
+
+
+def _sums_of(flat: Flat) -> Tensor:
+    kept = flat.kept("master")
+    values = flat.lasting_master
+    if kept is not None:
+        values = torch.empty(kept.numel, dtype=kept.dtype)
+        kept.read(values).wait()
+    low = flat.state_range[0]
+    words = values.view(_WORDS[values.element_size()])
+    sums = []
+    for slot in flat.slots:
+        first, end = max(slot.range.start, flat.start) - low, min(slot.range.stop, flat.end) - low
+        sums.append(_sum_bits(words[first:end]) if first < end else torch.zeros(2, dtype=torch.int64))
+    return torch.stack([each.to(values.device) for each in sums])
+
+
+def _sum_bits(words: Tensor) -> Tensor:
+    """(2,) int64: the sum and the sum of squares, modulo 2⁶⁴. Two values that trade places go unseen."""
+    total = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for chunk in words.split(_CHUNK):
+        wide = chunk.to(torch.int64)
+        total[0] += wide.sum()
+        total[1] += (wide * wide).sum()
+    return total
+
+
+def own_slots(flat: Flat) -> list[bool]:
+    """Of which parameters this rank's partition has some elements."""
+    return [max(slot.range.start, flat.start) < min(slot.range.stop, flat.end) for slot in flat.slots]
+
+
+def moved(flats: Sequence[Flat], before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, bool]:
+    """By name, whether this rank's part of a parameter has moved; parameters of which it has none are left out."""
+    found: dict[str, bool] = {}
+    for flat in flats:
+        if flat.name in before and flat.name in after:
+            differs = (before[flat.name] != after[flat.name]).any(dim=1).tolist()
+            for slot, has_some, is_changed in zip(flat.slots, own_slots(flat), differs, strict=True):
+                if has_some:
+                    found[slot.name] = found.get(slot.name, False) or is_changed
+    return found
+
+
+@torch.no_grad()
+def gradient_facts(flat: Flat, gradient: Gradient) -> dict[str, tuple[bool, bool]]:
+    """By name: (whether this rank's backward gave a gradient, whether the sum here is known to be zero)."""
+    away = gradient.away is not None or gradient.waiting is not None
+    start, values = (0, None) if away else gradient.counted
+    facts = {}
+    for slot, used in zip(flat.slots, gradient.used, strict=True):
+        is_zero = False
+        if values is not None:
+            low, high = max(slot.range.start, start), min(slot.range.stop, start + values.numel())
+            is_zero = low >= high or not bool(values[low - start : high - start].any())
+        facts[slot.name] = used, is_zero
+    return facts
+
+
+def finding_of(
+    *,
+    trainable: int,
+    unmoved: Sequence[str],
+    no_gradient: Sequence[str],
+    zero_gradient: Sequence[str],
+    rates: Mapping[str, float],
+    update: int,
+) -> Finding:
+    """`unmoved`: names of trainable parameters that no rank saw move. `rates`: learning rates in the update, by name of
+    parameter. `update`: its number, from 1."""
+    which = "the first update" if update == 1 else f"update {update}"
+
+    def found(severity: Severity, text: str) -> Finding:
+        return Finding(kind=KIND, severity=severity, text=text, section=SECTION)
+
+    at_rest = [name for name in unmoved if rates.get(name) == 0]
+    others = [name for name in unmoved if name not in set(at_rest) and name not in set(no_gradient)]
+    zero = [name for name in others if name in set(zero_gradient)]
+    stuck = [name for name in others if name not in set(zero)]
+    if stuck:
+        return found(
+            Severity.WRONG,
+            f"{len(stuck)} of {trainable:,} trainable tensors did not move in {which}, though their gradient and "
+            f"learning rate are not zero: {listed(stuck)}",
+        )
+    if zero:
+        lora = all("lora_" in name for name in zero)
+        reason = (
+            "the other half of each adapter begins at zero, so they move from the next update on"
+            if lora
+            else "a factor that is zero stops it; if it stays so, they never train"
+        )
+        return found(
+            Severity.OK if lora else Severity.SUSPICIOUS,
+            f"{len(zero)} of {trainable:,} trainable tensors did not move in {which}, because their gradient is zero: "
+            f"{listed(zero)}; {reason}",
+        )
+    if at_rest:
+        whole = len(at_rest) >= trainable - len(no_gradient)
+        return found(
+            Severity.NOT_CHECKED,
+            f"the learning rate of {'every parameter' if whole else f'{len(at_rest)} tensors'} was 0 in {which} "
+            "(warm-up); run.prove() looks again at a later step",
+        )
+    count = trainable - len(set(no_gradient))
+    return found(Severity.OK, f"all {count:,} trainable tensors with a gradient moved in {which}")
+
+
+def rates_of(flats: Sequence[Flat], options: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The learning rate of each trainable parameter, by name."""
+    return {
+        slot.name: float(options[slot.group].get("lr", float("nan")))
+        for flat in flats
+        if flat.trainable
+        for slot in flat.slots
+        if slot.group < len(options)
+    }

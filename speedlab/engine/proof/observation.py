@@ -1,0 +1,144 @@
+"""What a step shows of itself while it runs: dtypes, positions with a gradient, learning rates, gradients.
+
+Hooks look on and keep small tensors; they change no value. What fails in a hook is kept as a reason and never reaches
+the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import speedlab.engine.proof.first_update as first_update
+from speedlab.engine.step.state import TrainingState
+from speedlab.engine.step.step import Step
+from speedlab.models.gpt import Prediction
+
+
+class Observation:
+    """Of one step, or of one forward and backward. `start`, the step, `stop`."""
+
+    def __init__(self, state: TrainingState, step: Step) -> None:
+        self._state, self._step = state, step
+        self._hooks: list[Any] = []
+        self.reason = ""
+        """Why the head's gradient was not seen."""
+        self.counted: Tensor | None = None
+        """(B, T) bool: at which positions of the first micro-batch the head's input has a gradient."""
+        self.logits_dtype: str | None = None
+        self.loss_dtype: str | None = None
+        self.rates: dict[str, float] = {}
+        """Learning rates in the update, by parameter; {} before one."""
+        self.gradients: dict[str, tuple[bool, bool]] = {}
+        """By parameter: (whether this rank's backward gave a gradient, whether the sum here is known to be zero)."""
+        self.update = 0
+        """The number of the update that was seen, from 1; 0 before one."""
+
+    def start(self, *, passes: bool) -> None:
+        """Look on from now on: at the update, and with `passes` at forwards and backwards, too."""
+        self._hooks.append(self._state.optimizer.register_step_pre_hook(self._guarded(self._see_update)))
+        if not passes:
+            return
+        for module in self._state.modules:
+            self._hooks.append(module.register_forward_hook(self._guarded(self._see_output)))
+        head, self.reason = _head(self._state.modules), "no output head was found"
+        if head is not None:
+            self.reason = "the output head was not called"
+            self._hooks.append(head.register_forward_hook(self._guarded(self._see_head)))
+
+    def stop(self) -> None:
+        """Take all hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def see_gradients(self) -> None:
+        """Note gradients and the loss, before the step forgets them."""
+        optimizer = self._state.partitioned_optimizer
+        for flat, gradient in zip(optimizer.flats, optimizer.gradients, strict=True):
+            for name, (used, is_zero) in first_update.gradient_facts(flat, gradient).items():
+                used_before, zero_before = self.gradients.get(name, (False, True))
+                self.gradients[name] = used_before or used, zero_before and is_zero
+        self.loss_dtype = self._step.loss_dtype or self.loss_dtype
+
+    # ---- hooks -----------------------------------------------------------------------------------------------------
+
+    def _guarded(self, hook: Callable[..., None]) -> Callable[..., None]:
+        def guarded(*args: Any) -> None:
+            try:
+                hook(*args)
+            except Exception as error:  # The step must go on; the proof says that it did not look.
+                self.reason = f"{type(error).__name__}: {error}"
+
+        return guarded
+
+    def _see_output(self, module: nn.Module, args: Any, output: Any) -> None:
+        logits = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
+        if isinstance(logits, Tensor):
+            self.logits_dtype = _name(logits.dtype)
+        elif isinstance(output, Tensor) and output.dim() == 3 and output.is_floating_point():
+            self.logits_dtype = _name(output.dtype)
+
+    def _see_head(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, Prediction):
+            self.logits_dtype = f"{_name(args[0].dtype)} in chunks" if module.chunked else "float32"
+        elif isinstance(output, Tensor):
+            self.logits_dtype = self.logits_dtype or _name(output.dtype)
+        given = args[0] if args else None
+        if self.counted is not None or not isinstance(given, Tensor) or not given.requires_grad:
+            return
+        self.reason = "no gradient came to the output head"
+
+        def see(gradient: Tensor) -> None:
+            if self.counted is None:
+                self.counted = (gradient.detach() != 0).any(dim=-1)
+                self.reason = ""
+
+        given.register_hook(self._guarded(see))
+
+    def _see_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if self.update not in (0, self._state.global_step + 1):  # One update may take several steps of the optimizer.
+            self.stop()
+            return
+        self.see_gradients()
+        self.rates |= first_update.rates_of(self._state.flats, optimizer.param_groups)
+        self.update = self._state.global_step + 1
+
+
+def _head(modules: list[nn.Module]) -> nn.Module | None:
+    """What makes logits of the last hidden states, on a rank that has it."""
+    inside = [each for module in modules for each in module.modules()]
+    for module in inside:
+        if isinstance(module, Prediction):
+            return module
+    for module in inside:
+        getter = getattr(module, "get_output_embeddings", None)
+        if callable(getter):
+            try:
+                found = getter()
+            except (AttributeError, NotImplementedError):
+                continue
+            if isinstance(found, nn.Module):
+                return found
+    sizes = {module.num_embeddings for module in inside if isinstance(module, nn.Embedding)}
+    heads = [module for module in inside if isinstance(module, nn.Linear) and module.out_features in sizes]
+    if not heads and not sizes:  # The last stage of a pipeline has no embedding.
+        widest = [module for module in inside if isinstance(module, nn.Linear)]
+        heads = [max(widest, key=lambda module: module.out_features)] if widest else []
+    return heads[-1] if heads else None
+
+
+def token_embedding(modules: list[nn.Module]) -> str | None:
+    """The name of the weight of the first embedding, of tokens in all models known; None where this rank has none."""
+    for module in modules:
+        for name, inside in module.named_modules():
+            if isinstance(inside, nn.Embedding):
+                return f"{name}.weight" if name else "weight"
+    return None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,522 @@
+"""Runs the checks of the proof on one rank, together with all others, and makes one `Proof` of what they found.
+
+1. What is known without computing: the batch, parameter groups, dtypes, the vocabulary.
+2. What a step or a trial (forward and backward without an update) has shown: counted tokens, gradients.
+3. What some forwards without gradients show: documents, and the cut of the batch.
+4. What an update has changed.
+
+All ranks make the same calls. Each check is an attempt of all ranks together; one that raises becomes a finding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+import speedlab.engine.proof.batch_cut as batch_cut
+import speedlab.engine.proof.counted_tokens as counted_tokens
+import speedlab.engine.proof.document_separation as document_separation
+import speedlab.engine.proof.dtypes as dtypes
+import speedlab.engine.proof.first_update as first_update
+import speedlab.engine.proof.parameter_groups as parameter_groups
+from speedlab.comm import PeerLost
+from speedlab.engine.proof.left_as_it_was import left_as_it_was
+from speedlab.engine.proof.observation import Observation, token_embedding
+from speedlab.engine.proof.token_batch import NoTokensError, TokenBatch, token_batch
+from speedlab.engine.step.drivers import Batch, Driver
+from speedlab.engine.step.state import TrainingState
+from speedlab.engine.step.step import Step
+from speedlab.telemetry.proof import Finding, ParameterGroup, Proof, Severity
+
+T = TypeVar("T")
+Attempt = Callable[[Callable[[], Any]], Any]
+"""Does collective work; raises on all ranks if it fails on one."""
+
+
+class CheckFailed(RuntimeError):  # noqa: N818  # what happened
+    """Collective work failed on some rank. Raised on all ranks alike; the text says all."""
+
+
+_MOST_NAMES = 2000
+"""Names of parameters that a rank tells of at most."""
+
+
+class Tokenizer(Protocol):
+    """What the proof needs of a tokenizer; its number of tokens is compared if it tells one."""
+
+    def decode(self, ids: list[int], /) -> str: ...
+
+
+class Prover:
+    """One rank's part in a proof. `watch`, a step or a `trial`, then `prove`; after an update `prove_update`."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        step: Step,
+        driver: Driver,
+        *,
+        form: str,
+        tokenizer: Tokenizer | None,
+        attempt: Attempt | None = None,
+    ) -> None:
+        """`form`: "cheap" leaves out what would take long. `attempt`: how collective work is tried; without it a
+        failure of one rank alone may leave the others waiting for their limit of time."""
+        self._state, self._step, self._driver = state, step, driver
+        self._form, self._tokenizer = form, tokenizer
+        self._attempt = attempt or self._try_alike
+        self.observation = Observation(state, step)
+        """Of the passes."""
+        self._update_seen = self.observation
+        self._before: dict[str, Tensor] = {}
+        self._seconds = 0.0
+        self._problem = ""
+        """Why no update can be watched."""
+
+    # ---- watching --------------------------------------------------------------------------------------------------
+
+    def watch(self, *, passes: bool) -> None:
+        """Before a step: note what its update should change, and look on, also at its `passes` if asked for. Meets no
+        other rank and never raises."""
+        began = time.perf_counter()
+        self._update_seen = Observation(self._state, self._step)
+        if passes:
+            self.observation = self._update_seen
+        try:
+            self._problem = self._why_not_watched()
+            if not self._problem:
+                self._before = first_update.bit_sums(self._state.flats, reads_disk=self._form == "full")
+            self._update_seen.start(passes=passes)
+        except Exception as error:  # The training must go on; the proof says what failed.
+            self._problem = self._update_seen.reason = _told(error)
+            self._update_seen.stop()
+        self._seconds += time.perf_counter() - began
+
+    def stop_watching(self) -> None:
+        """Take all hooks off. Never raises."""
+        self._update_seen.stop()
+
+    @property
+    def saw_an_update(self) -> bool:
+        """Whether this rank's optimizer has made an update since `watch`."""
+        return self._update_seen.update > 0
+
+    def _why_not_watched(self) -> str:
+        state, late = self._state, self._state.config.offload.delayed_update
+        if late is not None and state.global_step + 1 >= late:
+            return "offload.delayed_update makes the update during the next step"
+        return ""
+
+    def trial(self, batch: Batch) -> None:
+        """Forward and backward of a batch without an update. What fails is told by the findings. Collective."""
+        began = time.perf_counter()
+        self.observation = Observation(self._state, self._step)
+        try:
+            self._attempt(lambda: self._pass(batch))
+        except PeerLost:
+            raise
+        except Exception as error:
+            self.observation.gradients.clear()
+            self.observation.reason = f"the trial failed: {_told(error)}"
+        self._seconds += time.perf_counter() - began
+
+    def _pass(self, batch: Batch) -> None:
+        state, observation = self._state, self.observation
+        if state.config.optimizer.in_backward:
+            raise RuntimeError("optimizer.in_backward updates parameters in backward, so only a real step shows it")
+        with left_as_it_was(state, self._step):
+            observation.start(passes=True)
+            try:
+                for module in state.modules:
+                    module.train()
+                # A pipeline computes all micro-batches of a step in one call.
+                self._driver.train([batch] * (self._step.accumulation if state.layout.pp > 1 else 1))
+                observation.see_gradients()
+            except Exception:
+                self._driver.abandon()
+                raise
+            finally:
+                observation.stop()
+
+    # ---- the proof -------------------------------------------------------------------------------------------------
+
+    def prove(
+        self,
+        batches: Sequence[Batch],
+        *,
+        weighted_by_tokens: bool,
+        budget_seconds: float | None = None,
+        step_seconds: float = 0.0,
+        with_update: bool = False,
+    ) -> Proof:
+        """The findings of all ranks, the same on each. Collective.
+
+        `batches`: this rank's micro-batches of a step, the first one the observed one. `budget_seconds`: forwards are
+        left out if they would take longer; `step_seconds`: what the step took. `with_update`: whether an update was
+        watched.
+        """
+        began, findings = time.perf_counter(), []
+        views, reason = self._views(batches)
+        measured = self.observation.counted
+        view = views[0] if views else None
+        groups: tuple[ParameterGroup, ...] = ()
+
+        def check(kind: str, section: str, work: Callable[[], Any]) -> Any:
+            try:
+                return self._attempt(work)
+            except PeerLost:
+                raise
+            except Exception as error:
+                text = f"the check failed: {_told(error)}"
+                findings.append(Finding(kind=kind, severity=Severity.NOT_CHECKED, text=text, section=section))
+                return None
+
+        def add(kind: str, section: str, work: Callable[[], Finding]) -> None:
+            found = check(kind, section, work)
+            if found is not None:
+                findings.append(found)
+
+        add(counted_tokens.KIND, counted_tokens.SECTION, lambda: self._counted(view, measured, reason))
+        forwards = check(
+            document_separation.KIND,
+            document_separation.SECTION,
+            lambda: self._forwards(views, weighted_by_tokens, budget_seconds, step_seconds),
+        )
+        findings += forwards or []
+        made = check(parameter_groups.KIND, parameter_groups.SECTION, self._groups)
+        if made is not None:
+            groups = made
+            findings.append(parameter_groups.finding_of(groups))
+        add(parameter_groups.NO_GRADIENT, parameter_groups.NO_GRADIENT_SECTION, lambda: self._no_gradient(groups))
+        if with_update:
+            add(first_update.KIND, first_update.SECTION, lambda: self._update(groups))
+        else:
+            text = "no update was made since; the next one is watched"
+            findings.append(_not_checked(first_update.KIND, first_update.SECTION, text))
+        add(dtypes.KIND, dtypes.SECTION, self._dtypes)
+        add(dtypes.VOCABULARY, dtypes.VOCABULARY_SECTION, lambda: self._vocabulary(view))
+        shown = check("text", counted_tokens.SECTION, lambda: self._shown(view, measured))
+        self._seconds += time.perf_counter() - began
+        return Proof(
+            step=self._state.global_step - int(with_update),
+            form=self._form,
+            seconds=self._seconds,
+            findings=tuple(findings),
+            groups=groups,
+            counted_text=shown or (),
+        )
+
+    def prove_update(self, proof: Proof) -> Proof:
+        """`proof` with what the update since `watch` has changed. Collective."""
+        began = time.perf_counter()
+        try:
+            found = self._attempt(lambda: self._update(proof.groups))
+        except PeerLost:
+            raise
+        except Exception as error:
+            found = _not_checked(first_update.KIND, first_update.SECTION, f"the check failed: {_told(error)}")
+        return proof.with_findings([found], more_seconds=time.perf_counter() - began)
+
+    def _views(self, batches: Sequence[Batch]) -> tuple[list[TokenBatch], str]:
+        try:
+            return [token_batch(batch, self._state.module) for batch in batches], ""
+        except NoTokensError as error:
+            return [], str(error)
+        except Exception as error:  # Whatever the batch is; all ranks must go on to the same checks.
+            return [], f"it could not be read: {_told(error)}"
+
+    # ---- single checks ---------------------------------------------------------------------------------------------
+
+    def _counted(self, view: TokenBatch | None, measured: Tensor | None, reason: str) -> Finding:
+        own = None
+        if view is not None:
+            own = counted_tokens.counts_of(view, measured, reason=self.observation.reason).to_data()
+        mesh = self._state.mesh
+        reports = self._state.everyone.collect([mesh.data_index, own])
+        found: dict[int, counted_tokens.Counts] = {}
+        for index, data in reports:
+            if data is not None:
+                counts = counted_tokens.Counts(**data)
+                known = found.get(index)
+                # Of the ranks that see the same data one has the head, under a pipeline.
+                if known is None or (known.measured is None and (counts.measured is not None or counts.reason == "")):
+                    found[index] = counts
+        if not found:
+            return _not_checked(counted_tokens.KIND, counted_tokens.SECTION, reason)
+        return counted_tokens.finding_of([found[index] for index in sorted(found)])
+
+    def _groups(self) -> tuple[ParameterGroup, ...]:
+        state = self._state
+        ranks = state.everyone.collect(parameter_groups.own_counts(state.placement))
+        copies = state.layout.islands * state.layout.replicas
+        return parameter_groups.groups_of(state.optimizer.param_groups, ranks, copies=copies)
+
+    def _no_gradient(self, groups: Sequence[ParameterGroup]) -> Finding:
+        facts = self.observation.gradients
+        if not self._anywhere(bool(facts) or not self._state.partitioned_optimizer.flats):
+            reason = self.observation.reason or "no backward was seen"
+            return _not_checked(parameter_groups.NO_GRADIENT, parameter_groups.NO_GRADIENT_SECTION, reason)
+        names = self._nowhere({name: used for name, (used, _) in facts.items()})
+        return parameter_groups.without_gradient(names, _trainable(groups))
+
+    def _update(self, groups: Sequence[ParameterGroup]) -> Finding:
+        state, observation = self._state, self._update_seen
+        updates = state.everyone.collect([self._problem, observation.update])
+        problem = next((problem for problem, _ in updates if problem), "")
+        update = max(number for _, number in updates)
+        if problem or not update:
+            reason = problem or "no update was seen; a step whose gradient overflows makes none"
+            return _not_checked(first_update.KIND, first_update.SECTION, reason)
+        after = first_update.bit_sums(state.flats, reads_disk=self._form == "full")
+        moved = first_update.moved(state.flats, self._before, after)
+        if not self._anywhere(bool(moved)):
+            reason = "the masters are on disk, which the cheap form does not read"
+            return _not_checked(first_update.KIND, first_update.SECTION, reason)
+        unmoved = self._nowhere(moved)
+        facts = observation.gradients
+        no_gradient = self._nowhere({name: used for name, (used, _) in facts.items()})
+        zero = self._nowhere({name: not is_zero for name, (_, is_zero) in facts.items()}) if unmoved else []
+        rates: dict[str, float] = {}
+        if unmoved:
+            wanted = set(unmoved)
+            own = {name: rate for name, rate in observation.rates.items() if name in wanted}
+            for theirs in state.everyone.collect(own):
+                rates |= theirs
+        return first_update.finding_of(
+            trainable=_trainable(groups),
+            unmoved=unmoved,
+            no_gradient=no_gradient,
+            zero_gradient=zero,
+            rates=rates,
+            update=update,
+        )
+
+    def _dtypes(self) -> Finding:
+        state, seen = self._state, self.observation
+        masters = sorted({_dtype(flat.lasting_master.dtype) for flat in state.flats if flat.trainable})
+        reports = state.everyone.collect([seen.logits_dtype, seen.loss_dtype, masters])
+        return dtypes.finding_of(
+            compute=_dtype(state.dtype),
+            logits=next((logits for logits, _, _ in reports if logits), None),
+            loss=next((loss for _, loss, _ in reports if loss), None),
+            masters=sorted({master for _, _, masters in reports for master in masters}),
+            rounds_stochastically=state.config.precision.masters == "none",
+        )
+
+    def _vocabulary(self, view: TokenBatch | None) -> Finding:
+        state = self._state
+        name = token_embedding(state.modules)
+        shapes = [row.whole_shape for row in state.placement.rows if row.name == name]
+        largest = None if view is None else int(view.tokens.max())
+        reports = state.everyone.collect([shapes[0][0] if shapes else None, largest])
+        known = [ids for _, ids in reports if ids is not None]
+        return dtypes.vocabulary(
+            model=next((rows for rows, _ in reports if rows is not None), None),
+            tokenizer=_size(self._tokenizer),
+            largest=max(known) if known else None,
+        )
+
+    def _shown(self, view: TokenBatch | None, measured: Tensor | None) -> tuple[tuple[str, bool], ...]:
+        """The first sequence of rank 0, on every rank. It shows what the batch says where rank 0 has not the head."""
+        own: list[tuple[str, bool]] = []
+        if view is not None and self._state.everyone.index == 0:
+            fits = measured is not None and measured.shape == view.tokens.shape
+            decode = None if self._tokenizer is None else self._tokenizer.decode
+            try:
+                own = list(counted_tokens.marked_text(view, measured if fits else None, decode))
+            except Exception:  # A tokenizer that does not know an id; ids are text, too.
+                own = list(counted_tokens.marked_text(view, measured if fits else None, None))
+        return tuple((text, bool(counts)) for text, counts in self._state.everyone.share(own))
+
+    # ---- forwards --------------------------------------------------------------------------------------------------
+
+    def _forwards(
+        self,
+        views: Sequence[TokenBatch],
+        weighted_by_tokens: bool,
+        budget_seconds: float | None,
+        step_seconds: float,
+    ) -> list[Finding]:
+        """Findings about documents and about the cut of the batch. Collective."""
+        everyone, view = self._state.everyone, views[0] if views else None
+        kinds = (document_separation.KIND, document_separation.SECTION), (batch_cut.KIND, batch_cut.SECTION)
+        if not self._anywhere(view is not None):
+            return [_not_checked(*kind, "the batch has no tokens and targets") for kind in kinds]
+        trial = document_separation.trial_of(views)
+        separate = [] if trial is None else trial.batches
+        parts = [] if view is None else batch_cut.parts_of(view)
+        given = everyone.collect([len(separate), len(parts), batch_cut.counted_in(views)])
+        wanted = max(count for count, _, _ in given), max(count for _, count, _ in given)
+        # Ranks without documents of their own compute what they have, so that all make equally many forwards.
+        spare = view.rows(0, 1) if view is not None else None
+        plans = [[*mine, *[spare] * (count - len(mine))] for mine, count in zip((separate, parts), wanted, strict=True)]
+        left = _Budget(everyone.collect, budget_seconds, step_seconds)
+        with left_as_it_was(self._state, self._step), torch.no_grad():
+            for module in self._state.modules:
+                module.eval()
+            losses = [self._losses(plan, left) for plan in plans]
+        reports = everyone.collect([self._state.mesh.data_index, losses, len(separate), len(parts)])
+        return self._read(reports, [counts for _, _, counts in given], trial, parts, weighted_by_tokens, left)
+
+    def _losses(self, plan: Sequence[TokenBatch | None], left: _Budget) -> list[float] | None:
+        """The loss of each batch; [] where another rank of a pipeline has it; None if there was no time for all."""
+        found: list[float] = []
+        for batch in plan:
+            if not left.allows():
+                return None
+            assert batch is not None  # Some rank has tokens, so all have.
+            try:
+                made = self._driver.evaluate(batch.as_given())
+            except Exception:
+                self._driver.abandon()
+                raise
+            found += [float(loss) for loss in made]
+            left.spent()
+        return found
+
+    def _read(
+        self,
+        reports: Sequence[Any],
+        counted: Sequence[Sequence[int]],
+        trial: document_separation.Trial | None,
+        parts: Sequence[TokenBatch],
+        weighted_by_tokens: bool,
+        left: _Budget,
+    ) -> list[Finding]:
+        by_data: dict[int, Any] = {}
+        for index, losses, separate, cut in reports:
+            if index not in by_data or any(losses):
+                by_data[index] = losses, separate, cut
+        unit = self._state.everyone.collect(None if trial is None else trial.unit)
+        units = [each for each in unit if each]
+        own_counts = [int(part.counted.sum()) for part in parts]
+        part_counts = {
+            index: counts
+            for index, counts in self._state.everyone.collect([self._state.mesh.data_index, own_counts])
+            if counts
+        }
+        apart, cuts = [], []
+        for index, (losses, separate, cut) in sorted(by_data.items()):
+            first, second = losses
+            if first and separate:
+                values = [*first[:separate], *[None] * (4 - separate)]
+                apart.append(
+                    document_separation.Losses(
+                        unit=units[0], base=values[0], changed=values[1], control_base=values[2], control=values[3]
+                    )
+                )
+            if second and cut:
+                counts = part_counts[index]
+                cuts.append(
+                    batch_cut.Losses(together=second[0], alone=(second[1], second[2]), counted=(counts[1], counts[2]))
+                )
+        findings = []
+        if left.refused and not apart:
+            findings.append(_not_checked(document_separation.KIND, document_separation.SECTION, left.reason))
+        else:
+            findings.append(
+                document_separation.finding_of([each for each in apart if each.unit == units[0]] if units else [])
+            )
+        if left.refused and not cuts:
+            findings.append(_not_checked(batch_cut.KIND, batch_cut.SECTION, left.reason))
+        else:
+            dtype = _dtype(self._state.dtype)
+            findings.append(
+                batch_cut.finding_of(cuts, dtype=dtype, weighted_by_tokens=weighted_by_tokens, given=counted)
+            )
+        return findings
+
+    # ---- between ranks ---------------------------------------------------------------------------------------------
+
+    def _anywhere(self, here: bool) -> bool:
+        return any(self._state.everyone.collect(here))
+
+    def _nowhere(self, mine: Mapping[str, bool]) -> list[str]:
+        """Names for which some rank says False and none says True, sorted. Collective."""
+        everyone = self._state.everyone
+        told = everyone.collect([name for name, is_so in mine.items() if not is_so][:_MOST_NAMES])
+        candidates = sorted({name for names in told for name in names})
+        if not candidates:
+            return []
+        seen = {name for names in everyone.collect([name for name in candidates if mine.get(name)]) for name in names}
+        return [name for name in candidates if name not in seen]
+
+    def _try_alike(self, work: Callable[[], T]) -> T:
+        """The result of `work`; raises on all ranks if it fails on one. Collective."""
+        problem, result = "", []
+        error: Exception | None = None
+        try:
+            result.append(work())
+        except PeerLost:
+            raise
+        except Exception as raised:
+            error, problem = raised, _told(raised)
+        problems = [text for text in self._state.everyone.collect(problem) if text]
+        if problems:
+            raise CheckFailed(problems[0]) from error
+        return result[0]
+
+
+class _Budget:
+    """How long forwards may still take. All ranks decide alike."""
+
+    def __init__(self, collect: Callable[[Any], list[Any]], seconds: float | None, step_seconds: float) -> None:
+        self._collect, self._seconds, self._expected = collect, seconds, step_seconds / 3
+        self._began = self._last = time.perf_counter()
+        self.refused = False
+
+    def allows(self) -> bool:
+        """Whether there is time for one more forward. Collective."""
+        if self._seconds is None:
+            return True
+        if not self.refused:
+            needed = max(self._collect(self._last - self._began + self._expected))
+            self.refused = needed > self._seconds
+        return not self.refused
+
+    def spent(self) -> None:
+        """One more forward is over."""
+        now = time.perf_counter()
+        self._expected, self._last = now - self._last, now
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"the cheap form has {self._seconds:.2g} s for its forwards, and they would take longer; "
+            "`speedlab train --proof` and run.prove() make them"
+        )
+
+
+def _trainable(groups: Sequence[ParameterGroup]) -> int:
+    return sum(group.tensors for group in groups if group.learning_rate is not None)
+
+
+def _not_checked(kind: str, section: str, text: str) -> Finding:
+    return Finding(kind=kind, severity=Severity.NOT_CHECKED, text=text, section=section)
+
+
+def _size(tokenizer: Any) -> int | None:
+    """How many tokens a tokenizer of ours, of tokenizers or of transformers has."""
+    size = getattr(tokenizer, "vocab_size", None)
+    if isinstance(size, int):
+        try:
+            return max(size, len(tokenizer))  # transformers counts added tokens in its length alone.
+        except TypeError:
+            return size
+    count: Any = getattr(tokenizer, "get_vocab_size", None)
+    return int(count()) if callable(count) else None
+
+
+def _told(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    if isinstance(error, CheckFailed):
+        return lines[0]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

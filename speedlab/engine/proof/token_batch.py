@@ -1,0 +1,147 @@
+"""A micro-batch as tokens and targets, whatever form it has, and changed copies of it in the same form.
+
+B sequences, T tokens. `targets[b, t]` is the token that position t is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from speedlab.models.documents import IGNORED, document_starts
+
+_TOKEN_NAMES = ("input_ids", "tokens")
+_TARGET_NAMES = ("labels", "targets")
+_POSITION_NAMES = ("position_ids", "positions")
+_LEFT_OUT = ("num_items_in_batch",)
+"""Counts of the batch as it was given; they would be wrong for a part of it."""
+
+
+class NoTokensError(ValueError):
+    """A micro-batch in which no tokens and targets were found; the text says what it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Tokens (B, T) int64, targets (B, T) int64 with -100 where none counts, and positions in documents (B, T) if the
+    batch has them."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor | None
+    _make: Callable[[TokenBatch, Tensor], Any]
+    rows_given: Tensor
+    """(B,) int64: which sequences of the given batch these are."""
+
+    @property
+    def counted(self) -> Tensor:
+        """(B, T) bool: at which positions a target counts, as the batch says."""
+        return self.targets != IGNORED
+
+    @property
+    def starts(self) -> Tensor | None:
+        """(B, T) int32: where each token's document begins; None without positions."""
+        return None if self.positions is None else document_starts(self.positions)
+
+    def rows(self, first: int, end: int) -> TokenBatch:
+        """Sequences `first` to `end` alone."""
+        here = slice(first, end)
+        positions = None if self.positions is None else self.positions[here]
+        return self._with(self.tokens[here], self.targets[here], positions, self.rows_given[here])
+
+    def changed(self, *, tokens: Tensor | None = None, targets: Tensor | None = None) -> TokenBatch:
+        """The same with other tokens or targets, of the same shape."""
+        return self._with(
+            self.tokens if tokens is None else tokens,
+            self.targets if targets is None else targets,
+            self.positions,
+            self.rows_given,
+        )
+
+    def as_given(self) -> Any:
+        """The batch in the form in which it was given."""
+        return self._make(self, self.rows_given)
+
+    def _with(self, tokens: Tensor, targets: Tensor, positions: Tensor | None, rows: Tensor) -> TokenBatch:
+        return TokenBatch(tokens=tokens, targets=targets, positions=positions, _make=self._make, rows_given=rows)
+
+
+def token_batch(batch: Any, model: nn.Module) -> TokenBatch:
+    """The tokens and targets of a micro-batch. Raises NoTokensError, with the reason, where there are none."""
+    if isinstance(batch, Mapping):
+        return _of_mapping(batch, model)
+    if isinstance(batch, list | tuple) and len(batch) in (2, 3) and all(isinstance(each, Tensor) for each in batch):
+        return _of_pair(batch)
+    raise NoTokensError(f"the batch is a {type(batch).__name__}, not (tokens, targets) or a dict with input_ids")
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether a model that takes `labels` compares the output at t with the label at t + 1, as causal models of
+    transformers do. Models for masked tokens compare at t."""
+    names = [kind.__name__ for kind in type(model).__mro__]
+    return not any("MaskedLM" in name for name in names)
+
+
+def _of_pair(batch: Any) -> TokenBatch:
+    tokens, targets, *more = batch
+    _check(tokens, targets)
+    kind = type(batch)
+
+    def make(view: TokenBatch, rows: Tensor) -> Any:
+        parts = [view.tokens, view.targets, *([] if view.positions is None else [view.positions])]
+        return parts if kind is list else tuple(parts)
+
+    positions = more[0] if more else None
+    return TokenBatch(
+        tokens=tokens, targets=targets, positions=positions, _make=make, rows_given=torch.arange(len(tokens))
+    )
+
+
+def _of_mapping(batch: Mapping[str, Any], model: nn.Module) -> TokenBatch:
+    names = [next((name for name in names if name in batch), "") for names in (_TOKEN_NAMES, _TARGET_NAMES)]
+    tokens_name, targets_name = names
+    if not tokens_name or not targets_name:
+        raise NoTokensError("the batch is a dict without input_ids and labels")
+    tokens, labels = batch[tokens_name], batch[targets_name]
+    _check(tokens, labels)
+    shifts = targets_name == "labels" and shifts_labels(model)
+    positions_name = next((name for name in _POSITION_NAMES if isinstance(batch.get(name), Tensor)), "")
+    positions = batch[positions_name] if positions_name else None
+    if positions is not None and positions.shape != tokens.shape:
+        positions = positions.expand_as(tokens) if positions.dim() == 2 and len(positions) == 1 else None
+
+    def make(view: TokenBatch, rows: Tensor) -> dict[str, Any]:
+        made = {name: _of_rows(value, rows, len(tokens)) for name, value in batch.items() if name not in _LEFT_OUT}
+        made[tokens_name] = view.tokens
+        if shifts:
+            first = labels[rows.to(labels.device), :1]
+            made[targets_name] = torch.cat([first, view.targets[:, :-1]], dim=1)
+        else:
+            made[targets_name] = view.targets
+        return made
+
+    targets = labels
+    if shifts:
+        targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
+    return TokenBatch(
+        tokens=tokens, targets=targets, positions=positions, _make=make, rows_given=torch.arange(len(tokens))
+    )
+
+
+def _check(tokens: Any, targets: Any) -> None:
+    for name, value in (("tokens", tokens), ("targets", targets)):
+        if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
+            what = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise NoTokensError(f"the batch's {name} are {what}, not whole numbers (B, T)")
+    if tokens.shape != targets.shape:
+        raise NoTokensError(f"tokens are {tuple(tokens.shape)} and targets {tuple(targets.shape)}")
+
+
+def _of_rows(value: Any, rows: Tensor, count: int) -> Any:
+    if isinstance(value, Tensor) and value.dim() and len(value) == count:
+        return value[rows.to(value.device)]
+    return value

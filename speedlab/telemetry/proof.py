@@ -1,0 +1,285 @@
+"""The proof of the first batch: what a run checked about its own training, as data, as text and as HTML.
+
+The engine fills it (`speedlab/engine/proof/`). Rank 0 writes it as `proof.json` into the run folder. It holds no
+tensors, so a kernel, a terminal and a report read it without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from speedlab.config import RunConfig
+from speedlab.display.text import count_text, seconds_text
+from speedlab.telemetry.folder import RunFolderError, read_object, write_atomically
+
+PROOF = "proof.json"
+"""Its file in the run folder."""
+
+_LIMIT_BYTES = 2**22
+_FIRST_MINUTE_SECONDS = 60.0
+_MOST_PIECES = 4096
+
+
+class Severity(StrEnum):
+    """What a check found."""
+
+    OK = "ok"
+    SUSPICIOUS = "suspicious"
+    """It may be intended; the text gives the reason to look."""
+    WRONG = "wrong"
+    """The training does something else than the batch or the configuration says."""
+    NOT_CHECKED = "not checked"
+    """The text gives the reason."""
+
+
+_MARKS = {Severity.OK: "✓", Severity.SUSPICIOUS: "▲", Severity.WRONG: "✕", Severity.NOT_CHECKED: "–"}
+_COLORS = {Severity.OK: "#2e7d32", Severity.SUSPICIOUS: "#b26a00", Severity.WRONG: "#c62828", Severity.NOT_CHECKED: ""}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The result of one check. `kind` names the check; `section` is the guide's section about it."""
+
+    kind: str
+    severity: Severity
+    text: str
+    section: str = ""
+
+    @property
+    def link(self) -> str:
+        """How to read more: a command that prints the guide's section."""
+        return f"speedlab guide proof {self.section}" if self.section else ""
+
+    @property
+    def needs_a_look(self) -> bool:
+        """Whether it is suspicious or wrong."""
+        return self.severity in (Severity.SUSPICIOUS, Severity.WRONG)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """A parameter group of the optimizer, over the whole model. Frozen parameters are a group of their own."""
+
+    name: str
+    learning_rate: float | None
+    weight_decay: float | None
+    tensors: int
+    elements: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was checked about a run's first batch, or about the batch given to `engine.proof`.
+
+    step: updates that were made before the batch. form: "cheap" or "full". seconds: what the checks took, beside the
+    step itself. counted_text: the first sequence of rank 0, as (text, whether it counts in the loss) in turn.
+    """
+
+    step: int
+    form: str
+    seconds: float
+    findings: tuple[Finding, ...]
+    groups: tuple[ParameterGroup, ...] = ()
+    counted_text: tuple[tuple[str, bool], ...] = ()
+
+    def __getitem__(self, kind: str) -> Finding:
+        """The finding of a check, by its kind. Raises KeyError."""
+        for finding in self.findings:
+            if finding.kind == kind:
+                return finding
+        raise KeyError(f"there is no finding {kind!r}; there are: {', '.join(f.kind for f in self.findings)}")
+
+    @property
+    def needs_a_look(self) -> list[Finding]:
+        """The findings that are suspicious or wrong."""
+        return [finding for finding in self.findings if finding.needs_a_look]
+
+    @property
+    def counts(self) -> str:
+        """'1 wrong, 2 suspicious, 5 ok, 1 not checked'."""
+        counts = dict.fromkeys((Severity.WRONG, Severity.SUSPICIOUS, Severity.OK, Severity.NOT_CHECKED), 0)
+        for finding in self.findings:
+            counts[finding.severity] += 1
+        return ", ".join(f"{count} {severity}" for severity, count in counts.items() if count) or "nothing was checked"
+
+    @property
+    def headline(self) -> str:
+        """'proof of the first batch: 8 ok', or of the batch of a later step."""
+        which = "the first batch" if self.step == 0 else f"the batch of step {self.step + 1:,}"
+        return f"proof of {which}: {self.counts}"
+
+    def short(self, name: str) -> str:
+        """The headline, and the findings that need a look. `name`: of the run, as a command line takes it."""
+        lines = [f"{self.headline} ({self.cost}); all of it: speedlab proof {name}"]
+        for finding in self.needs_a_look:
+            more = f"; more: {finding.link}" if finding.link else ""
+            lines.append(f"{_MARKS[finding.severity]} {finding.kind}: {finding.text}{more}")
+        return "\n".join(lines)
+
+    @property
+    def cost(self) -> str:
+        """'cheap form, 0.41 s, 0.68 % of the first minute'."""
+        share = self.seconds / _FIRST_MINUTE_SECONDS
+        return f"{self.form} form, {seconds_text(self.seconds)}, {share:.2%} of the first minute".replace("%", " %")
+
+    def with_findings(self, findings: Iterable[Finding], *, more_seconds: float = 0.0) -> Proof:
+        """The same proof with these findings in the place of those of the same kinds."""
+        newer = {finding.kind: finding for finding in findings}
+        kept = [newer.pop(finding.kind, finding) for finding in self.findings]
+        return Proof(
+            step=self.step,
+            form=self.form,
+            seconds=self.seconds + more_seconds,
+            findings=(*kept, *newer.values()),
+            groups=self.groups,
+            counted_text=self.counted_text,
+        )
+
+    # ---- as text and as HTML ---------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        lines = [f"{self.headline} ({self.cost})"]
+        width = max((len(finding.kind) for finding in self.findings), default=0)
+        for finding in self.findings:
+            lines.append(f"{_MARKS[finding.severity]} {finding.kind:<{width}}  {finding.severity}: {finding.text}")
+            if finding.link and finding.severity is not Severity.OK:
+                lines.append(f"  {'':<{width}}  more: {finding.link}")
+        if self.groups:
+            lines += ["", *_columns([_GROUP_HEAD, *map(_group_cells, self.groups)])]
+        if self.counted_text:
+            marked = "".join(f"⟦{text}⟧" if counts else text for text, counts in self.counted_text)
+            lines += ["", "first sequence of rank 0, ⟦what counts in the loss⟧:", marked]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        rows = "".join(map(_finding_html, self.findings))
+        parts = [
+            f"<div><b>{escape(self.headline)}</b> <small>({escape(self.cost)})</small></div>",
+            f'<table class="speedlab-proof">{rows}</table>',
+        ]
+        if self.groups:
+            head = "".join(f"<th>{escape(name)}</th>" for name in _GROUP_HEAD)
+            body = "".join(
+                f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _group_cells(group))}</tr>"
+                for group in self.groups
+            )
+            parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
+        if self.counted_text:
+            marked = "".join(
+                f"<mark>{escape(text)}</mark>" if counts else f"<span>{escape(text)}</span>"
+                for text, counts in self.counted_text
+            )
+            parts.append(
+                "<details open><summary>First sequence of rank 0; marked: what counts in the loss</summary>"
+                f'<pre style="white-space:pre-wrap;max-height:20em;overflow:auto">{marked}</pre></details>'
+            )
+        return "".join(parts)
+
+    # ---- as a file -------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Proof:
+        """Raises ValueError, TypeError or KeyError for anything else than a proof."""
+        pieces = [(_text(text), _flag(counts)) for text, counts in data["counted_text"][:_MOST_PIECES]]
+        return cls(
+            step=int(data["step"]),
+            form=_text(data["form"]),
+            seconds=float(data["seconds"]),
+            findings=tuple(
+                Finding(
+                    kind=_text(each["kind"]),
+                    severity=Severity(each["severity"]),
+                    text=_text(each["text"]),
+                    section=_text(each["section"]),
+                )
+                for each in data["findings"]
+            ),
+            groups=tuple(
+                ParameterGroup(
+                    name=_text(each["name"]),
+                    learning_rate=None if each["learning_rate"] is None else float(each["learning_rate"]),
+                    weight_decay=None if each["weight_decay"] is None else float(each["weight_decay"]),
+                    tensors=int(each["tensors"]),
+                    elements=int(each["elements"]),
+                )
+                for each in data["groups"]
+            ),
+            counted_text=tuple(pieces),
+        )
+
+
+def write_proof(folder: Path, proof: Proof) -> None:
+    """Put a run's proof into its folder, in one move."""
+    write_atomically(folder / PROOF, proof.to_json())
+
+
+def read_proof(folder: Path) -> Proof | None:
+    """The proof in a run's folder; None where there is none. Raises RunFolderError for a damaged one."""
+    path = folder / PROOF
+    data = read_object(path, _LIMIT_BYTES, missing={})
+    if not data and not path.exists():
+        return None
+    try:
+        return Proof.from_data(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise RunFolderError(f"{path}: is not the proof of a run: {error}") from error
+
+
+def why_no_proof(config: RunConfig, step: int) -> str:
+    """Why a run's folder has none, and what to do."""
+    if config.proof == "none" and step:
+        return "its configuration has proof: none; run.prove() makes one"
+    if not step:
+        return "it is made after the first step"
+    return "its first step was made without one; run.prove() makes one"
+
+
+# ---- inside --------------------------------------------------------------------------------------------------------
+
+_GROUP_HEAD = ("parameters", "learning rate", "weight decay", "tensors", "elements")
+
+
+def _group_cells(group: ParameterGroup) -> tuple[str, ...]:
+    def number(value: float | None) -> str:
+        return "–" if value is None else f"{value:.4g}"
+
+    rates = (number(group.learning_rate), number(group.weight_decay))
+    return group.name, *rates, f"{group.tensors:,}", count_text(group.elements)
+
+
+def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+
+
+def _finding_html(finding: Finding) -> str:
+    color = _COLORS[finding.severity]
+    style = f' style="color:{color}"' if color else ""
+    link = f"<br><small>more: <code>{escape(finding.link)}</code></small>" if finding.link else ""
+    more = link if finding.severity is not Severity.OK else ""
+    state = f"<td{style}>{_MARKS[finding.severity]}&nbsp;{escape(finding.severity)}</td>"
+    text = f'<td style="text-align:left;white-space:normal">{escape(finding.text)}{more}</td>'
+    return f'<tr><th style="text-align:left">{escape(finding.kind)}</th>{state}{text}</tr>'
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a {type(value).__name__}, expected text")
+    return value
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"a {type(value).__name__}, expected true or false")
+    return value
