@@ -86,12 +86,14 @@ class PanelRun:
             return None
         count = sum(event.kind == "proof" for event in run.feed.events)
         if (run, count) != self._proof_of:
-            self._proof_of, self._proof = (run, count), None
-            if count:
-                try:
-                    self._proof = read_proof(run.folder.path)
-                except RunFolderError as error:
-                    self._panel.tell_error(error)
+            self._proof = None
+            try:
+                self._proof = read_proof(run.folder.path) if count else None
+            except RunFolderError as error:
+                self._panel.tell_error(error)
+                self._proof_of = run, count
+            if self._proof is not None or not count:  # From another host the file may come after the event.
+                self._proof_of = run, count
         return self._proof
 
     def take(self, run: Run, began_as: RunConfig) -> None:

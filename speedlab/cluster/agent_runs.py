@@ -14,10 +14,11 @@ from typing import Any
 import speedlab.cluster.agent_tasks as agent_tasks
 from speedlab.cluster.away import ORIGIN, RUNS_FOLDER, place_of
 from speedlab.telemetry.folder import write_atomically
+from speedlab.telemetry.proof import PROOF
 
 MOST_BYTES = 8 * 2**20
 """Of one answer; what is more comes with the next."""
-_FILES = ("placement/*.json", "tokenizer/*", "tensorboard/*")
+_FILES = (PROOF, "placement/*.json", "tokenizer/*", "tensorboard/*")
 """What ranks write besides lines; of a control word rank 0's host tells the status."""
 
 

@@ -52,8 +52,9 @@ def test_a_run_whose_folder_no_host_sees_is_whole_on_this_side(cluster: Cluster,
     assert [len(run.records(rank)) for rank in (0, 1)] == [at, at]
     run.resume().wait(SECONDS)
     assert run.wait(SECONDS) is RunState.FINISHED
-    assert [event.kind for event in run.events] == ["started", "paused", "resumed", "finished"]
-    assert [event.command for event in run.events] == [None, 1, 2, None]
+    assert [event.kind for event in run.events] == ["started", "proof", "paused", "resumed", "finished"]
+    assert [event.command for event in run.events] == [None, None, 1, 2, None]
+    assert run.proof()["first update"].severity == "ok"
     assert [[record.step for record in run.records(rank)] for rank in (0, 1)] == [[*range(1, 31)]] * 2
     assert run.placement(1)
     assert run.table()

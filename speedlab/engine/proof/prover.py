@@ -501,14 +501,14 @@ def _not_checked(kind: str, section: str, text: str) -> Finding:
 
 def _size(tokenizer: Any) -> int | None:
     """How many tokens a tokenizer of ours, of tokenizers or of transformers has."""
-    size = getattr(tokenizer, "vocab_size", None)
+    size: Any = getattr(tokenizer, "vocab_size", None)
     if isinstance(size, int):
         try:
             return max(size, len(tokenizer))  # transformers counts added tokens in its length alone.
         except TypeError:
             return size
     count: Any = getattr(tokenizer, "get_vocab_size", None)
-    return int(count()) if callable(count) else None
+    return int(str(count())) if callable(count) else None
 
 
 def _told(error: BaseException) -> str:

@@ -55,7 +55,7 @@ class FirstBatch:
             if self._prover is not None:
                 self._prover.stop_watching()
 
-    def after_step(self, seconds: float) -> tuple[str, str, dict[str, float]] | None:
+    def after_step(self, seconds: float) -> tuple[str, str, dict[str, Any]] | None:
         """What a watched step has shown: an event's kind, text and details; None if none was watched. Collective, after
         a step with an update that took `seconds`."""
         prover, self._prover = self._prover, None
@@ -75,7 +75,7 @@ class FirstBatch:
             )
         )
 
-    def prove(self) -> tuple[str, str, dict[str, float]]:
+    def prove(self) -> tuple[str, str, dict[str, Any]]:
         """The full proof of the batch that comes next, between two steps: an event's kind, text and details.
         Collective."""
         training = self._training
@@ -101,7 +101,7 @@ class FirstBatch:
         except (Parted, Refusal) as error:
             raise CheckFailed(str(error)) from error
 
-    def _stored(self, proof: Proof) -> tuple[str, str, dict[str, float]]:
+    def _stored(self, proof: Proof) -> tuple[str, str, dict[str, Any]]:
         """Write the proof, on the first rank, and return the event that says so."""
         problem = ""
         if self._training.world.rank == 0:
