@@ -18,10 +18,11 @@ from torch import Tensor
 
 import speedlab.engine.checkpoint as checkpoint
 from speedlab.comm import PeerLost
+from speedlab.config import ConfigError
 from speedlab.engine.build.attention import BlockSparse
 from speedlab.engine.build.kept_inputs import kept_inputs_of
 from speedlab.engine.build.own_kernels import OwnKernels
-from speedlab.engine.build.placing import residency_of
+from speedlab.engine.build.placing import needs_of, residency_of
 from speedlab.engine.build.room import more_on_disk, refuse_without_room
 from speedlab.engine.build.small_states import prepare_small_states
 from speedlab.engine.build.wrap import BlockWrapper
@@ -267,6 +268,9 @@ class Engine(DeepSpeedNames):
         before, device = self.zeros[0].residency, self.world.device.type
         wanted = residency_of(config, dp=self.group.size, device=device)
         check_whole_gradients(type(self.optimizer), wanted, zero)
+        forms, needs = self.partitioned_optimizer.forms, needs_of(config, self.mesh)
+        if problem := forms.problem(type(self.optimizer).__name__, needs):
+            raise ConfigError(problem)
         prepare_small_states(config, self.world.device)
         self.finish_update()  # It may make states, which count.
         self.tell_of_writes_apart()

@@ -25,7 +25,7 @@ from speedlab.data import Epochs
 from speedlab.engine.build.asked_groups import Groups, asked_groups
 from speedlab.engine.build.attention import BlockSparse, check_attention
 from speedlab.engine.build.model_parts import build_model_part, plan_model_parts
-from speedlab.engine.build.placing import residency_of
+from speedlab.engine.build.placing import needs_of, residency_of
 from speedlab.engine.build.recipe import OptimizerChoice, Recipe
 from speedlab.engine.build.room import away_folder
 from speedlab.engine.build.schedule import make_schedule
@@ -152,7 +152,7 @@ def _build(
         mesh = Mesh(layout, world, traffic)
         _check_islands(mesh, config)
         plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
-        recipe = Recipe(optimizer, [plan.module for plan in plans], config.optimizer, groups)
+        recipe = _recipe(optimizer, [plan.module for plan in plans], config, groups, mesh)
         _check_scheduler(lr_scheduler, recipe.instance)
         _check_communicating(recipe.kind, config, mesh)
         if mesh.rank == 0:
@@ -197,6 +197,30 @@ def _build(
     return engine
 
 
+def _recipe(
+    optimizer: OptimizerChoice,
+    modules: Sequence[nn.Module],
+    config: RunConfig,
+    groups: Groups | None,
+    mesh: Mesh,
+) -> Recipe:
+    """How to make the optimizer. Raises on all ranks, which may have other parameters, what is against it on one.
+    Collective."""
+    recipe, error, problem = None, None, ""
+    try:
+        recipe = Recipe(optimizer, modules, config.optimizer, groups, trial_on=mesh.device)
+        needs = needs_of(config, mesh)
+        problem = recipe.forms.problem(recipe.kind.__name__, needs)
+    except Exception as raised:
+        error, problem = raised, str(raised)
+    problem = next(filter(None, mesh.everyone.collect(problem)), "")
+    if error is not None:
+        raise error
+    if problem or recipe is None:
+        raise ConfigError(problem)
+    return recipe
+
+
 def _partitioned(recipe: Recipe, parts: Sequence[ModelPart], mesh: Mesh) -> PartitionedOptimizer:
     """The optimizer over the flats of all parts. Collective."""
     partitioned = PartitionedOptimizer(
@@ -205,7 +229,8 @@ def _partitioned(recipe: Recipe, parts: Sequence[ModelPart], mesh: Mesh) -> Part
         mesh.summed_first,
         recipe.build,
         group_count=recipe.group_count,
-        apart=issubclass(recipe.kind, LooksAtParameters),
+        apart=issubclass(recipe.kind, LooksAtParameters) or recipe.forms.whole_only,
+        forms=recipe.forms,
     )
     partitioned.prepare()
     return partitioned

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from speedlab.config import PrecisionConfig, RunConfig
+from speedlab.engine.step.forms import Needs
 from speedlab.layout import REPLICATED, Layout
 from speedlab.parallel.mesh import ENDS, Mesh
 from speedlab.parallel.tensor import TensorParallel
 from speedlab.parallel.zero import UnitPlan
 from speedlab.parallel.zero.flat import trainable_in_low_precision
-from speedlab.placement import EIGHT_BITS, Home, Placement, Residency, Row, Where, homes
+from speedlab.placement import EIGHT_BITS, Holders, Home, Placement, Residency, Row, Where, homes
 
 
 def residency_of(config: RunConfig, *, dp: int, device: str) -> Residency:
@@ -28,6 +29,25 @@ def residency_of(config: RunConfig, *, dp: int, device: str) -> Residency:
         quantized_weights=config.zero.quantized_weights,
         quantized_gradients=config.zero.quantized_gradients,
         secondary_ranks=config.zero.secondary_partition or 0,
+    )
+
+
+def needs_of(config: RunConfig, mesh: Mesh) -> Needs:
+    """What a run asks of the forms in which its optimizer is given parameters."""
+    residency = residency_of(config, dp=mesh.gather.size, device=mesh.device.type)
+    settings = {
+        f"offload.optimizer {config.offload.optimizer!r}": residency.states_at is not Where.DEVICE,
+        f"offload.parameters {config.offload.parameters!r}": residency.parameters_at is not Where.DEVICE,
+        f"precision.moments {config.precision.moments!r}": config.precision.moments == EIGHT_BITS,
+        f"precision.masters {config.precision.masters!r}": config.precision.masters != "float32",
+    }
+    return Needs(
+        stage=config.zero.stage,
+        ranks=mesh.gather.size if residency.optimizer_states is Holders.PARTITIONED else 1,
+        tp=mesh.layout.tp,
+        pp=mesh.layout.pp,
+        offload=next((setting for setting, is_used in settings.items() if is_used), ""),
+        in_backward=config.optimizer.in_backward,
     )
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from speedlab.config import ConfigError, OptimizerConfig
 from speedlab.engine.build.asked_groups import Groups
-from speedlab.engine.step.fused import FusedAdamW, LooksAtParameters, fused_kind
+from speedlab.engine.build.optimizer_trial import Subject, require_base, try_optimizer
+from speedlab.engine.step.forms import EVERY_FORM, Forms
+from speedlab.engine.step.fused import FusedAdamW, FusedOptimizer, fused_kind
 from speedlab.engine.step.lamb import Lamb
 from speedlab.engine.step.onebit import OneBitAdam
 from speedlab.engine.step.onebit_lamb import OneBitLamb
@@ -20,8 +24,6 @@ from speedlab.engine.step.own_optimizers import Lion, UncorrectedAdamW
 from speedlab.engine.step.segments import has_kernels
 from speedlab.engine.step.sends_signs import SendsSigns
 from speedlab.engine.step.zero_one import ZeroOneAdam
-
-_NOT_ELEMENTWISE = ("Adafactor", "LBFGS", "Muon", "SparseAdam", "Shampoo", "SOAP", "LAMB", "Lamb")
 
 _NOT_ARGUMENTS = {"name", "in_backward"}
 """What a configuration says of an optimizer that is no argument of its class."""
@@ -42,6 +44,10 @@ class _Chosen:
     """What has no `make` is this one, with segments in the place of parameters."""
     is_theirs: bool = False
     """Whether the user has the instance, too."""
+    named: dict[str, Any] = field(default_factory=dict)
+    """Arguments that `make` gives its class."""
+    is_ours: bool = False
+    """Whether a fused class will take its place."""
 
 
 class Recipe:
@@ -56,9 +62,12 @@ class Recipe:
         models: Sequence[nn.Module],
         config: OptimizerConfig,
         groups: Groups | None = None,
+        *,
+        trial_on: torch.device | None = None,
     ) -> None:
         """`models`: the pipeline stages of this rank, or the whole model. `groups`: of the whole model's parameters,
-        for an optimizer that is made here; None are the usual ones."""
+        for an optimizer that is made here; None are the usual ones. `trial_on`: the device on which the optimizer is
+        tried (`optimizer_trial`); without it nothing is known of its forms."""
         trainable = [p for model in models for p in model.parameters() if p.requires_grad]
         if not trainable:
             raise ConfigError("model: no parameter is to be trained; set requires_grad of those that shall be")
@@ -72,15 +81,32 @@ class Recipe:
         self._make, self.instance, self._is_theirs = chosen.make, chosen.instance, chosen.is_theirs
         self.kind = chosen.kind
         """Class of the optimizer."""
-        name = self.kind.__name__
-        if name in _NOT_ELEMENTWISE and not issubclass(self.kind, LooksAtParameters):
-            raise ConfigError(
-                f"optimizer: {name} does not update each element by itself, so its states cannot be partitioned; use "
-                f"AdamW or SGD"
-            )
         self.group_of = _numbers_of_groups(chosen.groups, trainable)
         """By id of a parameter."""
         self._options = [{key: value for key, value in group.items() if key != "params"} for group in chosen.groups]
+        self.forms = Forms()
+        """The forms in which the optimizer may have parameters."""
+        if trial_on is not None:
+            is_ours = choice is None or chosen.is_ours or issubclass(self.kind, FusedOptimizer)
+            self.forms = EVERY_FORM if is_ours else self._tried(chosen, models, trainable, trial_on)
+
+    def _tried(
+        self, chosen: _Chosen, models: Sequence[nn.Module], trainable: Sequence[nn.Parameter], device: torch.device
+    ) -> Forms:
+        names = {id(p): name for model in models for name, p in model.named_parameters()}
+        own = [group["params"] for group in chosen.groups]
+        dimensions = [frozenset(p.ndim for p in group) for group in own]
+        make, instance = chosen.make, chosen.instance
+        subject = Subject(
+            self._options,
+            make=None if make is None else lambda groups: make(groups, False),
+            instance=instance,
+            names=[names[id(group[0])] if group else "" for group in own],
+            dimensions=dimensions,
+            key=_key(chosen, self._options, dimensions),
+        )
+        with _untouched(trainable, names, self.kind):
+            return try_optimizer(subject, device)
 
     @property
     def group_count(self) -> int:
@@ -132,7 +158,15 @@ def _of_class(
         kind=kind,
         groups=[{"params": trainable}] if groups is None else _within(groups, kind, trainable),
         make=lambda segments, fusible: _construct(kind, segments, named, fusible),
+        named=named,
+        # Its own class is not even made then: torch's would import the compiler.
+        is_ours=fused_kind(kind, [_arguments_for(kind, named)]) is not None and _all_in_float32(trainable),
     )
+
+
+def _all_in_float32(trainable: Iterable[nn.Parameter]) -> bool:
+    """Whether the masters of all are."""
+    return all(p.dtype.itemsize <= torch.float32.itemsize for p in trainable)
 
 
 def _within(groups: Groups, kind: type[Optimizer], trainable: list[nn.Parameter]) -> Groups:
@@ -159,6 +193,7 @@ def _of_instance(
     instance = choice if isinstance(choice, Optimizer) else choice(trainable)
     if not isinstance(instance, Optimizer):
         raise ConfigError(f"optimizer: the callable returned {type(instance).__name__}, not a torch.optim.Optimizer")
+    require_base(instance)
     if instance.state and (isinstance(choice, Optimizer) or _has_stepped(instance)):
         raise ConfigError(
             "optimizer: it already has state; initialise first, and load state through load_checkpoint. One "
@@ -173,7 +208,7 @@ def _of_instance(
     # As Adagrad's: what it holds of whole parameters is made anew, for the partitions.
     options = {key: value for key, value in instance.param_groups[0].items() if key != "params"}
     given = {key: value for key, value in options.items() if _takes(kind, key)}
-    return _Chosen(kind=kind, groups=groups, make=lambda segments, fusible: kind(segments, **given))
+    return _Chosen(kind=kind, groups=groups, make=lambda segments, fusible: kind(segments, **given), named=given)
 
 
 def _numbers_of_groups(groups: list[dict[str, Any]], trainable: list[nn.Parameter]) -> dict[int, int]:
@@ -194,6 +229,48 @@ def _numbers_of_groups(groups: list[dict[str, Any]], trainable: list[nn.Paramete
             f"optimizer: {left_out} trainable parameters are in none of its groups; add them or set requires_grad=False"
         )
     return group_of
+
+
+def _key(
+    chosen: _Chosen, options: Sequence[Mapping[str, Any]], dimensions: Sequence[Collection[int]]
+) -> Hashable | None:
+    """What the forms of an optimizer depend on, so that they are found once; None for an instance with attributes that
+    are no plain values."""
+    given: list[object] = [chosen.kind, *map(frozenset, dimensions)]
+    given += [sorted((key, repr(value)) for key, value in own.items()).__repr__() for own in (*options, chosen.named)]
+    if chosen.instance is None:
+        return tuple(given)
+    for name, value in vars(chosen.instance).items():
+        if name in _KNOWN_ATTRIBUTES or (name.startswith("_optimizer_") and name.endswith("_hooks")):
+            continue
+        if not (value is None or isinstance(value, bool | int | float | str)):
+            return None
+        given.append((name, value))
+    return tuple(given)
+
+
+_KNOWN_ATTRIBUTES = {"defaults", "param_groups", "state", "step"}
+
+
+@contextmanager
+def _untouched(trainable: Sequence[nn.Parameter], names: Mapping[int, str], kind: type[Optimizer]) -> Iterator[None]:
+    """Inside, an optimizer of small tensors that holds the model's parameters as well, in a closure, say, finds no
+    gradients at them. Raises ConfigError if it has written to them all the same."""
+    gradients = [(p, p.grad) for p in trainable if p.grad is not None]
+    versions = [p._version for p in trainable]
+    for p, _ in gradients:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, gradient in gradients:
+            p.grad = gradient
+    for p, version in zip(trainable, versions, strict=True):
+        if p._version != version:
+            raise ConfigError(
+                f"optimizer: {kind.__name__} has changed {names[id(p)]!r} in a trial over other tensors, because it "
+                "keeps parameters outside of param_groups. Build the model again, and let step() go over param_groups"
+            )
 
 
 def _kind_of(config: OptimizerConfig) -> type[Optimizer]:

@@ -27,11 +27,13 @@ from speedlab.engine.step.communicating import (
     StepsApart,
     sums_itself,
 )
+from speedlab.engine.step.forms import EVERY_FORM, Forms
+from speedlab.engine.step.fused import FusedOptimizer, LooksAtParameters
 from speedlab.engine.step.late import LateUpdate, Twin
 from speedlab.engine.step.optimizer_states import OptimizerStates, Scalars
 from speedlab.engine.step.parameter_sums import ParameterSums
 from speedlab.engine.step.segments import has_kernels, owned_ranges
-from speedlab.engine.step.update import Update
+from speedlab.engine.step.update import Update, has_hooks
 from speedlab.engine.step.visits import publishing
 from speedlab.parallel.zero import Flat, Gradient
 from speedlab.parallel.zero.ways import Waited
@@ -50,9 +52,12 @@ class PartitionedOptimizer:
         *,
         group_count: int,
         apart: bool,
+        forms: Forms = EVERY_FORM,
     ) -> None:
         """`axes`: groups by the names that rows of the table have for them, beside that of a flat. `build` makes the
-        inner optimizer of the segments of each of its groups; `apart`: each segment is of one parameter."""
+        inner optimizer of the segments of each of its groups; `apart`: each segment is of one parameter.
+        `forms`: those in which the inner optimizer may have parameters."""
+        self.forms = forms
         self.flats = [flat for flat in flats if flat.gradient is not None]
         self._gradients = {flat.name: flat.gradient for flat in flats if flat.gradient is not None}
         self._partitioned = placement.residency.optimizer_states is Holders.PARTITIONED
@@ -117,6 +122,22 @@ class PartitionedOptimizer:
                 f"optimizer: it has {len(self.inner.param_groups)} groups of parameters, and had "
                 f"{self._states.group_count} at initialize; what was added would not be trained. Put all of them in "
                 "before, with lr=0 if need be"
+            )
+
+    def refuse_hooks(self) -> None:
+        """Raises RuntimeError if the caller has hooks before the inner optimizer's step, which would see no gradients,
+        or others than those that it uses."""
+        if not has_hooks(self.inner):
+            return
+        reason = ""
+        if isinstance(self.inner, LooksAtParameters | Communicating):
+            reason = f"{type(self.inner).__name__} uses gradients before its step"
+        elif isinstance(self.inner, FusedOptimizer) and any(flat.lies_away for flat in self.flats):
+            reason = "states are away from the device, or in few bits, and gradients are used flat by flat"
+        if reason:
+            raise RuntimeError(
+                f"optimizer: a hook of register_step_pre_hook cannot change the gradients, because {reason}. Remove "
+                "the hook, or use AdamW with float32 states on the device"
             )
 
     # ---- sums that are the inner optimizer's own to take -------------------------------------------------------------
@@ -229,6 +250,7 @@ class PartitionedOptimizer:
             flats=flats,
             ahead=ahead,
             publishes=publishes,
+            in_pieces=self.forms.pieces,
         )
 
     # ---- an update beside the next step ------------------------------------------------------------------------------

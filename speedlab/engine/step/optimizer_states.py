@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedlab.engine.step.fused import step_device
-from speedlab.engine.step.segments import cut, elementwise
+from speedlab.engine.step.segments import Segment, cut, elementwise
 from speedlab.engine.step.visits import leave, visit
 from speedlab.parallel.zero import Flat
 from speedlab.placement import Holders, Residency
@@ -41,9 +41,9 @@ class OptimizerStates:
         self.group_count = group_count
         """How many groups the optimizer was made with."""
         self._apart = apart
-        self._begins: dict[str, set[int]] = {flat.name: self._always(flat) for flat in flats}
+        self._begins: dict[str, set[int]] = {flat.name: set() for flat in flats}
         """Slots before which a flat is cut, because their histories differ, or may."""
-        self.segments = {flat.name: cut(flat, self._begins[flat.name]) for flat in flats}
+        self.segments = {flat.name: self._cut(flat) for flat in flats}
         """By name of a flat."""
         self._build = build
         self.inner = build(self._by_group())
@@ -56,9 +56,8 @@ class OptimizerStates:
         if self._begins_with_states:
             self.adopt_anew()
 
-    def _always(self, flat: Flat) -> set[int]:
-        """Slots before which a flat is cut whatever their histories are."""
-        return set(range(1, len(flat.slots))) if self._apart else set()
+    def _cut(self, flat: Flat) -> list[Segment]:
+        return cut(flat, self._begins[flat.name], apart=self._apart)
 
     def _by_group(self) -> list[list[Tensor]]:
         groups: list[list[Tensor]] = [[] for _ in range(self.group_count)]
@@ -160,7 +159,7 @@ class OptimizerStates:
         """From now on these slots of flats, by name, and those between them, have histories of their own."""
         for flat in self.flats:
             left_out, begins = unused.get(flat.name, ()), self._begins[flat.name]
-            if not left_out:
+            if not left_out or self._apart:
                 continue
             new = {
                 index
@@ -189,7 +188,7 @@ class OptimizerStates:
             last = histories[0] if histories else None
             each = [(last := next(known)) if name in own else last for name in names]
             differ = {index for index in range(1, len(each)) if each[index] != each[index - 1]}
-            self._begins[flat.name] = differ | self._always(flat)
+            self._begins[flat.name] = differ
         self.inner.state.clear()
         self._adopted.clear()
         self._renew(self.flats, scalars)
@@ -200,7 +199,7 @@ class OptimizerStates:
             for segment in self.segments[flat.name]:
                 self.inner.state.pop(segment.master, None)
                 self._adopted.pop(segment.master, None)
-            self.segments[flat.name] = cut(flat, self._begins[flat.name])
+            self.segments[flat.name] = self._cut(flat)
         for group, tensors in zip(self.inner.param_groups, self._by_group(), strict=True):
             group["params"] = tensors
         for flat in flats:

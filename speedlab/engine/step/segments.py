@@ -24,17 +24,20 @@ class Segment:
     master: Tensor
 
 
-def cut(flat: Flat, begins: Collection[int] = ()) -> list[Segment]:
-    """The flat's state range, cut where its optimizer group changes, and before the slots `begins`."""
+def cut(flat: Flat, begins: Collection[int] = (), *, apart: bool = False) -> list[Segment]:
+    """The flat's state range, cut where its optimizer group changes, and before the slots `begins`. `apart`: before
+    each slot; then no segment has the padding behind its parameter, which a mean over elements would count."""
     low, high = flat.state_range
     firsts: list[int] = []
     for index, slot in enumerate(flat.slots):
-        if not index or index in begins or slot.group != flat.slots[index - 1].group:
+        if not index or apart or index in begins or slot.group != flat.slots[index - 1].group:
             firsts.append(index)
     segments = []
     for first, last in zip(firsts, [*firsts[1:], len(flat.slots)], strict=True):
         begin = flat.slots[first].offset
         end = flat.slots[last].offset if last < len(flat.slots) else flat.padded
+        if apart:
+            end = begin + flat.slots[first].numel
         start, stop = max(begin, low), min(end, high)
         if start < stop:
             master = flat.master[start - low : stop - low]

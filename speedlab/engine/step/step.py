@@ -188,6 +188,7 @@ class Step:
                 "step: the last backward ran inside no_sync; one backward outside has to come before a step"
             )
         state.partitioned_optimizer.refuse_new_groups()
+        state.partitioned_optimizer.refuse_hooks()
         with self._around_update():
             try:
                 self.totals = totals = self._sum_totals(signals)  # 2
@@ -247,6 +248,7 @@ class Step:
         if len(unused) == len(flat.slots):
             state.partitioned_optimizer.end_visits([flat])
             return
+        state.partitioned_optimizer.refuse_hooks()
         with self._around_update():
             flat.take_changes()
             state.updating = True

@@ -5,7 +5,7 @@ masters' dtype are laid at the masters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch.optim import Optimizer
@@ -19,6 +19,11 @@ from speedlab.parallel.zero.ways import Waited
 
 _CAST_BYTES = 64 * 2**20
 """Gradients in low precision are widened for the update in pieces of this many bytes."""
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether something beside `PartitionedOptimizer` is called before a step."""
+    return len(optimizer._optimizer_step_pre_hooks) > 1  # type: ignore[attr-defined]  # torch has no other way to ask
 
 
 class Update:
@@ -35,13 +40,15 @@ class Update:
         flats: Sequence[Flat],
         ahead: Flat | None,
         publishes: bool,
+        in_pieces: bool = True,
     ) -> None:
         """`gradients`: by names of flats. `optimizer`: what makes it, the inner one of `states`, or the same with the
         options of the step whose update it is. `number`: how many there were before. `flats`: those that are updated;
-        `ahead`: the one that the next update begins with. `publishes`: whether parameters follow masters at all."""
+        `ahead`: the one that the next update begins with. `publishes`: whether parameters follow masters at all.
+        `in_pieces`: whether `optimizer` may step for some flats, then for others."""
         self._states, self._gradients, self._sums = states, gradients, sums
         self._optimizer, self._number, self._flats, self._ahead = optimizer, number, flats, ahead
-        self._stepping, self._publishes = False, publishes
+        self._stepping, self._publishes, self._in_pieces = False, publishes, in_pieces
 
     def steps(self, optimizer: Optimizer) -> bool:
         """Whether the step of this optimizer that is under way is this update's."""
@@ -76,6 +83,10 @@ class Update:
         optimizer = self._optimizer
         assert isinstance(optimizer, FusedOptimizer)
         pending: list[Waited] = []
+        hooked = has_hooks(optimizer)
+        if hooked:  # They see gradients where torch has them.
+            for flat in self._flats:
+                self._give_gradients(flat, factor, unused.get(flat.name, ()))
         if isinstance(optimizer, LooksAtParameters):
             self._measure(optimizer, factor, unused)
         given = self._given(factor, unused, pending)
@@ -85,7 +96,14 @@ class Update:
         finally:
             optimizer.given = ()  # It holds gradients; those of an update that failed must not stay.
             given.close()
+            if hooked:
+                self._take_gradients(self._flats)
         return pending
+
+    def _take_gradients(self, flats: Iterable[Flat]) -> None:
+        for flat in flats:
+            for segment in self._states.segments[flat.name]:
+                segment.master.grad = None
 
     def _given(self, factor: float, unused: Mapping[str, Collection[int]], pending: list[Waited]) -> Generator[Given]:
         """Segment by segment what its update uses. Parameters of a flat are on their way to the other ranks, as
@@ -109,9 +127,12 @@ class Update:
     def _given_of(self, flat: Flat, segment: Segment, factor: float) -> Given:
         base, narrow = flat.state_range[0], flat.written_by_update
         here = slice(segment.start - base, segment.end - base)
-        gradient = self._gradients[flat.name].update.to(segment.master.device)
         copy = None if narrow is None else narrow[here]
-        return Given(segment.master, gradient[here], copy, factor, self._sums.first[flat.name] + segment.first)
+        number = self._sums.first[flat.name] + segment.first
+        if segment.master.grad is not None:  # Hooks have changed it; the factor is in it.
+            return Given(segment.master, segment.master.grad, copy, 1.0, number)
+        gradient = self._gradients[flat.name].update.to(segment.master.device)
+        return Given(segment.master, gradient[here], copy, factor, number)
 
     def _measure(self, optimizer: LooksAtParameters, factor: float, unused: Mapping[str, Collection[int]]) -> None:
         """What the update has to know of whole parameters, from the parts that ranks have. Collective."""
@@ -146,7 +167,8 @@ class Update:
 
     def _make_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Waited]:
         optimizer, every = self._optimizer, self._states.flats
-        scaled_inside = factor != 1.0 and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        scales = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        scaled_inside = factor != 1.0 and scales and not has_hooks(optimizer)  # Hooks see gradients as they are.
         if scaled_inside:
             # A fused kernel divides by a scale on the way; it is handed over as torch's GradScaler does.
             scale = torch.full((), 1.0 / factor, device=every[0].master.device if every else "cpu")
@@ -167,9 +189,8 @@ class Update:
                 for flat in flats:
                     self._give_gradients(flat, factor, unused.get(flat.name, ()))
                 self._step_optimizer()
+                self._take_gradients(flats)
                 for flat in flats:
-                    for segment in self._states.segments[flat.name]:
-                        segment.master.grad = None
                     self._states.adopt(flat)
                     pending += self._published(flat)
         return pending
@@ -186,13 +207,13 @@ class Update:
                 segment.master.grad = gradient[segment.start - base : segment.end - base]
 
     def _pieces(self) -> Iterator[list[Flat]]:
-        """All flats at once, or in pieces where a widened copy of the gradients has to be made; one that lies away is a
-        piece."""
+        """All flats at once, or in pieces where a widened copy of the gradients has to be made, if the optimizer may
+        step for each; one that lies away is a piece."""
         piece: list[Flat] = []
         held = 0
         for flat in self._flats:
             size = flat.master.nbytes if self._gradients[flat.name].dtype != flat.master.dtype else 0
-            if piece and (flat.lies_away or held + size > _CAST_BYTES):
+            if piece and (flat.lies_away or (self._in_pieces and held + size > _CAST_BYTES)):
                 yield piece
                 piece, held = [], 0
             piece.append(flat)
