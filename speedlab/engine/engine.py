@@ -56,16 +56,25 @@ class Engine(DeepSpeedNames):
     """
 
     def __init__(
-        self, *args: Any, outside_bytes: int, attention: BlockSparse, loss: LossFunction | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        outside_bytes: int,
+        attention: BlockSparse,
+        loss: LossFunction | None = None,
+        trains: bool = True,
+        **kwargs: Any,
     ) -> None:
         """`args`, `kwargs`: of TrainingState. `outside_bytes`: what the process held before. `attention`: what models
-        of transformers were given. `loss`: as for `initialize`."""
+        of transformers were given. `loss`: as for `initialize`. `trains`: whether any rank has a parameter to train;
+        else the engine only computes, as a frozen teacher's."""
         super().__init__(*args, **kwargs)
         self._attention = attention
         device, config = self.world.device, self.config
         self.clock = PhaseClock(self.traffic, device)
         streams = RandomStreams(config.seed, device)
-        self._step = Step(self, streams, accumulation=self.batch.accumulation, around_update=self._around_update)
+        self._step = Step(
+            self, streams, accumulation=self.batch.accumulation, around_update=self._around_update, trains=trains
+        )
         self._driver: Driver = driver_of(self, self._step, self.clock, loss)
         self._wrapper = BlockWrapper(
             self.zeros,
@@ -91,6 +100,7 @@ class Engine(DeepSpeedNames):
         )
         self._settled = not config.offload.used  # Whether lasting memory has its place, as far as somebody cares.
         self._kernels = OwnKernels(self.modules, config.precision, device, self.dtype)
+        self._watch_zero_grad()
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -106,21 +116,30 @@ class Engine(DeepSpeedNames):
         with self._guard():
             return self._driver.forward(args, kwargs)
 
-    def backward(self, loss: Tensor) -> Tensor:
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         """Gradients of `loss` (a scalar, the mean over this rank's micro-batch), summed over the ranks when they are
         due.
 
         The loss is scaled here for accumulation, data parallelism and float16; do not scale it before.
-        Returns it as given. Raises RuntimeError when the parameters have changed since its forward.
+
+        Args:
+            loss: its gradients are added to those of the present micro-batch.
+            retain_graph: as torch's, for several losses of one forward, each with a backward of its own.
+
+        Returns `loss` as given.
+        Raises RuntimeError when the parameters have changed since its forward, and when the loop calls backward for
+        several micro-batches without `step` between them.
         """
         if loss.numel() != 1:
             raise ValueError(
                 f"backward: the loss has shape {tuple(loss.shape)}; reduce it to one number first, for instance by "
                 f"mean()"
             )
+        self._step.refuse_frozen("backward")
         self._step.refuse_after_cut()
+        self._step.begin_backward()
         with self._guard():
-            self._driver.backward(loss)
+            self._driver.backward(loss, retain_graph=retain_graph)
         return loss
 
     def step(self, signals: Sequence[float] = ()) -> bool:
@@ -129,7 +148,8 @@ class Engine(DeepSpeedNames):
         `signals`: a few numbers that are summed over the ranks on the way, into `totals.signals`.
         Raises NonFiniteError when the gradient is not finite and a smaller loss scale cannot help.
         """
-        if not self._step.at_boundary:
+        self._step.refuse_frozen("step")
+        if not self._step.ends():
             self._step.ended_micro_batch()
             return False
         updated = self._step.end(signals, self.config.clip_norm)
@@ -142,10 +162,37 @@ class Engine(DeepSpeedNames):
             self.epochs.advance(self.batch.global_size)
         return updated
 
-    def zero_grad(self) -> None:
-        """Give up the step: its micro-batches have to be run again. (`optimizer.zero_grad()` finds nothing to clear:
-        the gradients are here, and go when a step ends.)"""
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of a step of one micro-batch. Not needed: `step` clears them when it updates.
+
+        Args:
+            set_to_none: ignored; torch's signature has it.
+
+        Raises:
+            RuntimeError: inside an accumulation, whose earlier micro-batches would be lost; `abandon_step` gives the
+                step up on purpose.
+        """
+        self._step.refuse_to_forget("zero_grad")
         self._step.reset()
+
+    def abandon_step(self) -> None:
+        """Give up the step under way: its micro-batches have to be run again. Call it on all ranks."""
+        self._step.reset()
+
+    def _watch_zero_grad(self) -> None:
+        """Let `optimizer.zero_grad()` between a backward and `step` clear gradients, as `zero_grad` does. Elsewhere the
+        call finds nothing, as loops have it before each backward."""
+        this, own = weakref.ref(self), self.optimizer.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            engine = this()
+            if engine is not None and engine._step.micro_batches.backwards and not engine.config.optimizer.in_backward:
+                engine._step.refuse_to_forget("optimizer.zero_grad")
+                engine._step.reset()
+            own(set_to_none)
+
+        # As a scheduler does with `step`: optimizers of all classes come here.
+        self.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # `destroy` takes it off
 
     def train_batch(self, batches: Iterable[Batch], *, signals: Callable[[], Sequence[float]] = tuple) -> float:
         """A whole step under any layout: forward and backward of this rank's micro-batches, then the update. After an
@@ -162,8 +209,10 @@ class Engine(DeepSpeedNames):
         micro-batches, TypeError where a pipeline gets no pair, RuntimeError inside a step; and, before the update,
         ValueError where ranks of one data index were given different ones.
         """
+        self._step.refuse_frozen("train_batch")
         self._step.refuse_after_cut()
         self._step.refuse_inside("train_batch")
+        self._step.micro_batches.boundary = None
         given = list(batches)
         if len(given) != self.accumulation:
             raise ValueError(
@@ -200,9 +249,14 @@ class Engine(DeepSpeedNames):
                 super().finish_update()
 
     @property
+    def trains(self) -> bool:
+        """Whether any rank has a parameter to train; else the engine computes and is never stepped."""
+        return self._step.trains
+
+    @property
     def accumulation(self) -> int:
         """Micro-batches of a step."""
-        return self._step.accumulation
+        return self._step.micro_batches.size
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the present micro-batch is the last one of its step."""
@@ -210,12 +264,25 @@ class Engine(DeepSpeedNames):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, `backward` leaves the gradients with each rank; the first one outside sums all of them."""
+        """Inside, `backward` leaves the gradients with each rank; the first one outside sums all of them.
+
+        `step` may be called after each backward, or, as under DistributedDataParallel, once after the last one, which
+        is outside: with `batch.accumulation` N that is backward number N of the step.
+        """
         before, self._step.sync = self._step.sync, False
         try:
             yield
         finally:
             self._step.sync = before
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say whether the backwards to come end a step, as in DeepSpeed: the loop counts micro-batches by itself.
+
+        `step` may be called after each backward, or once after the last one. With `batch.accumulation` N, which
+        gradients are divided by, backward number N is the last one; with 1 the gradients of any number add up. Holds
+        until the next call of this, or of `train_batch`.
+        """
+        self._step.micro_batches.boundary = is_boundary
 
     @property
     def totals(self) -> Totals | None:
@@ -296,8 +363,9 @@ class Engine(DeepSpeedNames):
             self._step.refuse_inside("taking one model of ranks that have trained apart")
         super().make_one()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The module's whole state on every rank (a collective), parameters as float32 masters where they exist.
+    def state_dict(self) -> dict[str, Any]:
+        """The module's whole state on every rank (a collective), parameters as float32 masters where they exist, with
+        modules' extra states and quantised parameters as `module.state_dict` has them.
         Islands that have trained apart take the mean first, and ranks whose optimizer lets them exchange early; they go
         on from there."""
         self.finish_update()
@@ -455,6 +523,7 @@ class Engine(DeepSpeedNames):
                 part.zero.gathers.order.clear()
         finally:
             self.stores.close()  # Though a disk has lost what was asked for.
+        vars(self.optimizer).pop("zero_grad", None)
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
             group["params"] = []

@@ -133,6 +133,9 @@ class Plain:
         self.fed = self.began = self.unsummed = False
         """Whether a backward came in this micro-batch, in this step; whether the last one was inside no_sync."""
         self.other = Plain(OTHER, size, rank) if sequence.other else None
+        self.forwards, self.fresh, self.by_itself = 0, False, False
+        """Forwards in this micro-batch; whether one came behind its last backward; whether a backward has ended a
+        micro-batch of this step, as it does behind one inside no_sync."""
 
     @property
     def is_boundary(self) -> bool:
@@ -148,15 +151,22 @@ class Plain:
             return not self.in_step
         if call.name == "step_other":
             return self.other is not None
+        if call.name == "fail" and self.fed and self.sequence.accumulation > 1:
+            return False  # Its backward would be refused before it could fail.
         return call.name != "load" or bool(self.saves)
 
     def losses(self, number: int) -> list[Tensor]:
+        if torch.is_grad_enabled():
+            self.begin_forward()
         return [whole_loss(self.model, batch(number, rank)) for rank in range(self.size)]
 
     def step_other(self, call: Call) -> bool | str:
         """A step of the second engine, which leaves the first one as it is."""
         assert self.other is not None  # Else the call is left out.
         return self.other.micro_batch(Call("micro_batch", call.data))
+
+    def begin_forward(self) -> None:
+        self.forwards, self.fresh = self.forwards + 1, True
 
     def nothing(self, call: Call) -> None:
         pass
@@ -165,18 +175,33 @@ class Plain:
         self.pending = self.losses(call.data)
         return self.pending[self.rank].item()
 
-    def backward(self, call: Call) -> None:
-        """Of the forward before, or of a new one. `how`: "no_sync" or None."""
-        for loss in self.pending or self.losses(call.data):
+    def backward(self, call: Call) -> str | None:
+        """Of the forward before, or of a new one. `how`: "no_sync" or None. Refused where it belongs to another
+        micro-batch than `step` counts."""
+        losses, several = self.pending or self.losses(call.data), self.sequence.accumulation > 1
+        if several and self.fed and (self.fresh or self.forwards > 1):
+            if not self.unsummed:
+                self.forget_step()
+                return REFUSED
+            self.micro, self.forwards, self.by_itself = self.micro + 1, 0, True
+        if several and self.micro >= self.sequence.accumulation:
+            self.forget_step()
+            return REFUSED
+        self.fresh = False
+        for loss in losses:
             (loss / (self.sequence.accumulation * self.size)).backward()
         self.pending, self.fed, self.began, self.unsummed = None, True, True, call.how == "no_sync"
+        return None
 
     def step(self, call: Call) -> bool | str:
         """A backward comes first where none has come yet."""
         if not self.fed:
             self.backward(Call("backward", call.data))
+        if self.by_itself and not self.is_boundary:
+            self.forget_step()
+            return REFUSED
         if not self.is_boundary:
-            self.micro, self.fed = self.micro + 1, False
+            self.micro, self.fed, self.forwards = self.micro + 1, False, 0
             return False
         if self.unsummed:
             return REFUSED
@@ -192,8 +217,7 @@ class Plain:
     def micro_batch(self, call: Call) -> bool | str:
         """Forward, backward, step. `how`: "no_sync" or None, for the backward."""
         self.pending = None
-        self.backward(call)
-        return self.step(call)
+        return self.backward(call) or self.step(call)
 
     def train_batch(self, call: Call) -> float | str:
         """A whole step. `how`: how many micro-batches are given too many (or too few)."""
@@ -212,6 +236,8 @@ class Plain:
 
     def look(self, call: Call) -> float:
         """A forward whose result is only looked at. `how`: "no_grad", "inference_mode", or "gradients", dropped."""
+        if call.how == "gradients":
+            self.begin_forward()
         with torch.no_grad():
             return self.losses(call.data)[self.rank].item()
 
@@ -227,6 +253,7 @@ class Plain:
     def fail(self, call: Call) -> str:
         """A micro-batch that raises. `how`: (where, on which rank or None for all, whether inside train_batch)."""
         self.pending = None
+        self.begin_forward()
         if loses_the_step(call):
             self.forget_step()
         here = call.how[1] is None or call.how[1] % self.size == self.rank
@@ -257,6 +284,7 @@ class Plain:
         self.optimizer.zero_grad()
         self.micro, self.pending = 0, None
         self.fed = self.began = self.unsummed = False
+        self.forwards, self.fresh, self.by_itself = 0, False, False
 
     def moments(self) -> dict[str, float]:
         """Sum of squares of each kind of moments over all parameters."""
@@ -312,15 +340,21 @@ class Ours:
         self.pending = self.loss(call.data)
         return self.pending.item()
 
-    def backward(self, call: Call) -> None:
+    def backward(self, call: Call) -> str | None:
+        loss = self.loss(call.data) if self.pending is None else self.pending
         with self.engine.no_sync() if call.how == "no_sync" else contextlib.nullcontext():
-            self.engine.backward(self.loss(call.data) if self.pending is None else self.pending)
-        self.pending, self.fed = None, True
+            refused = unless_refused(lambda: self.engine.backward(loss), "batch.accumulation") == REFUSED
+        self.pending, self.fed = None, not refused
+        return REFUSED if refused else None
 
     def step(self, call: Call) -> bool | str:
         if not self.fed:
             self.backward(Call("backward", call.data))
-        updated = unless_refused(self.engine.step, "no_sync")
+        under_way = self.engine._step.under_way
+        updated = unless_refused(self.engine.step, "")
+        if updated == REFUSED and under_way and not self.engine._step.under_way:
+            self.pending, self.fed = None, False  # The step is given up: it had too few micro-batches.
+            return updated
         if updated is True:
             self.pending = None  # A forward of before the update cannot be differentiated any more.
         self.fed = updated == REFUSED
@@ -328,8 +362,7 @@ class Ours:
 
     def micro_batch(self, call: Call) -> bool | str:
         self.pending = None
-        self.backward(call)
-        return self.step(call)
+        return self.backward(call) or self.step(call)
 
     def train_batch(self, call: Call) -> float | str:
         self.pending = None

@@ -456,10 +456,14 @@ def test_a_rank_that_writes_while_another_still_reads(two: Pool, tmp_path: Path,
     assert all(ours[name].equal(theirs[name]) for name in ours)
 
 
-def change_partitioned() -> str:
+def change_partitioned(how: str) -> str:
     engine = engine_of(model := net(), 3)
     try:
-        put_in_place(model.first.weight)
+        weight = model.first.weight
+        if how == "of its values":
+            put_in_place(weight)
+        else:
+            weight.data = torch.full_like(weight, 0.1)
         train(engine, 0)
     except RuntimeError as error:
         return str(error)
@@ -469,8 +473,10 @@ def change_partitioned() -> str:
 
 
 def test_partitioned_parameters_changed_by_hand_are_refused(two: Pool) -> None:
-    for told in two.run(change_partitioned):
+    for told in two.run(change_partitioned, "others"):
         assert "first.weight was changed while it is partitioned" in told
+    for told in two.run(change_partitioned, "of its values"):
+        assert told.startswith("first.weight: detach needs its values, and they are partitioned (ZeRO stage 3)")
 
 
 class OwnWeight(nn.Linear):

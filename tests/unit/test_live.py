@@ -183,7 +183,7 @@ def test_the_code_of_a_cell_that_is_refused_does_not_stay(folder: Path) -> None:
 
 
 def test_a_look_puts_back_all_generators_that_a_checkpoint_keeps() -> None:
-    engine = SimpleNamespace(only_looked_at=nullcontext, zero_grad=lambda: None, train=lambda: None)
+    engine = SimpleNamespace(only_looked_at=nullcontext, abandon_step=lambda: None, train=lambda: None)
     training: Any = SimpleNamespace(engine=engine, world=SimpleNamespace(device=torch.device("cpu")))
 
     def drawn() -> tuple[float, float, float]:
@@ -201,7 +201,7 @@ def test_an_interrupt_ends_a_cell_that_waits_for_its_batch() -> None:
         yield
 
     engine = SimpleNamespace(
-        only_looked_at=nullcontext, zero_grad=lambda: None, train=lambda: None, global_step=0, module=None
+        only_looked_at=nullcontext, abandon_step=lambda: None, train=lambda: None, global_step=0, module=None
     )
     training: Any = SimpleNamespace(
         engine=engine,

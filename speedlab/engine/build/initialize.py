@@ -80,6 +80,7 @@ def initialize(
         optimizer: an elementwise torch optimizer as class (with the arguments that `config.optimizer` names, and else
             the class's own defaults; one that sends signs, as 1-bit Adam's, has all of it), as callable of the list of
             trainable parameters, or as an instance over them; None makes the one that the configuration describes.
+            With None, all parameters may be frozen, as a teacher's: the engine computes and is never stepped.
         training_data: a dataset with a length and items by number; the returned loader gives each rank its share in
             micro-batches, each epoch in an order of its own. After `engine.load_checkpoint` it goes on behind the items
             that the checkpoint had trained on, under any layout.
@@ -152,6 +153,7 @@ def _build(
         mesh = Mesh(layout, world, traffic)
         _check_islands(mesh, config)
         plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
+        trains = _check_trains(optimizer, [plan.module for plan in plans], mesh)
         recipe = _recipe(optimizer, [plan.module for plan in plans], config, groups, mesh)
         _check_scheduler(lr_scheduler, recipe.instance)
         _check_communicating(recipe.kind, config, mesh)
@@ -192,9 +194,24 @@ def _build(
             outside_bytes=outside_bytes,
             loss=loss,
             attention=attention,
+            trains=trains,
         )
         on_failure.pop_all()
     return engine
+
+
+def _check_trains(optimizer: OptimizerChoice, modules: Sequence[nn.Module], mesh: Mesh) -> bool:
+    """Whether any rank has a parameter to train; a rank's pipeline stages may all be frozen. Collective.
+
+    Raises ConfigError, on all ranks, where an optimizer was given and no rank has one."""
+    own = any(parameter.requires_grad for module in modules for parameter in module.parameters())
+    trains = any(mesh.everyone.collect(own))
+    if not trains and optimizer is not None:
+        raise ConfigError(
+            "model: no parameter is to be trained; set requires_grad of those that shall be. Without `optimizer`, an "
+            "engine computes with a frozen model, as a teacher's, and is never stepped"
+        )
+    return trains
 
 
 def _recipe(

@@ -26,6 +26,7 @@ from speedlab.engine.build.placing import place_parameters, residency_of
 from speedlab.engine.build.room import refuse_without_room
 from speedlab.engine.build.ways import ways_of
 from speedlab.engine.step.model_part import ModelPart
+from speedlab.engine.step.module_state import frozen_tensors
 from speedlab.engine.step.precision import dtypes_of
 from speedlab.layout import Layout
 from speedlab.offload import Stores
@@ -35,6 +36,7 @@ from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.pipeline import block_costs, cut_model, layer_counts
 from speedlab.parallel.tensor import TensorParallel, check_plan, within
 from speedlab.parallel.zero import UnitChoice, UnitPlan, Zero, plan_units
+from speedlab.parallel.zero.quantized import stays_whole
 from speedlab.placement import Home, Where
 
 
@@ -66,7 +68,7 @@ def plan_model_parts(
     Raises ConfigError when the model cannot be cut as asked.
     """
     model, construction = make_everywhere(source, config.seed, world.device, everyone)
-    check_parameters(model, layout.data_size)
+    check_parameters(model, layout, dtype)
     if layout.pp == 1:
         return [ModelPartPlan(index=0, module=model, construction=construction)]
     count = layout.pp * config.parallel.stages_per_rank
@@ -204,16 +206,22 @@ def _move_whole(model: nn.Module, device: torch.device) -> None:
     before, which nobody scaled, would be added to the first step's."""
     for parameter in model.parameters():
         parameter.grad = None
-        if not parameter.is_meta and parameter.device != device:
+        if not parameter.is_meta and parameter.device != device and not stays_whole(parameter):
             parameter.data = parameter.data.to(device)
     for module in model.modules():
+        for key, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.device != device and stays_whole(parameter):
+                moved = parameter.to(device)  # `.data` of these classes does not hold all of their values.
+                module._parameters[key] = (
+                    moved if isinstance(moved, nn.Parameter) else nn.Parameter(moved, requires_grad=False)
+                )
         for key, buffer in list(module.named_buffers(recurse=False)):
             if not buffer.is_meta and buffer.device != device:
                 module._buffers[key] = buffer.to(device)
 
 
 def _set_buffers(model: nn.Module, group: Group) -> None:
-    for buffer in model.buffers():
+    for buffer in (*model.buffers(), *frozen_tensors(model).values()):
         if not buffer.is_meta:
             group.broadcast(buffer)
 

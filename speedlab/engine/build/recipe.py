@@ -65,12 +65,11 @@ class Recipe:
         *,
         trial_on: torch.device | None = None,
     ) -> None:
-        """`models`: the pipeline stages of this rank, or the whole model. `groups`: of the whole model's parameters,
-        for an optimizer that is made here; None are the usual ones. `trial_on`: the device on which the optimizer is
-        tried (`optimizer_trial`); without it nothing is known of its forms."""
+        """`models`: the pipeline stages of this rank, or the whole model; without a parameter that trains, the
+        optimizer has its groups and nothing in them. `groups`: of the whole model's parameters, for an optimizer that
+        is made here; None are the usual ones. `trial_on`: the device on which the optimizer is tried
+        (`optimizer_trial`); without it nothing is known of its forms."""
         trainable = [p for model in models for p in model.parameters() if p.requires_grad]
-        if not trainable:
-            raise ConfigError("model: no parameter is to be trained; set requires_grad of those that shall be")
         if choice is None:
             chosen = _of_config(trainable, config, groups)
         elif isinstance(choice, type):
@@ -142,7 +141,7 @@ def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig, groups: G
     options = _options_of(kind, config, set(OptimizerConfig.model_fields))
     return _Chosen(
         kind=kind,
-        groups=[group for group in groups if group["params"]],
+        groups=[group for group in groups if group["params"]] or groups,
         make=lambda segments, fusible: _construct(kind, segments, options, fusible),
     )
 
@@ -190,7 +189,8 @@ def _of_instance(
 ) -> _Chosen:
     """The user's instance, or what a callable makes of the parameters. `frozen`: ids of those that are not trained,
     which torch's optimizers leave alone, and which are in nobody's flats that train."""
-    instance = choice if isinstance(choice, Optimizer) else choice(trainable)
+    nothing = nn.Parameter(torch.zeros(0))  # torch's optimizers refuse an empty list.
+    instance = choice if isinstance(choice, Optimizer) else choice(trainable or [nothing])
     if not isinstance(instance, Optimizer):
         raise ConfigError(f"optimizer: the callable returned {type(instance).__name__}, not a torch.optim.Optimizer")
     require_base(instance)
@@ -201,7 +201,8 @@ def _of_instance(
         )
     kind = type(instance)
     groups = [
-        {**group, "params": [p for p in group["params"] if id(p) not in frozen]} for group in instance.param_groups
+        {**group, "params": [p for p in group["params"] if p is not nothing and id(p) not in frozen]}
+        for group in instance.param_groups
     ]
     if not instance.state:
         return _Chosen(kind=kind, groups=groups, instance=instance, is_theirs=isinstance(choice, Optimizer))

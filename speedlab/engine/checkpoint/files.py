@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -31,20 +32,21 @@ class Files:
             self._open[name] = safe_open(self._path / name, framework="pt")
         return self._open[name]
 
-    def values(self, source: Source, kind: str) -> Tensor:
+    def values(self, source: Source, kind: str, *, is_complex: bool = False) -> Tensor:
         """The elements (1-D) of a state of the source's stretch, in the mapped file."""
-        key = f"{source.flat}/{kind}"
-        length = source.stretch.end - source.stretch.start
+        key, twice = f"{source.flat}/{kind}", 2 if is_complex else 1
+        start, end = source.offset, source.offset + source.stretch.end - source.stretch.start
         try:
-            return self.file(source.file).get_slice(key)[source.offset : source.offset + length]
+            found: Tensor = self.file(source.file).get_slice(key)[twice * start : twice * end]
+            return torch.view_as_complex(found.view(-1, 2)) if is_complex else found
         except SafetensorError as error:
             raise CheckpointError(f"{self._path / source.file}: {key} cannot be read: {error}") from None
 
     def copy(self, entry: dict[str, Any], kind: str, stretch: Stretch, into: Tensor) -> None:
         """Copy a stretch of state `kind` of a parameter, whose `entry` the manifest has."""
-        sources = sources_of(entry)
+        sources, is_complex = sources_of(entry), entry["states"].get(kind, "").startswith("complex")
         same = [source for source in sources if source.stretch.part == stretch.part]
         for source in same or sources:
             found = list(blocks(entry["shape"], source.stretch, stretch))
             if found:
-                copy_blocks(found, self.values(source, kind), into)
+                copy_blocks(found, self.values(source, kind, is_complex=is_complex), into)

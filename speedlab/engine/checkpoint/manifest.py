@@ -11,6 +11,8 @@
 `kept` has what an optimizer keeps beside gradients: name → parameter → slices as above, each with its `holder` of
 several ranks that have one of their own (a worker's error). It is there while the optimizer sums gradients itself.
 
+`own` has the extra states of modules, for each rank: name → value, as `module_state.encode` writes it.
+
 Version 1 knew no parts; it is read as what it is, version 2 without them.
 """
 
@@ -123,6 +125,7 @@ def manifest_of(common: dict[str, Any], reports: list[dict[str, Any]]) -> dict[s
         "buffers": sorted({name for report in reports for name in report["buffers"]}),
         "parameters": parameters,
         "kept": kept,
+        "own": [report["own"] for report in reports],
     }
     check_content(manifest)
     return manifest

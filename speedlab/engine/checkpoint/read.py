@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,18 @@ from speedlab.engine.checkpoint.files import Files
 from speedlab.engine.checkpoint.kept import begin_at_zero, load_kept
 from speedlab.engine.checkpoint.pieces import Stretch, blocks, copy_blocks
 from speedlab.engine.checkpoint.random_state import restore_random
+from speedlab.engine.checkpoint.tensor_file import real
 from speedlab.engine.checkpoint.verify import newest_good, sound_manifest
 from speedlab.engine.checkpoint.write import finish_saving
 from speedlab.engine.step.communicating import Communicating
+from speedlab.engine.step.module_state import (
+    decode,
+    extra_states,
+    frozen_tensors,
+    is_text_of_settings,
+    put_back,
+    put_back_frozen,
+)
 from speedlab.engine.step.optimizer_states import Scalars
 from speedlab.engine.step.state import TrainingState
 from speedlab.parallel.zero import Flat, Slot
@@ -49,6 +58,7 @@ def load(engine: TrainingState, place: Place, tag: str | None, *, verify: bool =
     engine.partitioned_optimizer.settle()
     engine.replace_what_is_lost()
     with Files(path) as files:  # 3
+        all_or_none(engine.everyone, lambda: _check_frozen(engine, files, manifest["files"]))
         _load_flats(engine, files, manifest)
         load_kept(engine, files, manifest)
         _load_rest(engine, files, manifest)
@@ -193,6 +203,7 @@ def _load_rest(engine: TrainingState, files: Files, manifest: dict[str, Any]) ->
     same_ranks = len(names) == engine.everyone.size
     own = names[engine.everyone.index] if same_ranks else names[0]
     _load_buffers(engine, files, [own, *names])
+    _load_module_states(engine, files, manifest, [own, *names])
     if same_ranks:
         file = files.file(own)
         tensors = {key: file.get_tensor(key) for key in file.keys() if key.startswith("random/")}  # noqa: SIM118  # not a mapping
@@ -217,4 +228,63 @@ def _load_buffers(engine: TrainingState, files: Files, names: list[str]) -> None
             return
         file = files.file(name)
         for key in [key for key in missing if f"buffer/{key}" in set(file.keys())]:
-            missing.pop(key).copy_(file.get_tensor(f"buffer/{key}"))
+            real(missing.pop(key)).copy_(file.get_tensor(f"buffer/{key}"))
+
+
+def _load_module_states(engine: TrainingState, files: Files, manifest: dict[str, Any], names: list[str]) -> None:
+    """Extra states of modules, each from the first of these ranks' that has it, and the values of quantised
+    parameters."""
+    ranks = [list(manifest["files"]).index(name) for name in names]
+    written = manifest.get("own") or [{} for _ in names]  # Older checkpoints have none.
+    for module in engine.modules:
+        values: dict[str, Any] = {}
+        for name in extra_states(module):
+            rank = next((rank for rank in ranks if name in written[rank]), None)
+            if rank is None:
+                warnings.warn(f"{name} is not in the checkpoint and stays as it is", UserWarning, stacklevel=2)
+                continue
+            values[name] = decode(written[rank][name], _Read(files.file(list(manifest["files"])[rank])))
+        put_back(module, values)
+        put_back_frozen(module, dict(_saved_frozen(frozen_tensors(module), files, names)))
+
+
+def _check_frozen(engine: TrainingState, files: Files, names: Iterable[str]) -> None:
+    """Raises CheckpointError where parameters that are in no flat are quantised otherwise than in the checkpoint."""
+    for module in engine.modules:
+        own, made = frozen_tensors(module), frozen_tensors(module)
+        for key, saved in _saved_frozen(own, files, names):
+            is_made = own[key].data_ptr() != made[key].data_ptr()  # On demand: nothing can be written into it.
+            same = (own[key].shape, own[key].dtype) == (saved.shape, saved.dtype)
+            if is_text_of_settings(key) or (same and not (is_made and not own[key].to(saved.device).equal(saved))):
+                continue
+            raise CheckpointError(
+                f"{key}: this model's base is quantised otherwise than the checkpoint's ({own[key].dtype} "
+                f"{tuple(own[key].shape)} here, {saved.dtype} {tuple(saved.shape)} there); quantise it alike"
+            )
+
+
+def _saved_frozen(own: Collection[str], files: Files, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Each of these tensors that the checkpoint has, from the first file that has it."""
+    missing = set(own)
+    for name in names if missing else ():
+        file = files.file(name)
+        for key in missing & {key.removeprefix("own/") for key in file.keys() if key.startswith("own/")}:  # noqa: SIM118  # not a mapping
+            missing.discard(key)
+            yield key, file.get_tensor(f"own/{key}")
+
+
+class _Read(Mapping[str, Tensor]):
+    """Tensors of modules' states in one file."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getitem__(self, key: str) -> Tensor:
+        found: Tensor = self._file.get_tensor(f"own/{key}").clone()  # Not a view of the file, which may be removed.
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(key.removeprefix("own/") for key in self._file.keys() if key.startswith("own/"))  # noqa: SIM118  # not a mapping
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)

@@ -42,6 +42,11 @@ _DTYPES = {
 }
 
 
+def real(tensor: Tensor) -> Tensor:
+    """The tensor itself; of a complex one a view of pairs (real, imaginary part), as it is in files."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 @dataclass(frozen=True)
 class Values:
     """A tensor of `shape` whose elements are those of `pieces` (1-D, contiguous, of one dtype) end to end. A piece may
@@ -53,7 +58,8 @@ class Values:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Values:
-        return cls(tuple(tensor.shape), tensor.dtype, [tensor.detach().contiguous().view(-1)])
+        tensor = real(tensor.detach())
+        return cls(tuple(tensor.shape), tensor.dtype, [tensor.contiguous().view(-1)])
 
     @property
     def nbytes(self) -> int:

@@ -36,7 +36,8 @@ from speedlab.engine.checkpoint.saving import (
     whose,
     write_report,
 )
-from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensors
+from speedlab.engine.checkpoint.tensor_file import Values, real, to_disk, write_tensors
+from speedlab.engine.step.module_state import NotEncodable, encode, extra_states, frozen_tensors
 from speedlab.engine.step.state import TrainingState
 from speedlab.offload import Kept
 from speedlab.parallel.zero import Flat, Slot
@@ -232,9 +233,37 @@ def _own_part(engine: TrainingState, hidden: Path, *, verify: bool, moments: boo
     buffers = {key: buffer for module in engine.modules for key, buffer in module.named_buffers()}
     tensors |= {f"buffer/{key}": Values.of(buffer) for key, buffer in buffers.items()}
     tensors |= {key: Values.of(state) for key, state in random_tensors(engine.world.device).items()}
-    report = {"name": name, "random": random_words(), "parameters": parameters, "buffers": _persistent(engine)}
+    own, own_tensors = _module_states(engine)
+    tensors |= {f"own/{key}": Values.of(tensor) for key, tensor in own_tensors.items()}
+    report = {
+        "own": own,
+        "name": name,
+        "random": random_words(),
+        "parameters": parameters,
+        "buffers": _persistent(engine),
+    }
     report["kept"] = told_kept
     return RankPart(hidden=hidden, rank=rank, size=engine.everyone.size, tensors=tensors, report=report, verify=verify)
+
+
+def _module_states(engine: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What this rank writes of `module_state`: extra states, as JSON holds them, and the tensors of these and of
+    quantised parameters. All dp ranks hold the same of the latter, and the first one writes them."""
+    own: dict[str, Any] = {}
+    tensors: dict[str, Tensor] = {}
+    for module in engine.modules:
+        for name, value in extra_states(module).items():
+            try:
+                own[name], inside = encode(name, value)
+            except NotEncodable as error:
+                raise CheckpointError(
+                    f"the extra state of a module cannot be saved, because nothing is pickled: {error}; let "
+                    "get_extra_state return numbers, texts, tensors, and lists and dicts of them"
+                ) from None
+            tensors |= inside
+        if engine.group.index == 0:
+            tensors |= frozen_tensors(module)
+    return own, tensors
 
 
 def _own_stretches(engine: TrainingState, flat: Flat) -> Iterator[tuple[Slot, int, int]]:
@@ -292,18 +321,20 @@ def _values(state: Tensor, base: int, stretches: list[tuple[Slot, int, int]], ke
             runs[-1][1] = end
         else:
             runs.append([start, end])
-    numel = sum(end - start for start, end in runs)
+    numel, dtype = sum(end - start for start, end in runs), state.dtype
+    if dtype.is_complex:
+        numel, dtype = 2 * numel, dtype.to_real()
     if kept is None:
-        return Values((numel,), state.dtype, [state[start:end] for start, end in runs])
+        return Values((numel,), dtype, [real(state[start:end]).view(-1) for start, end in runs])
     step = _READ_BYTES // state.dtype.itemsize
     pieces = [(low, min(low + step, end)) for start, end in runs for low in range(start, end, step)]
-    return Values((numel,), state.dtype, [partial(_read, kept, low, high) for low, high in pieces])
+    return Values((numel,), dtype, [partial(_read, kept, low, high) for low, high in pieces])
 
 
 def _read(kept: Kept, low: int, high: int) -> Tensor:
     values = torch.empty(high - low, dtype=kept.dtype, device=kept.device)
     kept.read(values, low).wait()
-    return values
+    return real(values).view(-1)
 
 
 def _persistent(engine: TrainingState) -> list[str]:

@@ -165,5 +165,5 @@ def _left_as_it_was(training: Training) -> Iterator[None]:
             restore_random(words, tensors, device)
             torch.set_default_dtype(dtype)
             torch.set_grad_enabled(True)
-            engine.zero_grad()
+            engine.abandon_step()
             engine.train()

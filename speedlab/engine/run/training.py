@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from speedlab.comm import Group, Traffic, World, join, leave
-from speedlab.config import RunConfig
+from speedlab.config import ConfigError, RunConfig
 from speedlab.config.context import padded_length, padding_words
 from speedlab.config.offload_rules import partition_words
 from speedlab.data import Corpus, Sampler, prepare, separated
@@ -168,7 +168,11 @@ class Training:
         # Before any rank meets others: they would wait for one whose model cannot be made.
         given = agreed(self.control, lambda: self._make_own(config))
         arguments: dict[str, Any] = {"model": self._make_gpt, **given}
-        return initialize(config=config, **arguments)[0]
+        engine = initialize(config=config, **arguments)[0]
+        if not engine.trains:
+            engine.destroy(keep_parameters=False)
+            raise ConfigError("model: no parameter is to be trained; set requires_grad of those that shall be")
+        return engine
 
     def _make_own(self, config: RunConfig) -> dict[str, Any]:
         given, self._given = self._given or self._read_own_model(), {}

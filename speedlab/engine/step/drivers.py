@@ -42,7 +42,7 @@ class Driver(Protocol):
         """What the module gives for these arguments."""
         ...
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """Gradients of a micro-batch's loss."""
         ...
 
@@ -97,13 +97,13 @@ class WholeModel:
             args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
             return self._module(*args, **kwargs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         due = self._step.sync and (self._step.at_boundary or self._zero.residency.gradients_go)
         with self._clock.phase("backward"):
             self._zero.begin_backward(sync=due)
             self._step.in_backward = True
             try:
-                (loss * self._step.scale).backward()
+                (loss * self._step.scale).backward(retain_graph=retain_graph)
             finally:
                 self._step.in_backward = False
             self._zero.end_backward()
@@ -121,7 +121,7 @@ class WholeModel:
     @contextmanager
     def _micro_batch(self, given: Any) -> Iterator[None]:
         """To be entered around the forward of what was given."""
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self._step.trains:
             self._step.data.look(given)
         for buffer in self._running_statistics:
             self._state.group.broadcast(buffer)
@@ -216,7 +216,7 @@ class PipelineStages:
                 f"use {length - rest} or {length - rest + self._token_share} tokens"
             )
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         raise RuntimeError(f"under {self._state.layout} a step is one call: engine.train_batch(batches)")
 
     def train(self, batches: Sequence[Batch]) -> None:
@@ -232,8 +232,8 @@ class PipelineStages:
             )
         self._check_length(parts[0][0].shape[1])
         given = [self._state.to_device(torch.cat(each)) for each in zip(*parts, strict=True)]
-        step.ended_backward(self._pipeline.train(*given, micro_batches=step.accumulation, scale=step.scale))
-        step.micro_step = step.accumulation - 1
+        step.ended_backward(self._pipeline.train(*given, micro_batches=step.micro_batches.size, scale=step.scale))
+        step.micro_batches.ended = step.micro_batches.size - 1
 
     def evaluate(self, batch: Batch) -> list[Tensor]:
         return self._pipeline.evaluate(*map(self._state.to_device, self._parts(batch)))

@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from speedlab.engine.step.accumulation import Accumulation
 from speedlab.engine.step.communicating import kept_by, sums_itself, updates_unused
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.same_data import SameData
@@ -50,12 +51,13 @@ class Step:
     """Where this rank stands in its step."""
 
     def __init__(
-        self, state: TrainingState, streams: RandomStreams, *, accumulation: int, around_update: Update
+        self, state: TrainingState, streams: RandomStreams, *, accumulation: int, around_update: Update, trains: bool
     ) -> None:
-        """`around_update`: entered around what the end of a step takes."""
-        self.accumulation = accumulation
-        self.micro_step = 0
-        """Micro-batches of the present step that have ended."""
+        """`around_update`: entered around what the end of a step takes. `trains`: whether any rank has a parameter to
+        train."""
+        self.trains = trains
+        self.micro_batches = Accumulation(accumulation, lambda: sum(zero.gathers.forwards for zero in state.zeros))
+        """Which of the step's micro-batches is the present one."""
         self.sync = True
         """Whether gradients are summed over the ranks when they are due."""
         self.totals: Totals | None = None
@@ -91,12 +93,12 @@ class Step:
     def scale(self) -> float:
         """Factor on the loss of a micro-batch, so that gradients are means over the global batch, and over ranks that
         have the same loss of one batch."""
-        return self._state.loss_scale.value / (self.accumulation * self._state.layout.replicas)
+        return self._state.loss_scale.value / (self.micro_batches.size * self._state.layout.replicas)
 
     @property
     def at_boundary(self) -> bool:
         """Whether the present micro-batch is the last one of its step."""
-        return self.micro_step + 1 >= self.accumulation
+        return self.micro_batches.at_boundary
 
     @property
     def loss_dtype(self) -> str | None:
@@ -106,7 +108,7 @@ class Step:
     @property
     def under_way(self) -> bool:
         """Whether some of a step's micro-batches have ended, or some of its gradients are here."""
-        return self.micro_step > 0 or self._fed
+        return self.micro_batches.ended > 0 or self._fed
 
     def refuse_after_cut(self) -> None:
         """Raises RuntimeError where an update or a backward was cut off in the middle, and inside a backward."""
@@ -128,14 +130,20 @@ class Step:
                 "elsewhere; let all ranks meet anew and call engine.reconnect(), or set up the engine again"
             )
 
+    def refuse_frozen(self, what: str) -> None:
+        """Raises RuntimeError where no parameter is trained."""
+        if not self.trains:
+            raise RuntimeError(
+                f"{what}: no parameter of this engine's model requires a gradient, so that it computes (a call, "
+                "evaluate) and is never stepped. To train it, set requires_grad of its parameters and call initialize "
+                "again; a student's loss goes through the student's engine alone"
+            )
+
     def refuse_inside(self, what: str) -> None:
         """Raises RuntimeError inside a step, and in a cell between two steps of a run."""
         self.refuse_in_a_look(what)
         if self.under_way:
-            raise RuntimeError(
-                f"{what}: micro-batch {self.micro_step + 1} of {self.accumulation} of a step is under way; do it "
-                "between two steps"
-            )
+            raise RuntimeError(f"{what}: {self._under_way()}; do it between two steps")
 
     def refuse_in_a_look(self, what: str) -> None:
         """Raises RuntimeError in a cell between two steps of a run."""
@@ -145,14 +153,47 @@ class Step:
                 "run.advance(), run.reshape(), run.save() and run.resume() do the rest"
             )
 
+    def begin_backward(self) -> None:
+        """A backward of the caller's own loop comes. Raises RuntimeError, after giving up the step, where it belongs to
+        another micro-batch than the step counts."""
+        try:
+            self.micro_batches.begin_backward(sync=self.sync)
+        except RuntimeError:
+            self.reset()
+            raise
+
+    def ends(self) -> bool:
+        """Whether the caller's `step` ends the step, or only its present micro-batch. Raises RuntimeError, after giving
+        up the step, where its gradients would be divided by another number of micro-batches than it had."""
+        try:
+            self.micro_batches.check_end()
+        except RuntimeError:
+            self.reset()
+            raise
+        return self.at_boundary
+
+    def refuse_to_forget(self, what: str) -> None:
+        """Raises RuntimeError in an accumulation, of which `what` would lose the gradients so far."""
+        if self.micro_batches.size > 1 and self.under_way:
+            raise RuntimeError(
+                f"{what}: {self._under_way()}, and its gradients so far would be lost. Leave the call out: "
+                "engine.step() clears gradients when it updates. engine.abandon_step() gives the step up, and its "
+                "micro-batches have to be run again"
+            )
+
+    def _under_way(self) -> str:
+        return f"micro-batch {self.micro_batches.ended + 1} of {self.micro_batches.size} of a step is under way"
+
     # ---- micro-batches -----------------------------------------------------------------------------------------------
 
     def begin_micro_batch(self, index: int | None = None) -> None:  # 1
         """The next forward is of this rank's micro-batch `index` of the step, by default of the present one."""
-        number = self.micro_step if index is None else index
         layout = self._state.layout
+        # Of a frozen model no step ends: each forward is one, so that nothing is kept of those before.
+        frozen = None if self.trains else sum(zero.gathers.forwards for zero in self._state.zeros)
+        number = self.micro_batches.next if index is None else index
         place = number * layout.data_size + self._state.mesh.data_index
-        self._streams.begin(self._state.global_step, place)
+        self._streams.begin(self._state.global_step if frozen is None else frozen, place)
 
     def ended_backward(self, losses: Sequence[Tensor]) -> None:
         """Gradients of these losses, one of a micro-batch each, are in the flats."""
@@ -160,7 +201,7 @@ class Step:
         self._fed = True
 
     def ended_micro_batch(self) -> None:
-        self.micro_step += 1
+        self.micro_batches.end_micro_batch()
 
     def reset(self) -> None:
         """Forget what the step has gathered: losses, gradients, the count."""
@@ -174,7 +215,8 @@ class Step:
         self._same_gradients.forget()
         self._unseen_writes.forget()
         self._streams.forget()
-        self.micro_step, self._fed = 0, False
+        self.micro_batches.forget()
+        self._fed = False
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -185,7 +227,8 @@ class Step:
         state = self._state
         if any(zero.unsummed for zero in state.zeros):
             raise RuntimeError(
-                "step: the last backward ran inside no_sync; one backward outside has to come before a step"
+                "step: the last backward ran inside no_sync, so that no gradients were summed over the ranks; run the "
+                "last backward of a step outside it"
             )
         state.partitioned_optimizer.refuse_new_groups()
         state.partitioned_optimizer.refuse_hooks()

@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from speedlab.comm import Group
 from speedlab.engine.step.model_part import ModelPart
+from speedlab.engine.step.module_state import EXTRA, decode, encode, entries
 from speedlab.parallel import zero
 from speedlab.parallel.tensor import TensorParallel, put
 from speedlab.parallel.zero import Zero
 
 
 @torch.no_grad()
-def whole_state(model_parts: Sequence[ModelPart], pipeline: Group, *, masters: bool = True) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by full name, in the order of `module.state_dict`. Collective over all ranks.
+def whole_state(model_parts: Sequence[ModelPart], pipeline: Group, *, masters: bool = True) -> dict[str, Any]:
+    """Parameters, persistent buffers, extra states and quantised parameters by full name, in the order of
+    `module.state_dict`. Collective over all ranks.
 
     Parameters are float32 masters where they exist; without `masters` they are in the dtype that they compute in.
 
@@ -26,9 +28,10 @@ def whole_state(model_parts: Sequence[ModelPart], pipeline: Group, *, masters: b
     2. Parts come together over the tensor ranks.
     3. Every pipeline rank sends its stages to the others.
     """
-    whole: dict[str, Tensor] = {}
+    whole: dict[str, Any] = {}
     for part in model_parts:
-        state = {name: buffer.detach().clone() for name, buffer in _persistent_buffers(part.module)}
+        state: dict[str, Any] = {name: buffer.detach().clone() for name, buffer in _persistent_buffers(part.module)}
+        state |= entries(part.module)
         for flat in part.zero.flats:
             master = flat.whole_master()  # 1
             for slot in flat.slots:
@@ -47,6 +50,7 @@ def _names_in_order(module: nn.Module) -> Iterator[str]:
         for named in (inner.named_parameters, inner.named_buffers):
             for name, _ in named(recurse=False, remove_duplicate=False):
                 yield f"{prefix}.{name}" if prefix else name
+        yield f"{prefix}.{EXTRA}" if prefix else EXTRA
 
 
 @overload
@@ -91,9 +95,20 @@ def _join_parts(tensor: TensorParallel, name: str, own: Tensor) -> Tensor:
     return whole
 
 
-def _exchange(own: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
+def _exchange(whole: dict[str, Any], group: Group) -> dict[str, Any]:
     if group.size == 1:
-        return own
+        return whole
+    own: dict[str, Tensor] = {}
+    written: dict[str, Any] = {}
+    for name, value in whole.items():
+        written[name], tensors = encode(name, value)
+        own |= tensors
+    every = {name: value for theirs in group.collect(written) for name, value in theirs.items()}
+    tensors = _exchange_tensors(own, group)
+    return {name: decode(value, tensors) for name, value in every.items()}
+
+
+def _exchange_tensors(own: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
     described = {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in own.items()}
     state: dict[str, Tensor] = {}
     for index, names in enumerate(group.collect(described)):

@@ -63,7 +63,8 @@ class PipelineStage:
         stage, where loss × `scale` is differentiated."""
         micro = self._micros.pop(micro_batch)
         self.zero.begin_backward(sync=sync)
-        torch.autograd.backward(*self._root(micro.made, gradient, scale))
+        if micro.made.requires_grad:  # A first stage that is frozen as a whole has no graph.
+            torch.autograd.backward(*self._root(micro.made, gradient, scale))
         self.zero.end_backward(leave_root=True)
         return None if micro.given is None else micro.given.grad
 

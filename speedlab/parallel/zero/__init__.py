@@ -2,7 +2,8 @@
 
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.gradient import Gradient, used_by_any
-from speedlab.parallel.zero.inspect import FlatParameter, forget, gather_partitions, name_of, remember
+from speedlab.parallel.zero.inspect import forget, gather_partitions, name_of, remember
+from speedlab.parallel.zero.parameter import FlatParameter
 from speedlab.parallel.zero.slot import Slot
 from speedlab.parallel.zero.unit import Unit
 from speedlab.parallel.zero.units import UnitChoice, UnitPlan, plan_units

@@ -16,7 +16,7 @@ from speedlab.offload import AwayState, Coming, Kept, Stores, visit
 from speedlab.parallel.zero.flat_states import FlatStates
 from speedlab.parallel.zero.gradient import Gradient, gradient_of
 from speedlab.parallel.zero.shown import Shown
-from speedlab.parallel.zero.slot import Slot, lay_out
+from speedlab.parallel.zero.slot import Slot, lay_out, refuse_shape
 from speedlab.parallel.zero.ways import CODECS, ReadThenGathered, Secondary, TakenBySecondary, Waited, Ways
 from speedlab.placement import EIGHT_BITS, Holders, Residency, Row, Where
 
@@ -316,9 +316,12 @@ class Flat:
         Raises RuntimeError for a partitioned parameter, where the values were written to nowhere.
         """
         replaced, changed = False, list[tuple[slice, Tensor]]()
+        written = set(self._shown.written())
         for index, (parameter, slot) in enumerate(zip(self.parameters, self.slots, strict=True)):
-            if not self._shown.is_written(index):
+            if index not in written:
                 continue
+            if parameter.shape != slot.shape:
+                refuse_shape(slot.name, slot.shape, parameter.shape)
             moved = self._shown.is_replaced(index)
             self._shown.told(index)  # Once: whoever destroys the engine then can.
             self._refuse_change(slot.name)
@@ -350,7 +353,7 @@ class Flat:
 
     def written(self) -> list[str]:
         """Names of the parameters that `take_changes` would take."""
-        return [slot.name for index, slot in enumerate(self.slots) if self.is_written(index)]
+        return [self.slots[index].name for index in self._shown.written()]
 
     def is_written(self, index: int) -> bool:
         return self._shown.is_written(index)

@@ -51,6 +51,8 @@ class Gathers:
         self._offered = True
         """Whether shards lie where peers can take them, so that they are offered at the start of a pass."""
         self.current = Pass.IDLE
+        self.forwards = 0
+        """Forwards with gradients that have begun."""
         self._group, self._groups = ways.gather, ways.of_parameters
         self._seen: list[Unit] = []
         """Units in the order in which the present or last forward pass with gradients met them."""
@@ -88,6 +90,7 @@ class Gathers:
             unit.called = False  # Whatever has raised is over.
         if which is Pass.FORWARD and torch.is_grad_enabled():
             self._seen = []
+            self.forwards += 1
         if self.parameters_come:
             # The root comes first in both directions: it is needed at both ends of a pass.
             order = self.order if which is Pass.FORWARD else [self.root, *self.order[:0:-1]]

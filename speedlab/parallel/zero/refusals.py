@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NoReturn
 
+import torch
 from torch import nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from speedlab.parallel.zero.flat import Flat
+from speedlab.parallel.zero.slot import refuse_shape
 
 _ONLY_IN_BACKWARD = (
     "where they are partitioned (ZeRO stage 3) or away from the device, only engine.backward brings them together "
@@ -30,8 +32,9 @@ def refuse_transforms(name: str) -> None:
 def refuse_gradient_elsewhere(name: str) -> NoReturn:
     """A graph of the unit `name` is gone through that would read what was released."""
     raise RuntimeError(
-        f"{name}: a gradient was asked for outside engine.backward (by torch.autograd.grad, say), and its parameters "
-        f"are not here; {_ONLY_IN_BACKWARD}"
+        f"{name}: a gradient was asked for outside engine.backward (by torch.autograd.grad, or by another engine), and "
+        f"its parameters are not here; {_ONLY_IN_BACKWARD}. A loss through modules of two engines: one engine over a "
+        "module that holds both"
     )
 
 
@@ -39,8 +42,9 @@ def refuse_loose_gradient(name: str) -> NoReturn:
     """The parameter `name` has a gradient that no `engine.backward` has asked for."""
     raise RuntimeError(
         f"{name} received a gradient outside engine.backward, which scales and sums them over the ranks; call "
-        "engine.backward(loss) instead of loss.backward(). Where a loss of another engine goes through this module, "
-        "call module.requires_grad_(False) before it and (True) after it"
+        "engine.backward(loss) instead of loss.backward(). Where a loss goes through modules of two engines: to train "
+        "both, set up one engine over a module that holds both; to train the other alone, call "
+        "module.requires_grad_(False) on this one before its forward and (True) after the backward"
     )
 
 
@@ -53,21 +57,25 @@ def refuse_state_dict() -> NoReturn:
 
 
 def refuse_thawed(flats: Iterable[Flat]) -> None:
-    """Raises RuntimeError for a parameter that shall be trained now and was frozen when its flat was made."""
-    for flat in flats:
-        for slot, parameter in zip(flat.slots, flat.parameters, strict=True):
-            if parameter.requires_grad and not flat.trainable:
-                raise RuntimeError(
-                    f"{slot.name} was frozen at initialize and requires a gradient now, but has no place for one; set "
-                    "requires_grad before, and call initialize again"
-                )
+    """Raises RuntimeError for a parameter that shall be trained now and was frozen when its flat was made, and for one
+    that has another shape than then."""
+    with torch._C.DisableTorchFunctionSubclass():  # Released ones look at every question otherwise.
+        for flat in flats:
+            for slot, parameter in zip(flat.slots, flat.parameters, strict=True):
+                if parameter.shape != slot.shape:
+                    refuse_shape(slot.name, slot.shape, parameter.shape)
+                if parameter.requires_grad and not flat.trainable:
+                    raise RuntimeError(
+                        f"{slot.name} was frozen at initialize and requires a gradient now, but has no place for one; "
+                        "set requires_grad before, and call initialize again"
+                    )
 
 
 def refuse_other_parameters(module: nn.Module, flats: Iterable[Flat]) -> None:
     """Raises RuntimeError for a parameter to train that is in no flat. Walks through all modules."""
     known = {id(parameter) for flat in flats for parameter in flat.parameters}
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and id(parameter) not in known:
+        if id(parameter) not in known and parameter.requires_grad:
             raise RuntimeError(
                 f"{name} is another parameter than at initialize, or was added since, and would not be trained; write "
                 "new values into the old one (parameter.copy_, or load_state_dict as it is), or call initialize again"

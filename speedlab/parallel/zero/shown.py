@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from speedlab.parallel.zero.parameter import FlatParameter, ReleasedParameter
 from speedlab.parallel.zero.slot import Slot
 
 
@@ -15,7 +16,7 @@ class Shown:
     """The parameters of one flat, and the tensors that they are views of now.
 
     A released parameter shows NaN in its true shape, in the memory of one element, because torch would read memory that
-    is not there.
+    is not there; where Python reads it, it raises (`ReleasedParameter`).
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class Shown:
 
     def show(self, values: list[Tensor]) -> None:
         """Parameters are these, one for each."""
+        self._become(FlatParameter)
         self._values = values
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data = value
@@ -43,16 +45,30 @@ class Shown:
     def show_nothing(self) -> None:
         self._lost.update(index for index in range(len(self._values)) if self.is_replaced(index))
         self.show(self._placeholders)
+        self._become(ReleasedParameter)
+
+    def _become(self, kind: type[FlatParameter]) -> None:
+        """Those that an engine's `remember` has seen refuse reads while they are released."""
+        for parameter in self._parameters:
+            now = parameter.__class__
+            if now is not kind and (now is ReleasedParameter or now is FlatParameter):
+                parameter.__class__ = kind
 
     def count_from_now(self) -> None:
         """What was written so far is nobody's change."""
-        self._versions = [parameter._version for parameter in self._parameters]
+        with torch._C.DisableTorchFunctionSubclass():  # Released ones look at every question otherwise.
+            self._versions = [parameter._version for parameter in self._parameters]
 
     def refuse_old_graphs(self) -> None:
         """The values are about to change as by an optimizer's in-place update, which autograd notices: a graph that
         has saved a parameter cannot be differentiated any more."""
         torch.autograd.graph.increment_version(self._parameters)
         self.count_from_now()
+
+    def written(self) -> list[int]:
+        """Which the caller has written into."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return [index for index in range(len(self._parameters)) if self.is_written(index)]
 
     def is_written(self, index: int) -> bool:
         """Whether the caller has written into this parameter, or put something in its place (`.data`)."""
@@ -70,7 +86,7 @@ class Shown:
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     """Whether both stand at the same place of the same memory."""
-    return (
+    return bool(
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and one.storage_offset() == other.storage_offset()
         and one.dtype is other.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 
@@ -36,3 +37,12 @@ def lay_out(rows: Iterable[Row], shapes: Iterable[torch.Size], step: int) -> lis
         slots.append(Slot(name=row.name, offset=offset, numel=shape.numel(), shape=shape, group=row.group))
         end = offset + shape.numel()
     return slots
+
+
+def refuse_shape(name: str, before: torch.Size, now: torch.Size) -> NoReturn:
+    """Values of another shape were put in the place of the parameter `name`."""
+    raise RuntimeError(
+        f"{name} has shape {tuple(now)}, and had {tuple(before)} at initialize, for which its gradients and optimizer "
+        "states are made. Change shapes before initialize, as model.resize_token_embeddings does, or call "
+        "engine.destroy(), change them, and call initialize again"
+    )

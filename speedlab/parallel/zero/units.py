@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from speedlab.parallel.zero.quantized import stays_whole
+
 UnitChoice = Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 """How a user names units: module classes, module names, or a predicate over (name, module)."""
 
@@ -32,6 +34,7 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
     that the inner ones repeat, or, where they repeat nothing, the modules of each inner one together.
     2. Neighbours of one list are merged while their parameters stay within `bucket_bytes`.
     3. A parameter that several blocks share, or that stands outside all blocks, belongs to the root unit.
+    4. Frozen parameters that no flat can hold belong to none.
 
     Raises ValueError when `choice` matches no module.
     """
@@ -55,6 +58,8 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
 
     root = UnitPlan(ROOT, [model])
     for name, parameter in model.named_parameters():
+        if stays_whole(parameter):
+            continue
         owner = None if id(parameter) in outside else holder.get(id(parameter))
         (owner or root).parameters[name] = parameter
     for plan in plans:  # Calls of a module that others share tell nothing of this unit.

@@ -35,6 +35,7 @@ from speedlab.offload import Stores
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.gathers import Gathers
 from speedlab.parallel.zero.hooks import hook_of
+from speedlab.parallel.zero.parameter import clear_gradient, gradient_of
 from speedlab.parallel.zero.parts import PartHooks, parts_of
 from speedlab.parallel.zero.reductions import Reductions
 from speedlab.parallel.zero.refusals import (
@@ -334,10 +335,10 @@ class Zero:
             refuse_gradient_elsewhere(unit.name)
 
     def _receive(self, unit: Unit, flat: Flat, index: int, parameter: Tensor) -> None:
-        gradient = parameter.grad
+        gradient = gradient_of(parameter)
         if gradient is None:
             return
-        parameter.grad = None
+        clear_gradient(parameter)
         if self.current is not Pass.BACKWARD:
             refuse_loose_gradient(flat.slots[index].name)
         if gradient.layout is not torch.strided:
@@ -460,7 +461,7 @@ class Zero:
         was = self.current
         for flat in self.flats:
             for parameter in flat.parameters:
-                parameter.grad = None
+                clear_gradient(parameter)
         self._forget_calls()
         self._saved.reset()
         try:

@@ -1,0 +1,271 @@
+"""Parameters that are views of a flat: how they print, and reads that would give wrong values without a message.
+
+Two classes are the two states of a parameter. An instance changes its class when its unit is gathered or released,
+next to the change of its `.data`, which costs more.
+
+| class               | values                                  | `.grad`                                            |
+|---------------------|-----------------------------------------|----------------------------------------------------|
+| `FlatParameter`     | here                                    | refused while the engine holds the gradient        |
+| `ReleasedParameter` | refused; shape, dtype and hooks are not | the same                                           |
+
+torch's own code may always look: autograd and the compiler ask in C++, or from modules of `_OF_TORCH`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from speedlab.parallel.zero.slot import Slot
+from speedlab.placement import Where
+
+
+class Place(NamedTuple):
+    """Where a parameter is. `zero`, `unit` and `flat` are of classes that import this file."""
+
+    zero: Any
+    unit: Any
+    flat: Any
+    slot: Slot
+    index: int
+    """Of the slot in its flat."""
+
+
+places: dict[int, tuple[weakref.ref[Any], int, int, int]] = {}
+"""id of parameter → its Zero and the indices of unit, flat and slot. Kept here, not as attributes of tensors we do not
+own."""
+
+
+def find(parameter: Tensor) -> Place | None:
+    """The place of a parameter in its flat; None for one that no engine has."""
+    reference, unit_index, flat_index, index = places.get(id(parameter), (lambda: None, 0, 0, 0))
+    zero = reference()
+    if zero is None:
+        return None
+    unit = zero.units[unit_index]
+    flat = unit.flats[flat_index]
+    return Place(zero, unit, flat, flat.slots[index], index) if flat.parameters[index] is parameter else None
+
+
+# The accessors of torch, which the engine itself uses: they pass by the classes below.
+gradient_of = cast(Any, torch.Tensor.grad).__get__
+_set_gradient = cast(Any, torch.Tensor.grad).__set__
+
+
+def clear_gradient(parameter: Tensor) -> None:
+    """Set `.grad` to None."""
+    _set_gradient(parameter, None)
+
+
+_OF_TORCH = ("torch._", "torch.distributed.", "torch.fx", "torch.export")
+"""Modules that look at `.grad` for their own needs: the compiler and its tensors without values, pipelines."""
+
+
+class FlatParameter(nn.Parameter):
+    """A parameter that is a view of a flat. It differs from nn.Parameter in how it prints, in that it cannot be copied
+    while its values are not here, and in that `.grad` is refused inside a step, where it would be None."""
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]  # torch's is an attribute that C++ makes
+        found: Tensor | None = gradient_of(self)
+        if found is None and (place := find(self)) is not None and _holds_gradient(place) and not _asked_by_torch():
+            _refuse_gradient_read(place.slot.name)
+        return found
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if (place := find(self)) is not None and place.flat.trainable and not _asked_by_torch():
+            if value is not None:
+                _refuse_gradient_write(place.slot.name)
+            if _holds_gradient(place):
+                _refuse_gradient_read(place.slot.name)
+        _set_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def set_(self, *source: Any) -> Tensor:  # type: ignore[override]  # torch has an overload for each kind of source
+        """torch's parametrizations, in every forward of PEFT's adapters of parameters, set a parameter to itself: its
+        values stay the same, and it must not count as written."""
+        return self if len(source) == 1 and source[0] is self else super().set_(*source)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Refused while an engine has the parameter: its own hook has taken the gradient before another one runs."""
+        if (place := find(self)) is not None:
+            raise RuntimeError(
+                f"{place.slot.name}: a post-accumulate hook reads .grad, which the engine takes first. "
+                "parameter.register_hook gets this rank's gradient, multiplied as the loss is (1 / (accumulation × "
+                "ranks), and float16's loss scale); optimizer.register_step_pre_hook sees the sums over the ranks"
+            )
+        return super().register_post_accumulate_grad_hook(hook)
+
+    def __repr__(self, *, tensor_contents: str | None = None) -> str:
+        place = find(self)
+        if place is None:
+            return super().__repr__()
+        shape = "×".join(str(n) for n in self.shape)
+        dtype = str(self.dtype).removeprefix("torch.")
+        residency = place.flat.residency
+        lies = "" if residency.parameters_at is Where.DEVICE else f" on {residency.parameters_at.value}"
+        where = f"{residency.parameters.value}{lies}"
+        head = f"Parameter {place.slot.name} ({shape} {dtype}, unit {place.unit.name}, {where}"
+        owners = ", ".join(f"rank {rank}: [{low}:{high})" for rank, low, high in owners_of(place.flat, place.slot))
+        if not place.flat.gathered:
+            return f"{head}; owners: {owners}; speedlab.gather(parameter) gives the whole)"
+        return f"{head}; owners: {owners})\n{self.detach()!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A plain parameter. Raises RuntimeError where its values are not here."""
+        if id(self) not in memo:
+            _refuse_absent(self, "copy.deepcopy")
+            memo[id(self)] = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _refuse_absent(self, "pickle (torch.save)")
+        return super().__reduce_ex__(protocol)
+
+
+# fmt: off
+_WITHOUT_VALUES = frozenset([
+    "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "storage_offset", "is_contiguous",
+    "is_floating_point", "is_complex", "is_signed", "is_inference", "is_pinned", "is_shared", "is_same_size",
+    "is_set_to", "get_device", "type", "untyped_storage", "storage", "_typed_storage", "data_ptr", "_is_view",
+    "_is_zerotensor", "is_neg", "is_conj", "__len__", "__hash__", "__repr__", "__format__", "__dir__",
+    "requires_grad_", "retain_grad", "register_hook",
+    "register_post_accumulate_grad_hook", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like",
+    "randn_like", "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided",
+    "has_names", "_has_compatible_shallow_copy_type", "dim_order", "is_coalesced",
+])
+# fmt: on
+"""Functions that ask for no values of a tensor."""
+
+_OF_VALUES = frozenset(["T", "mT", "H", "mH", "real", "imag"])
+"""Attributes that give values."""
+
+_LOOKS = frozenset(["data", "view_as"])
+"""What gives the same tensor: often only its shape is asked for then."""
+
+
+class ReleasedParameter(FlatParameter):
+    """A parameter whose values are not here: it has shape and dtype, and hooks; what would read values raises."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _without_values(func, args, kwargs or {})
+
+
+class _Absent(Tensor):
+    """`.data` of a parameter whose values are not here."""
+
+    parameter_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _without_values(func, args, kwargs or {})
+
+
+def _without_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    name = func.__name__
+    if name in ("__get__", "__set__", "__delete__"):
+        name = func.__self__.__name__
+        allowed = name not in _OF_VALUES and (name != "data" or func.__name__ == "__set__")
+    else:
+        allowed = name in _WITHOUT_VALUES and not (name == "type" and len(args) > 1)  # That one converts.
+    if not allowed and name not in _LOOKS:
+        _refuse_released(_first_name(args, kwargs), name)
+    with torch._C.DisableTorchFunctionSubclass():
+        made = func(*args, **kwargs)
+    if allowed:
+        return made
+    absent = made.as_subclass(_Absent)
+    absent.parameter_name = _first_name(args, kwargs)
+    return absent
+
+
+def _first_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Of the first one without values among the arguments, which may be lists of tensors."""
+    given = [*args, *kwargs.values()]
+    for each in (tensor for some in given for tensor in (some if isinstance(some, list | tuple) else [some])):
+        if isinstance(each, _Absent):
+            return each.parameter_name
+        if isinstance(each, ReleasedParameter) and (place := find(each)) is not None:
+            return place.slot.name
+    return "a parameter"
+
+
+def _holds_gradient(place: Place) -> bool:
+    """Whether the engine has a gradient of the parameter, of a step that is under way."""
+    gradient = place.flat.gradient
+    return gradient is not None and bool(gradient.used[place.index])
+
+
+def _asked_by_torch() -> bool:
+    """Whether the code that has asked for an attribute of a parameter is torch's own, for its own needs."""
+    frame = sys._getframe(2)
+    asks: str = frame.f_globals.get("__name__", "")
+    # `Module.to` and its like move a gradient with its parameter; None stays None.
+    return asks.startswith(_OF_TORCH) or frame.f_code.co_name == "_apply"
+
+
+def _refuse_absent(parameter: Tensor, who: str) -> None:
+    place = find(parameter)
+    if place is None:
+        return
+    place.zero.refuse_late(who)
+    if not place.flat.gathered or place.unit.gathers:  # Or they are on their way.
+        raise RuntimeError(
+            f"{who}: {place.slot.name} is partitioned (ZeRO stage 3) or away from the device, so that its values are "
+            "not here; engine.state_dict(), on all ranks, puts all parameters together, speedlab.gather(parameter) one"
+        )
+
+
+def _refuse_gradient_read(name: str) -> NoReturn:
+    """`.grad` of the parameter `name` is asked for, or cleared, while the engine holds its gradient."""
+    raise RuntimeError(
+        f"{name}: .grad was used between engine.backward and engine.step, where the gradient is in the engine and "
+        ".grad is None, so that clipping or clearing it would do nothing. Set clip_norm in the configuration; clip by "
+        "value and add noise in a hook of optimizer.register_step_pre_hook. engine.step() clears gradients, "
+        "engine.global_grad_norm has their norm afterwards"
+    )
+
+
+def _refuse_gradient_write(name: str) -> NoReturn:
+    """`.grad` of the parameter `name` is set by hand."""
+    raise RuntimeError(
+        f"{name}: .grad was set by hand, and no update of the engine uses it. Let engine.backward compute the gradient "
+        "of a loss; change what an update uses in a hook of optimizer.register_step_pre_hook"
+    )
+
+
+def _refuse_released(name: str, what: str) -> NoReturn:
+    """`what`, a function of torch, would use values of the parameter `name`, which are not here."""
+    raise RuntimeError(
+        f"{name}: {what} needs its values, and they are partitioned (ZeRO stage 3) or away from the device. "
+        "speedlab.gather(parameter) and engine.state_dict(), on all ranks, give whole values, for averages of weights "
+        "(EMA, AveragedModel) too. A loss that reads parameters itself needs a ZeRO stage below 3; another shape "
+        "(resize_token_embeddings) comes before initialize"
+    )
+
+
+def owners_of(flat: Any, slot: Slot) -> list[tuple[int, int, int]]:
+    """(rank, start, end) in elements of the parameter for each rank that owns some of it. Replicated ones are owned
+    alike."""
+    size = flat.padded // flat.gather_group.size
+    owned = []
+    for index, rank in enumerate(flat.gather_group.ranks):
+        low = max(slot.offset, index * size)
+        high = min(slot.offset + slot.numel, (index + 1) * size)
+        if low < high:
+            owned.append((rank, low - slot.offset, high - slot.offset))
+    return owned
