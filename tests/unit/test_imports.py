@@ -227,6 +227,7 @@ UNDECLARED = {
     "websocket": "comes with jupyter-server",
     "tqdm": "replaced by its own bars of text, where a person's code in an engine imports it",
     "deepspeed": "a peer in benchmarks, where a person has it installed",
+    "peft": "a model that has adapters of PEFT comes from it",
 }
 """Third-party packages that may be imported although pyproject.toml does not name them, and why."""
 

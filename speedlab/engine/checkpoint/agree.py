@@ -16,6 +16,7 @@ T = TypeVar("T")
 def all_or_none(group: Group, work: Callable[[], T]) -> T:
     """Run `work` on every rank; if it fails on one, every rank raises CheckpointError with that rank's reason."""
     problem: str | None = None
+    cause: Exception | None = None
     result: list[T] = []
     try:
         result.append(work())
@@ -23,9 +24,11 @@ def all_or_none(group: Group, work: Callable[[], T]) -> T:
         problem = str(error)
     except OSError as error:
         problem = f"{error.filename or ''}: {error.strerror or error}"
+    except Exception as error:  # The others would wait for this rank.
+        problem, cause = f"{type(error).__name__}: {error}", error
     for report in group.collect(problem):
         if report is not None:
-            raise CheckpointError(report)
+            raise CheckpointError(report) from cause
     return result[0]
 
 

@@ -38,7 +38,9 @@ class Theirs:
 
     def split(self, whole: Tensor) -> list[Tensor]:
         """Theirs from our parameter."""
-        return [(part.t() if self.transposed else part).contiguous() for part in whole.chunk(len(self.names))]
+        # A parameter without dimensions has no parts.
+        parts = whole.chunk(len(self.names)) if len(self.names) > 1 else [whole]
+        return [(part.t() if self.transposed else part).contiguous() for part in parts]
 
 
 @dataclass(frozen=True)

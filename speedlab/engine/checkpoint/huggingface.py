@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from speedlab.config import ModelConfig
+from speedlab.engine.checkpoint.adapters import merged
 from speedlab.engine.checkpoint.agree import all_or_none, on_first
 from speedlab.engine.checkpoint.architectures import Architecture, Theirs, architecture_of, shapes_of
 from speedlab.engine.checkpoint.files import Files
@@ -27,6 +28,7 @@ from speedlab.engine.checkpoint.manifest import read_manifest
 from speedlab.engine.checkpoint.pieces import Stretch
 from speedlab.engine.checkpoint.read import take_whole
 from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensors
+from speedlab.engine.checkpoint.transformers_model import as_in_files, check_loaded_back, on_meta
 from speedlab.engine.checkpoint.verify import check_file
 from speedlab.engine.checkpoint.write import save
 from speedlab.engine.step.state import TrainingState
@@ -53,8 +55,12 @@ def export_hf(
     dtype: torch.dtype | str | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> Path:
-    """Write a folder that `AutoModelForCausalLM.from_pretrained` loads; returns it. Of a run's checkpoint, what
-    `AutoTokenizer.from_pretrained` loads lies beside the weights.
+    """Write a folder that `from_pretrained` of transformers loads; returns it. Next to the weights of a run's
+    checkpoint is the tokenizer for `AutoTokenizer.from_pretrained`.
+
+    1. Adapters of PEFT are merged into the model, in float32 unless `dtype` says otherwise.
+    2. Tensors get the names and shapes of transformers' files (packed experts are taken apart).
+    3. The folder is loaded back and every parameter compared, before it gets its name.
 
     Args:
         source: an engine (collective over all ranks); or where a checkpoint is, as `find_checkpoint` takes it: its own
@@ -66,7 +72,8 @@ def export_hf(
         dtype: of the weights, as torch's or by its name; None leaves them as the masters are.
         shard_bytes: files are no larger, as long as no single parameter is.
 
-    Raises CheckpointError when transformers has no such model, saying which fields stand in the way.
+    Raises CheckpointError when transformers has no such model, naming the fields that prevent it, and when the folder
+    does not load back with the same values.
     """
     folder = Path(folder).expanduser()
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -101,18 +108,26 @@ def _export(path: Path, folder: Path, config: Any, dtype: torch.dtype | None, sh
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror}; give another folder") from None
     try:
-        with Files(path) as files:
+        with Files(path) as files:  # The numbers are those of `export_hf`.
             tensors = _tensors(files, manifest, architecture, dtype)
-            _write_shards(hidden, tensors, shard_bytes)
-        stored = {str(values.dtype).removeprefix("torch.") for values in tensors.values() if _floats(values.dtype)}
-        described = {**architecture.config, "dtype": sorted(stored)[-1]}
-        (hidden / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-        to_disk(hidden / "config.json")
+            _write_config(hidden, architecture.config)
+            if "peft" in manifest:
+                tensors = merged(on_meta(hidden, architecture.config), manifest["peft"], tensors, dtype)  # 1
+            stored = {str(values.dtype).removeprefix("torch.") for values in tensors.values() if _floats(values.dtype)}
+            described = {**architecture.config, "dtype": sorted(stored)[-1]}
+            _write_config(hidden, described)
+            _write_shards(hidden, as_in_files(on_meta(hidden, described), tensors), shard_bytes)  # 2
+            check_loaded_back(hidden, described, tensors)  # 3
         _copy_tokenizer(path, hidden)
         hidden.rename(folder)
     except BaseException:
         shutil.rmtree(hidden, ignore_errors=True)
         raise
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    to_disk(folder / "config.json")
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:

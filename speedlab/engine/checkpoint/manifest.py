@@ -27,7 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
-from speedlab.config import ModelConfig
+from speedlab.engine.checkpoint.described import describe_model
 from speedlab.engine.checkpoint.pieces import Stretch
 from speedlab.engine.step.state import TrainingState
 from speedlab.layout import Part
@@ -79,7 +79,6 @@ def describe_part(part: Part | None) -> dict[str, Any]:
 def common_of(engine: TrainingState, client_state: dict[str, Any]) -> dict[str, Any]:
     """What all ranks would say alike."""
     layout = engine.layout
-    model: Any = getattr(engine.modules[0], "config", None)
     common = {
         "format": FORMAT,
         "version": VERSION,
@@ -97,11 +96,7 @@ def common_of(engine: TrainingState, client_state: dict[str, Any]) -> dict[str, 
         "client_state": client_state,
         "config": json.loads(engine.config.to_json()),
     }
-    if isinstance(model, ModelConfig):
-        common["model"] = json.loads(model.model_dump_json())
-    elif hasattr(model, "model_type") and hasattr(model, "to_json_string"):
-        common["huggingface"] = json.loads(model.to_json_string(use_diff=False))
-    return common
+    return common | describe_model(engine.modules[0])
 
 
 def manifest_of(common: dict[str, Any], reports: list[dict[str, Any]]) -> dict[str, Any]:
