@@ -284,3 +284,19 @@ def all_frozen() -> list[str]:
 def test_a_frozen_pipeline_with_an_optimizer_is_refused_on_all_ranks(two: Pool) -> None:
     for told in two.run(all_frozen):
         assert all(text.startswith("model: no parameter is to be trained") for text in told)
+
+
+def frozen_pipeline() -> tuple[float, float]:
+    """The loss of an evaluation under a pipeline in which nothing trains, and the plain one."""
+    case = LayoutCase(layout=Layout(pp=2), stage=1)
+    plain = untied_gpt2()
+    given = batches(case, 0, 0)
+    with engine_for(case, model=untied_gpt2().requires_grad_(False), optimizer=None) as engine:
+        assert not engine.trains
+        loss = engine.evaluate(given)
+    return loss, float(sum(plain(*each).loss for each in given) / len(given))
+
+
+def test_a_pipeline_in_which_nothing_trains_computes(two: Pool) -> None:
+    for ours, plain in two.run(frozen_pipeline):
+        assert ours == pytest.approx(plain, rel=1e-6)

@@ -233,6 +233,8 @@ def trained_on_base(base: str, stage: int, folder: Path) -> dict[str, Any]:
     told["base"] = all(str(state[n]) == str(v) for n, v in expected.items() if ".base" in n)
     made = engine(wide_points(7, 0)).detach()
     path = engine.save_checkpoint(folder, f"{base} {stage}")
+    with pytest.raises(CheckpointError, match="is quantised or complex, and an export has plain weights"):
+        speedlab.export_hf(engine, folder / f"export {base} {stage}")
     engine.reshape(zero=(stage + 1) % 4)
     engine.destroy()
     other = engine_of(adapted(base, seed=20), 3 - stage)

@@ -11,7 +11,8 @@
 `kept` has what an optimizer keeps beside gradients: name → parameter → slices as above, each with its `holder` of
 several ranks that have one of their own (a worker's error). It is there while the optimizer sums gradients itself.
 
-`own` has the extra states of modules, for each rank: name → value, as `module_state.encode` writes it.
+`own` has the extra states of modules, for each rank: name → value, as `module_state.encode` writes it. `not_plain`
+names what is quantised or complex, of which files hold other tensors.
 
 Version 1 knew no parts; it is read as what it is, version 2 without them.
 """
@@ -121,6 +122,7 @@ def manifest_of(common: dict[str, Any], reports: list[dict[str, Any]]) -> dict[s
         "parameters": parameters,
         "kept": kept,
         "own": [report["own"] for report in reports],
+        "not_plain": sorted({name for report in reports for name in report["not_plain"]}),
     }
     check_content(manifest)
     return manifest

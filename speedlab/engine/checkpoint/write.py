@@ -266,6 +266,14 @@ def _module_states(engine: TrainingState) -> tuple[dict[str, Any], dict[str, Ten
     return own, tensors
 
 
+def _not_plain(engine: TrainingState) -> list[str]:
+    """What of the model's state has other names or shapes in files than in the module: exports refuse it."""
+    own = [name for module in engine.modules for name in frozen_tensors(module)]
+    named = [each for module in engine.modules for each in (*module.named_parameters(), *module.named_buffers())]
+    complex_ones = {name for name, tensor in named if tensor.is_complex()}
+    return own + sorted(complex_ones & {*_persistent(engine), *(row.name for row in engine.placement.rows)})
+
+
 def _own_stretches(engine: TrainingState, flat: Flat) -> Iterator[tuple[Slot, int, int]]:
     """What of `_stretches` the first island writes for all."""
     return _stretches(engine, flat) if engine.islands.index == 0 else iter(())
