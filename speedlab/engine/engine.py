@@ -184,12 +184,12 @@ class Engine(DeepSpeedNames):
         call finds nothing, as loops have it before each backward."""
         this, own = weakref.ref(self), self.optimizer.zero_grad
 
-        def zero_grad(set_to_none: bool = True) -> None:
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
             engine = this()
             if engine is not None and engine._step.micro_batches.backwards and not engine.config.optimizer.in_backward:
                 engine._step.refuse_to_forget("optimizer.zero_grad")
                 engine._step.reset()
-            own(set_to_none)
+            own(*args, **kwargs)
 
         # As a scheduler does with `step`: optimizers of all classes come here.
         self.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # `destroy` takes it off

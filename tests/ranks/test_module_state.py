@@ -244,8 +244,16 @@ def trained_on_base(base: str, stage: int, folder: Path) -> dict[str, Any]:
     return told
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize(
+    ("base", "stage"),
+    [
+        ("torchao", 1),
+        ("torchao", 3),
+        ("8 bits", 3),
+        ("4 bits", 3),
+        *(pytest.param(base, stage, marks=pytest.mark.nightly) for base in BASES for stage in (0, 2)),
+    ],
+)
 def test_adapters_on_a_quantised_base(two: Pool, tmp_path: Path, base: str, stage: int) -> None:
     for told in two.run(trained_on_base, base, stage, tmp_path, timeout=60):
         assert told["keys"]

@@ -235,14 +235,8 @@ def _own_part(engine: TrainingState, hidden: Path, *, verify: bool, moments: boo
     tensors |= {key: Values.of(state) for key, state in random_tensors(engine.world.device).items()}
     own, own_tensors = _module_states(engine)
     tensors |= {f"own/{key}": Values.of(tensor) for key, tensor in own_tensors.items()}
-    report = {
-        "own": own,
-        "name": name,
-        "random": random_words(),
-        "parameters": parameters,
-        "buffers": _persistent(engine),
-    }
-    report["kept"] = told_kept
+    report = {"name": name, "random": random_words(), "parameters": parameters, "buffers": _persistent(engine)}
+    report |= {"kept": told_kept, "own": own, "not_plain": _not_plain(engine)}
     return RankPart(hidden=hidden, rank=rank, size=engine.everyone.size, tensors=tensors, report=report, verify=verify)
 
 
