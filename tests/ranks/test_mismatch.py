@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
+import random
 import signal
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -258,7 +260,15 @@ SPANNING = [
 ]
 
 
-@pytest.mark.parametrize(("hosts", "odd"), [("aabb", 3), ("aabb", 2), ("aaab", 3), ("abab", 0)])
+@pytest.mark.parametrize(
+    ("hosts", "odd"),
+    [
+        ("aabb", 3),
+        ("aaab", 3),
+        pytest.param("aabb", 2, marks=pytest.mark.nightly),
+        pytest.param("abab", 0, marks=pytest.mark.nightly),
+    ],
+)
 def test_groups_that_span_hosts(pool_of: PoolOf, hosts: str, odd: int) -> None:
     """One rank, that speaks for its host or does not, calls something else: all ranks of all hosts raise."""
     by_rank = pool_of(4, "shared", hosts).run(mismatched_over_hosts, SPANNING, odd, timeout=60)
@@ -448,3 +458,135 @@ def test_arguments_that_all_ranks_refuse(two: Pool) -> None:
     for said, total in two.run(all_refuse_the_same):
         assert all("is no 2 equal slices of contiguous memory" in text for text in said), said
         assert total == 2.0
+
+
+# ---- random sequences ------------------------------------------------------------------------------------------------
+
+DTYPES = [FLOAT, INT, torch.bool, torch.bfloat16]
+KINDS = ["all_reduce", "max", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "reduce", "barrier"]
+OTHERS = ["kind", "dtype", "numel", "root", "skip", "twice"]
+
+
+class Step(NamedTuple):
+    """One collective of a sequence."""
+
+    kind: str
+    dtype: torch.dtype
+    numel: int
+    root: int
+    later: bool
+    """Whether it is asynchronous."""
+
+    @property
+    def compared(self) -> tuple[Any, ...]:
+        """What must be the same on all ranks."""
+        kind = "max" if self.kind == "all_reduce" and self.dtype is torch.bool else self.kind
+        if kind == "barrier" or (kind in ("reduce", "reduce_scatter") and self.dtype is torch.bool):
+            return ("barrier",)
+        return kind, self.dtype, self.numel, self.root if kind in ("broadcast", "gather", "reduce") else None
+
+
+def steps_of(seed: int, n: int, odd: bool) -> list[Step]:
+    """The same on all ranks; an `odd` one has another step somewhere, or one more or less."""
+    drawn = random.Random(seed)
+    steps = [
+        Step(
+            drawn.choice(KINDS),
+            drawn.choice(DTYPES),
+            drawn.choice([0, 1, 5, 300_000]),
+            drawn.randrange(n),
+            drawn.random() < 0.3,
+        )
+        for _ in range(6)
+    ]
+    place, other = drawn.randrange(6), drawn.choice(OTHERS)
+    if odd:
+        step = steps[place]
+        changed = {
+            "kind": step._replace(kind=KINDS[KINDS.index(step.kind) - 1]),
+            "dtype": step._replace(dtype=DTYPES[DTYPES.index(step.dtype) - 1]),
+            "numel": step._replace(numel=step.numel + 1),
+            "root": step._replace(root=(step.root + 1) % n),
+        }
+        steps[place : place + 1] = {"skip": [], "twice": [step, step]}.get(other, [changed.get(other, step)])
+    return steps
+
+
+def take(step: Step, group: Any, rank: int, n: int) -> None:
+    """Carry out one step and compare what it gives. Every rank contributes its number + 1, or True."""
+    kind, dtype, numel, root, later = step
+    mine = torch.full((numel,), rank + 1).to(dtype)
+    each = [torch.full((numel,), k + 1).to(dtype) for k in range(n)]
+    rows, outs = mine.repeat(n), [torch.zeros_like(mine) for _ in range(n)]
+    adds = dist.ReduceOp.MAX if dtype is torch.bool or kind == "max" else dist.ReduceOp.SUM
+    total = functools.reduce(torch.maximum if adds == dist.ReduceOp.MAX else torch.add, each)
+    work: Any = None
+    if kind in ("all_reduce", "max"):
+        work = dist.all_reduce(mine, adds, group=group, async_op=later)
+        found, right = [mine], [total]
+    elif kind == "broadcast":
+        work = dist.broadcast(mine, group=group, group_src=root, async_op=later)
+        found, right = [mine], [each[root]]
+    elif kind == "all_gather":
+        work = dist.all_gather(outs, mine, group=group, async_op=later)
+        found, right = outs, each
+    elif kind == "reduce_scatter" and dtype is not torch.bool:
+        out = torch.zeros_like(mine)
+        work = scatter_sum(out, rows, group=group, async_op=later)
+        found, right = [out], [total]
+    elif kind == "all_to_all":
+        work = dist.all_to_all(outs, list(rows.view(n, -1)), group=group, async_op=later)
+        found, right = outs, each
+    elif kind == "gather":
+        work = dist.gather(mine, outs if rank == root else None, group=group, group_dst=root, async_op=later)
+        found, right = (outs, each) if rank == root else ([], [])
+    elif kind == "reduce" and dtype is not torch.bool:
+        work = dist.reduce(mine, group=group, group_dst=root, async_op=later)
+        found, right = ([mine], [total]) if rank == root else ([], [])
+    else:
+        work = dist.barrier(group, async_op=later)
+        found, right = [], []
+    if work is not None:
+        work.wait()
+    for ours, expected in zip(found, right, strict=True):
+        assert torch.equal(ours, expected), (step, ours[:3], expected[:3])
+
+
+def random_sequences(seeds: Sequence[int]) -> dict[int, tuple[str, float]]:
+    """What each sequence ended with on this rank, '' for its end, and its seconds."""
+    n, rank, ended = dist.get_world_size(), dist.get_rank(), {}
+    for seed in seeds:
+        with new_group(range(n), timeout=datetime.timedelta(seconds=40)) as group:
+            began, kind = time.monotonic(), ""
+            try:
+                for step in steps_of(seed, n, odd=rank == seed % n):
+                    take(step, group, rank, n)
+            except PeerLost as error:
+                kind = type(error).__name__
+            group.leave()
+            ended[seed] = kind, time.monotonic() - began
+            dist.barrier()
+    return ended
+
+
+def sequences_of_one_odd_rank(pool: Pool, seeds: Sequence[int], timeout: float) -> None:
+    """No rank gets a wrong value, nobody waits for the limit of time, and a mismatch is found unless only the number
+    of calls differs, whose end is a rank that left."""
+    by_rank = pool.run(random_sequences, seeds, timeout=timeout)
+    for seed in seeds:
+        kinds = [said[seed][0] for said in by_rank]
+        assert max(said[seed][1] for said in by_rank) < 30, (seed, by_rank)
+        usual, odd = ([step.compared for step in steps_of(seed, pool.size, odd=is_odd)] for is_odd in (False, True))
+        same = usual == odd
+        assert not any(kinds) if same else any(kinds), (seed, kinds)
+
+
+@pytest.mark.parametrize("ranks", [3], indirect=True)
+def test_random_sequences(ranks: Pool) -> None:
+    sequences_of_one_odd_rank(ranks, range(6), 60)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 4], indirect=True)
+def test_many_random_sequences(ranks: Pool) -> None:
+    sequences_of_one_odd_rank(ranks, range(100, 300), 280)
