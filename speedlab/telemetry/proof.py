@@ -174,7 +174,9 @@ class Proof:
             parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
         if self.counted_text:
             marked = "".join(
-                f"<mark>{escape(text)}</mark>" if counts else f"<span>{escape(text)}</span>"
+                f'<mark style="background:#ffe08a;color:#1c2530">{escape(text)}</mark>'
+                if counts
+                else f"<span>{escape(text)}</span>"
                 for text, counts in self.counted_text
             )
             parts.append(
@@ -270,7 +272,7 @@ def _finding_html(finding: Finding) -> str:
     more = link if finding.severity is not Severity.OK else ""
     state = f"<td{style}>{_MARKS[finding.severity]}&nbsp;{escape(finding.severity)}</td>"
     text = f'<td style="text-align:left;white-space:normal">{escape(finding.text)}{more}</td>'
-    return f'<tr><th style="text-align:left">{escape(finding.kind)}</th>{state}{text}</tr>'
+    return f'<tr><th style="text-align:left;white-space:nowrap">{escape(finding.kind)}</th>{state}{text}</tr>'
 
 
 def _text(value: Any) -> str:

@@ -159,7 +159,7 @@ def test_a_kernel_that_is_restarted_in_a_wait_stops_nothing(cluster: Cluster, pl
         kernel.restart_kernel(now=False)
         run.wait_until(run.step + 5, 60)
         assert run.state is RunState.RUNNING
-        assert [event.kind for event in run.events] == ["started"]
+        assert [event.kind for event in run.events] == ["started", "proof"]
         run_until_it_waits("speedlab.attach('outlives')")
         kernel.interrupt_kernel()  # The user's own interrupt is another thing.
         wait_for(lambda: run.state is RunState.PAUSED, 30)

@@ -23,7 +23,7 @@ from ranks.tensor_models import hugging_face
 from speedlab.config import ModelConfig
 from speedlab.engine.proof import Prover
 from speedlab.engine.proof.observation import Observation
-from speedlab.engine.run import held_runs
+from speedlab.engine.run import first_batch, held_runs
 from speedlab.engine.step.drivers import WholeModel
 from speedlab.models import GPT
 from speedlab.telemetry.folder import RunFolder
@@ -358,10 +358,11 @@ def advance(run: str) -> tuple[str, dict[str, Tensor]]:
         return state, {name: value.clone() for name, value in trainer_of(run).engine.state_dict().items()}
 
 
-def run_in(folder: Path, **changes: Any) -> str:
+def run_in(folder: Path, documents: str = "joined", **changes: Any) -> str:
     folder.mkdir()
     shape = {"layers": 2, "hidden": 32, "heads": 2, "ffn_hidden": 64, "context": 16, "dropout": 0.1}
-    given = {"steps": 3, "model": shape, "batch": {"global_size": 8, "micro_size": 2}, **changes}
+    data = {"source": str(folder / "text"), "tokenizer": "bytes", "sequence_length": 16, "documents": documents}
+    given = {"steps": 3, "model": shape, "data": data, "batch": {"global_size": 8, "micro_size": 2}, **changes}
     return new_run(folder, **given)
 
 
@@ -442,3 +443,30 @@ def test_a_proof_that_was_asked_for_sees_the_update_after_it(world: Pool, tmp_pa
     assert proof["first update"].text == "all 14 trainable tensors with a gradient moved in update 3"
     told = [(event.step, event.command) for event in RunFolder(run).read_events() if event.kind == "proof"]
     assert told == [(2, 2), (3, None)]
+
+
+def advance_without_time(run: str) -> str:
+    with as_engine(run), patch.object(first_batch, "_FORWARDS_SECONDS", 1e-9):
+        return held_runs.advance(run)
+
+
+def test_forwards_that_would_take_too_long_are_left_out(world: Pool, tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run", steps=1)
+    assert world.run(advance_without_time, run) == ["finished"] * 2
+    proof = read_proof(Path(run))
+    assert proof is not None
+    assert [kind for kind, severity in severities(proof).items() if severity == "not checked"] == [
+        "documents",
+        "batch cut",
+    ]
+    assert "`speedlab train --proof` and run.prove() make them" in proof["documents"].text
+
+
+def test_documents_are_looked_for_in_later_batches(world: Pool, tmp_path: Path) -> None:
+    run = run_in(tmp_path / "run", steps=1, documents="separate")
+    # Kernels for documents may have to be compiled first.
+    assert world.run(advance, run, timeout=240)[0][0] == "finished"
+    proof = read_proof(Path(run))
+    assert proof is not None
+    assert proof["documents"].severity == "ok"
+    assert proof["documents"].text.startswith("changing the first document")

@@ -49,6 +49,8 @@ def counts_of(batch: TokenBatch, measured: Tensor | None, *, reason: str = "") -
     """`measured` (B, T) bool: at which positions the head's input has a gradient."""
     given = batch.counted
     positions, count = given.numel(), int(given.sum())
+    if measured is not None and measured.dim() == 2 and measured.shape[1] == given.shape[1] + 1:
+        measured = measured[:, :-1]  # A model that only shifts its labels is given one token more.
     if measured is not None and measured.shape != given.shape:
         reason = f"the head reads {tuple(measured.shape)} positions of {tuple(given.shape)} tokens"
         measured = None

@@ -10,7 +10,8 @@ Without positions of documents, sequences of one micro-batch take their place: t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,9 +47,11 @@ class Trial:
         return [each for each in (self.base, self.changed, self.control_base, self.control) if each is not None]
 
 
-def trial_of(batches: Sequence[TokenBatch]) -> Trial | None:
-    """What to compare; None if the micro-batches have neither two documents in a sequence nor two sequences."""
-    for batch in batches:
+def trial_of(batches: Sequence[TokenBatch], later: Iterable[TokenBatch] = ()) -> Trial | None:
+    """What to compare; None if the micro-batches have neither two documents in a sequence nor two sequences. `later`:
+    further ones to look for documents in, if these have positions."""
+    has_positions = any(batch.positions is not None for batch in batches)
+    for batch in itertools.chain(batches, later if has_positions else ()):
         starts = batch.starts
         for row in range(0 if starts is None else len(batch.tokens)):
             assert starts is not None
@@ -120,8 +123,10 @@ class Losses:
     control: float | None = None
 
 
-def finding_of(ranks: Sequence[Losses]) -> Finding:
-    """From the losses of all ranks that had something to compare."""
+def finding_of(ranks: Sequence[Losses], *, has_positions: bool = False) -> Finding:
+    """From the losses of all ranks that had something to compare. Documents count before sequences. `has_positions`:
+    whether the batch has positions of documents."""
+    ranks = [each for each in ranks if each.unit == "document"] or ranks
 
     def found(severity: Severity, text: str) -> Finding:
         return Finding(kind=KIND, severity=severity, text=text, section=SECTION)
@@ -140,12 +145,13 @@ def finding_of(ranks: Sequence[Losses]) -> Finding:
             Severity.NOT_CHECKED,
             f"no token changes the loss of later tokens of its own {unit} yet, so an equal loss proves nothing",
         )
+    only = "no sequence looked at has two documents; " if has_positions and unit == "sequence" else ""
     effect, inside = max((_effects(each) for each in ranks), key=lambda pair: pair[0])
     seen = [each for each in ranks if _leaks(each)]
     if not seen:
         return found(
             Severity.OK,
-            f"changing the first {unit} leaves the loss of the other {unit}s as it is ({_change(effect)}"
+            f"{only}changing the first {unit} leaves the loss of the other {unit}s as it is ({_change(effect)}"
             + (f"; a change inside moves it by {inside:.2g})" if inside is not None else ")"),
         )
     advice = (

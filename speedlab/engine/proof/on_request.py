@@ -39,7 +39,8 @@ class ProofOnRequest:
         driver = self._driver_of(loss)
         prover = Prover(self._state, self._step, driver, form="full", tokenizer=tokenizer)
         prover.trial(batch)
-        self._last = prover.prove([batch], weighted_by_tokens=False)
+        weighted = getattr(self._state.config, "loss_over", None) == "tokens"
+        self._last = prover.prove([batch], weighted_by_tokens=weighted)
         prover.watch(passes=False)
         self._prover = prover
         return self._last

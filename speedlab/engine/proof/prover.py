@@ -11,17 +11,17 @@ All ranks make the same calls. Each check is an attempt of all ranks together; o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-import speedlab.engine.proof.batch_cut as batch_cut
 import speedlab.engine.proof.counted_tokens as counted_tokens
 import speedlab.engine.proof.document_separation as document_separation
 import speedlab.engine.proof.dtypes as dtypes
 import speedlab.engine.proof.first_update as first_update
+import speedlab.engine.proof.forwards as forwards
 import speedlab.engine.proof.parameter_groups as parameter_groups
 from speedlab.comm import PeerLost
 from speedlab.engine.proof.left_as_it_was import left_as_it_was
@@ -152,12 +152,13 @@ class Prover:
         budget_seconds: float | None = None,
         step_seconds: float = 0.0,
         with_update: bool = False,
+        later: Iterable[Batch] = (),
     ) -> Proof:
         """The findings of all ranks, the same on each. Collective.
 
         `batches`: this rank's micro-batches of a step, the first one the observed one. `budget_seconds`: forwards are
         left out if they would take longer; `step_seconds`: what the step took. `with_update`: whether an update was
-        watched.
+        watched. `later`: micro-batches to look for two documents in one sequence, if `batches` have none.
         """
         began, findings = time.perf_counter(), []
         views, reason = self._views(batches)
@@ -181,12 +182,21 @@ class Prover:
                 findings.append(found)
 
         add(counted_tokens.KIND, counted_tokens.SECTION, lambda: self._counted(view, measured, reason))
-        forwards = check(
+        made_forwards = check(
             document_separation.KIND,
             document_separation.SECTION,
-            lambda: self._forwards(views, weighted_by_tokens, budget_seconds, step_seconds),
+            lambda: forwards.findings_of(
+                self._state,
+                self._step,
+                self._driver,
+                views,
+                self._views_of(later),
+                weighted_by_tokens=weighted_by_tokens,
+                budget_seconds=budget_seconds,
+                step_seconds=step_seconds,
+            ),
         )
-        findings += forwards or []
+        findings += made_forwards or []
         made = check(parameter_groups.KIND, parameter_groups.SECTION, self._groups)
         if made is not None:
             groups = made
@@ -228,6 +238,9 @@ class Prover:
             return [], str(error)
         except Exception as error:  # Whatever the batch is; all ranks must go on to the same checks.
             return [], f"it could not be read: {_told(error)}"
+
+    def _views_of(self, batches: Iterable[Batch]) -> Iterator[TokenBatch]:
+        return (token_batch(batch, self._state.module) for batch in batches)
 
     # ---- single checks ---------------------------------------------------------------------------------------------
 
@@ -332,104 +345,6 @@ class Prover:
                 own = list(counted_tokens.marked_text(view, measured if fits else None, None))
         return tuple((text, bool(counts)) for text, counts in self._state.everyone.share(own))
 
-    # ---- forwards --------------------------------------------------------------------------------------------------
-
-    def _forwards(
-        self,
-        views: Sequence[TokenBatch],
-        weighted_by_tokens: bool,
-        budget_seconds: float | None,
-        step_seconds: float,
-    ) -> list[Finding]:
-        """Findings about documents and about the cut of the batch. Collective."""
-        everyone, view = self._state.everyone, views[0] if views else None
-        kinds = (document_separation.KIND, document_separation.SECTION), (batch_cut.KIND, batch_cut.SECTION)
-        if not self._anywhere(view is not None):
-            return [_not_checked(*kind, "the batch has no tokens and targets") for kind in kinds]
-        trial = document_separation.trial_of(views)
-        separate = [] if trial is None else trial.batches
-        parts = [] if view is None else batch_cut.parts_of(view)
-        given = everyone.collect([len(separate), len(parts), batch_cut.counted_in(views)])
-        wanted = max(count for count, _, _ in given), max(count for _, count, _ in given)
-        # Ranks without documents of their own compute what they have, so that all make equally many forwards.
-        spare = view.rows(0, 1) if view is not None else None
-        plans = [[*mine, *[spare] * (count - len(mine))] for mine, count in zip((separate, parts), wanted, strict=True)]
-        left = _Budget(everyone.collect, budget_seconds, step_seconds)
-        with left_as_it_was(self._state, self._step), torch.no_grad():
-            for module in self._state.modules:
-                module.eval()
-            losses = [self._losses(plan, left) for plan in plans]
-        reports = everyone.collect([self._state.mesh.data_index, losses, len(separate), len(parts)])
-        return self._read(reports, [counts for _, _, counts in given], trial, parts, weighted_by_tokens, left)
-
-    def _losses(self, plan: Sequence[TokenBatch | None], left: _Budget) -> list[float] | None:
-        """The loss of each batch; [] where another rank of a pipeline has it; None if there was no time for all."""
-        found: list[float] = []
-        for batch in plan:
-            if not left.allows():
-                return None
-            assert batch is not None  # Some rank has tokens, so all have.
-            try:
-                made = self._driver.evaluate(batch.as_given())
-            except Exception:
-                self._driver.abandon()
-                raise
-            found += [float(loss) for loss in made]
-            left.spent()
-        return found
-
-    def _read(
-        self,
-        reports: Sequence[Any],
-        counted: Sequence[Sequence[int]],
-        trial: document_separation.Trial | None,
-        parts: Sequence[TokenBatch],
-        weighted_by_tokens: bool,
-        left: _Budget,
-    ) -> list[Finding]:
-        by_data: dict[int, Any] = {}
-        for index, losses, separate, cut in reports:
-            if index not in by_data or any(losses):
-                by_data[index] = losses, separate, cut
-        unit = self._state.everyone.collect(None if trial is None else trial.unit)
-        units = [each for each in unit if each]
-        own_counts = [int(part.counted.sum()) for part in parts]
-        part_counts = {
-            index: counts
-            for index, counts in self._state.everyone.collect([self._state.mesh.data_index, own_counts])
-            if counts
-        }
-        apart, cuts = [], []
-        for index, (losses, separate, cut) in sorted(by_data.items()):
-            first, second = losses
-            if first and separate:
-                values = [*first[:separate], *[None] * (4 - separate)]
-                apart.append(
-                    document_separation.Losses(
-                        unit=units[0], base=values[0], changed=values[1], control_base=values[2], control=values[3]
-                    )
-                )
-            if second and cut:
-                counts = part_counts[index]
-                cuts.append(
-                    batch_cut.Losses(together=second[0], alone=(second[1], second[2]), counted=(counts[1], counts[2]))
-                )
-        findings = []
-        if left.refused and not apart:
-            findings.append(_not_checked(document_separation.KIND, document_separation.SECTION, left.reason))
-        else:
-            findings.append(
-                document_separation.finding_of([each for each in apart if each.unit == units[0]] if units else [])
-            )
-        if left.refused and not cuts:
-            findings.append(_not_checked(batch_cut.KIND, batch_cut.SECTION, left.reason))
-        else:
-            dtype = _dtype(self._state.dtype)
-            findings.append(
-                batch_cut.finding_of(cuts, dtype=dtype, weighted_by_tokens=weighted_by_tokens, given=counted)
-            )
-        return findings
-
     # ---- between ranks ---------------------------------------------------------------------------------------------
 
     def _anywhere(self, here: bool) -> bool:
@@ -459,36 +374,6 @@ class Prover:
         if problems:
             raise CheckFailed(problems[0]) from error
         return result[0]
-
-
-class _Budget:
-    """How long forwards may still take. All ranks decide alike."""
-
-    def __init__(self, collect: Callable[[Any], list[Any]], seconds: float | None, step_seconds: float) -> None:
-        self._collect, self._seconds, self._expected = collect, seconds, step_seconds / 3
-        self._began = self._last = time.perf_counter()
-        self.refused = False
-
-    def allows(self) -> bool:
-        """Whether there is time for one more forward. Collective."""
-        if self._seconds is None:
-            return True
-        if not self.refused:
-            needed = max(self._collect(self._last - self._began + self._expected))
-            self.refused = needed > self._seconds
-        return not self.refused
-
-    def spent(self) -> None:
-        """One more forward is over."""
-        now = time.perf_counter()
-        self._expected, self._last = now - self._last, now
-
-    @property
-    def reason(self) -> str:
-        return (
-            f"the cheap form has {self._seconds:.2g} s for its forwards, and they would take longer; "
-            "`speedlab train --proof` and run.prove() make them"
-        )
 
 
 def _trainable(groups: Sequence[ParameterGroup]) -> int:

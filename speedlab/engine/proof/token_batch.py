@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from speedlab.models.documents import IGNORED, document_starts
 
 _TOKEN_NAMES = ("input_ids", "tokens")
-_TARGET_NAMES = ("labels", "targets")
+_TARGET_NAMES = ("shift_labels", "targets", "labels")
 _POSITION_NAMES = ("position_ids", "positions")
 _LEFT_OUT = ("num_items_in_batch",)
 """Counts of the batch as it was given; they would be wrong for a part of it."""

@@ -28,6 +28,9 @@ _FORWARDS_SECONDS = 2.0
 first minute."""
 
 
+_LATER_STEPS = 16
+
+
 class FirstBatch:
     """The proof of the run that `training` is."""
 
@@ -68,10 +71,11 @@ class FirstBatch:
         return self._stored(
             prover.prove(
                 self._batches(self._training.engine.global_step - 1),
-                weighted_by_tokens=_WEIGHTED,
+                weighted_by_tokens=self._weighted,
                 budget_seconds=None if full else _FORWARDS_SECONDS,
                 step_seconds=seconds,
                 with_update=True,
+                later=self._later(self._training.engine.global_step),
             )
         )
 
@@ -82,9 +86,15 @@ class FirstBatch:
         prover = self._new_prover("full")
         batches = self._batches(training.engine.global_step)
         prover.trial(batches[0])
-        proof = prover.prove(batches, weighted_by_tokens=_WEIGHTED)
+        later = self._later(training.engine.global_step + 1)
+        proof = prover.prove(batches, weighted_by_tokens=self._weighted, later=later)
         self._waiting = prover, proof
         return self._stored(proof)
+
+    @property
+    def _weighted(self) -> bool:
+        """Whether a step of the run weights micro-batches by their counted tokens."""
+        return getattr(self._training.config, "loss_over", "micro_batches") != "micro_batches"
 
     def _new_prover(self, form: str) -> Prover:
         training = self._training
@@ -94,6 +104,12 @@ class FirstBatch:
         """This rank's micro-batches of a step, once more. Collective: data that cannot be read fail on all ranks."""
         training = self._training
         return agreed(training.control, lambda: list(training.batches(training.train_rows, step)))
+
+    def _later(self, first: int) -> Iterator[tuple[Tensor, ...]]:
+        """Micro-batches of steps from `first` on, to look for documents in."""
+        training = self._training
+        for step in range(first, first + _LATER_STEPS):
+            yield from training.batches(training.train_rows, step)
 
     def _try_together(self, work: Callable[[], Any]) -> Any:
         try:
@@ -112,7 +128,3 @@ class FirstBatch:
         looks = [f"{finding.kind}: {finding.text}" for finding in proof.needs_a_look]
         text = "; ".join([f"{proof.counts} ({proof.cost})", *looks])
         return "proof", text + problem, {"proof_seconds": proof.seconds, "to_look_at": len(looks)}
-
-
-_WEIGHTED = False
-"""Whether a step of a run weights micro-batches by their counted tokens."""
