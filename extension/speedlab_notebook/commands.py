@@ -157,6 +157,12 @@ COMMANDS: Mapping[str, Command] = {
                     description="CPU engines pretend to be hosts, with a link of this bandwidth and latency",
                 ),
                 Option(
+                    name="timeout-seconds",
+                    value="SECONDS",
+                    number=True,
+                    description="how long a collective waits for a rank that does not come; 1,800 when left out",
+                ),
+                Option(
                     name="hosts", value="A:8,B:8", description="over SSH, on these hosts, with so many engines each"
                 ),
                 Option(

@@ -159,6 +159,7 @@ def _start(
     device: str = "auto",
     backend: str | None = None,
     link: str | None = None,
+    timeout_seconds: float | None = None,
     hosts: str | None = None,
     slurm: str | None = None,
     mpi: str | None = None,
@@ -172,7 +173,9 @@ def _start(
     began = time.monotonic()
     with _telling(f"starting {count} of cluster {name!r}; torch is imported, which takes a few seconds"):
         there = of_words(hosts, slurm, mpi)
-        cluster = Cluster(engines, name=name, device=device, backend=backend, link=link, **there)
+        cluster = Cluster(
+            engines, name=name, device=device, backend=backend, link=link, timeout_seconds=timeout_seconds, **there
+        )
     shell.push({"cluster": cluster})
     did = "was running" if ran_before else f"ready after {seconds_text(time.monotonic() - began)}"
     print(f"{_described(cluster)} · {did} · it is `cluster`")

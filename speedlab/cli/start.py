@@ -26,6 +26,8 @@ class StartOptions:
     """Number of engines; when left out one per GPU, else 4 on CPU cores."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """On what engines are started."""
+    timeout_seconds: float | None = None
+    """How long a collective waits for a rank that does not come; 1,800 when left out."""
     hosts: str | None = None
     """Over SSH, on these hosts, with so many engines each: gpu-1:8,gpu-2:8."""
     slurm: str | None = None
@@ -40,7 +42,13 @@ def start(argv: list[str]) -> int:
     ran = any(state.name == options.cluster for state in running_clusters())
     began = time.monotonic()
     there = of_words(options.hosts, options.slurm, options.mpi)
-    cluster = Cluster(options.engines, name=options.cluster, device=options.device, **there)
+    cluster = Cluster(
+        options.engines,
+        name=options.cluster,
+        device=options.device,
+        timeout_seconds=options.timeout_seconds,
+        **there,
+    )
     did = "was running" if ran else f"ready after {seconds_text(time.monotonic() - began)}"
     print(f"cluster {options.cluster}: {cluster.size} engine{'s' if cluster.size != 1 else ''}, {did}")
     return 0

@@ -77,6 +77,9 @@ class Cluster(Handle):
     `link="1 Gbit/s 1 ms"`: each CPU engine pretends to be a host of its own, and what they send each other takes as
     long as it would over such a link, for lessons on slow networks. Raises ClusterError for what is no link, with GPUs,
     and together with hosts, which have links of their own.
+
+    `timeout_seconds`: how long a collective waits for a rank that does not come; 1,800 by default. Then the ranks raise
+    PeerLost, which names the call in which each of them is. A configuration may have another limit (`timeout_seconds`).
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Cluster(Handle):
         device: str = "auto",
         backend: str | None = None,
         link: str | None = None,
+        timeout_seconds: float | None = None,
         start: bool = True,
         hosts: Sequence[str] | host_specs.SshHosts | None = None,
         slurm: Mapping[str, Any] | None = None,
@@ -94,7 +98,9 @@ class Cluster(Handle):
         interface: str = "",
         progress: Callable[[str], object] = print,
     ) -> None:
-        self._wanted = Wanted.parse(engines, device, backend, link, host_specs.parse(hosts, slurm, mpi))
+        self._wanted = Wanted.parse(
+            engines, device, backend, link, host_specs.parse(hosts, slurm, mpi), timeout_seconds
+        )
         super().__init__(name)
         self._interface, self._given_up = interface, threading.Event()
         self._waiting = spawn.Waiting(progress=progress, given_up=self._given_up.is_set)
@@ -163,13 +169,13 @@ class Cluster(Handle):
     def _start(self) -> None:
         wanted, token = self._wanted, secrets.token_hex(16)
         devices = choose_devices(wanted.engines, wanted.device) if wanted.spec is None else []
-        backend = wanted.backend or BACKENDS[0]
+        backend, timeout_seconds = wanted.backend or BACKENDS[0], wanted.timeout_seconds or 0.0
         self._home.create(token)
         try:
             if wanted.spec is None:
                 link = pretended.between(devices, wanted.link)
                 self._client = spawn.start(
-                    self._home, token, devices, backend, link, self.output.printed, self._waiting
+                    self._home, token, devices, backend, link, timeout_seconds, self.output.printed, self._waiting
                 )
             else:
                 self._client = spawn.start_on_hosts(
@@ -178,6 +184,7 @@ class Cluster(Handle):
                     wanted.spec,
                     device=wanted.device,
                     backend=backend,
+                    timeout_seconds=timeout_seconds,
                     interface=self._interface,
                     printed=self.output.printed,
                     waiting=self._waiting,

@@ -82,6 +82,8 @@ class ClusterState:
     """Where its engines are, when they are on several hosts."""
     over: str = ""
     """Why it has ended, where its supervisor came to know."""
+    timeout_seconds: float = 0.0
+    """How long collectives of its engines wait for a peer; 0 where the user gave no limit."""
     link: str = ""
     """Between engines that pretend to be hosts of their own: '1 Gbit/s 1 ms'; "" where they pretend nothing."""
 
@@ -97,6 +99,11 @@ class ClusterState:
     def from_json(cls, text: str) -> ClusterState:
         """Fields of a later version are passed over. Raises ValueError or RecursionError for what is none."""
         return msgspec.json.decode(text, type=cls)
+
+
+def timeout_environment(timeout_seconds: float) -> dict[str, str]:
+    """What the engines find of it in their environment (`comm.limits`); 0: the user gave no limit."""
+    return {"SPEEDLAB_TIMEOUT_SECONDS": f"{timeout_seconds:g}"} if timeout_seconds else {}
 
 
 class Home:
@@ -140,9 +147,11 @@ class Home:
         """What the process prints that engines are forked off."""
         return self.log / "nursery.log"
 
-    def environment(self, token: str, backend: str, link: str) -> dict[str, str]:
-        """What every process of the cluster finds in its environment."""
+    def environment(self, token: str, backend: str, link: str, timeout_seconds: float) -> dict[str, str]:
+        """What every process of the cluster finds in its environment. `timeout_seconds`: 0 for no limit of the
+        user's."""
         return {
+            **timeout_environment(timeout_seconds),
             TOKEN: token,
             "SPEEDLAB_BACKEND": backend,
             "SPEEDLAB_LINK": link,

@@ -61,18 +61,19 @@ def start_cluster(
     devices: Sequence[Device],
     backend: str,
     link: str,
+    timeout_seconds: float,
     nursery: Nursery,
     cancelled: Callable[[], bool],
 ) -> tuple[ClusterState, ipyparallel.Client]:
     """Start a controller and one engine per device; returns when all are ready, torch imported. `link`: what engines
-    pretend to have between them.
+    pretend to have between them. `timeout_seconds`: how long collectives wait for a peer; 0 for no limit of the user's.
 
     Raises ClusterError with the end of the logs when a process does not come up, and once `cancelled()`. Then no engine
     is left.
     """
     client = None
     try:
-        own = home.environment(token, backend, link)
+        own = home.environment(token, backend, link, timeout_seconds)
         fork = _fork(nursery, devices, cancelled)
         with reserved_ports() as ports:
             controller_pid, engine_pids = asyncio.run(_launch_all(home, devices, own, fork, ports))
@@ -87,6 +88,7 @@ def start_cluster(
             engines=tuple(engines),
             backend=backend,
             link=link,
+            timeout_seconds=timeout_seconds,
         )
         home.write(state)
         return state, client
@@ -133,7 +135,7 @@ def start_engines(
                 identifier=str(rank),
                 devices=device_fields(state.devices),
                 rendezvous=str(home.rendezvous),
-                environment=home.environment(state.token, state.backend, state.link),
+                environment=home.environment(state.token, state.backend, state.link, state.timeout_seconds),
                 output_file=str(home.log / f"engine-{rank}.log"),
                 fork=fork,
             )

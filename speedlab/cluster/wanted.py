@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import speedlab.cluster.host_specs as host_specs
@@ -23,12 +24,21 @@ class Wanted:
     backend: str | None
     link: LinkRate | None
     spec: host_specs.Spec | None
+    timeout_seconds: float | None = None
 
     @classmethod
     def parse(
-        cls, engines: int | None, device: str, backend: str | None, link: str | None, spec: host_specs.Spec | None
+        cls,
+        engines: int | None,
+        device: str,
+        backend: str | None,
+        link: str | None,
+        spec: host_specs.Spec | None,
+        timeout_seconds: float | None = None,
     ) -> Wanted:
         """Raises ClusterError for what no cluster can be."""
+        if timeout_seconds is not None and not 0 < timeout_seconds < math.inf:
+            raise ClusterError(f"timeout_seconds is {timeout_seconds!r}; it is a number of seconds above 0")
         if backend not in (None, *BACKENDS):
             raise ClusterError(f"backend is {backend!r}; it is {' or '.join(map(repr, BACKENDS))}")
         parsed = pretended.parse(link, on_hosts=spec is not None)
@@ -36,7 +46,9 @@ class Wanted:
             raise ClusterError(
                 f"engines is {engines}, and hosts say how many each has; leave it out, or write them as 'gpu-1:8'"
             )
-        return cls(engines=engines, device=device, backend=backend, link=parsed, spec=spec)
+        return cls(
+            engines=engines, device=device, backend=backend, link=parsed, spec=spec, timeout_seconds=timeout_seconds
+        )
 
     def require(self, state: ClusterState) -> None:
         """Raise ClusterError unless the cluster that runs is such a one."""
@@ -59,6 +71,12 @@ class Wanted:
             raise ClusterError(
                 f"the engines of cluster {name!r} reach each other through {state.backend!r}, and "
                 f"{self.backend!r} was asked for; {what_to_do}"
+            )
+        if self.timeout_seconds is not None and self.timeout_seconds != state.timeout_seconds:
+            limit = f"{state.timeout_seconds:g} s" if state.timeout_seconds else "the usual time"
+            raise ClusterError(
+                f"the engines of cluster {name!r} wait {limit} for each other, and {self.timeout_seconds:g} s were "
+                f"asked for; {what_to_do}"
             )
         if self.link is not None and str(self.link) != state.link:
             raise ClusterError(

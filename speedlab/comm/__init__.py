@@ -1,6 +1,8 @@
 """Process groups and collectives, with the bytes and the exposed time of each."""
 
+from speedlab.comm.activity import doing, named_calls, note_forward, note_update
 from speedlab.comm.board import Board
+from speedlab.comm.calls import exchange_numbers, prepare_exchange
 from speedlab.comm.codecs import Blocks, Codec
 from speedlab.comm.coded import CodedGathers, CodedSums, hosts_of
 from speedlab.comm.copies import HostCopies
@@ -34,9 +36,15 @@ __all__ = [
     "Transfer",
     "World",
     "check_peers",
+    "doing",
+    "exchange_numbers",
     "hosts_of",
     "join",
     "leave",
+    "named_calls",
+    "note_forward",
+    "note_update",
     "own_line",
     "patience",
+    "prepare_exchange",
 ]

@@ -13,14 +13,15 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from speedlab.comm.errors import CollectiveMismatch, PeerLost, reason_of, tells_of_lost_peer, tells_of_timeout
 from speedlab.comm.limits import timeout_seconds
 from speedlab.comm.own_note import LEFT, own_note
 from speedlab.comm.shared.memory import Process
@@ -33,7 +34,10 @@ _MOST_SECONDS = 5.0
 """Longest time until a note that does not change is published. A file that serves as a store grows with every note."""
 
 MODULE = "the module outside the engine"
-"""The call of a forward that did not come through the engine, as `generate` makes it."""
+"""What a forward that did not come through the engine calls, as `generate` does."""
+
+FORWARD = "forward without gradients"
+"""The call of a forward of the engine that does not train."""
 
 
 class Note(NamedTuple):
@@ -41,6 +45,8 @@ class Note(NamedTuple):
 
     text: str
     """A predicate with the rank as its subject: 'is in save_checkpoint after step 11'."""
+    forwards: int
+    """Forwards of the module since the last update."""
     host: str
     pid: int
 
@@ -52,7 +58,9 @@ class _State:
         self.depth = 0
         """Entry points under way; those inside another one do not change the note."""
         self.forwards = 0
-        """Forwards of the module alone since the last call of the engine."""
+        """Forwards of the module since the last update."""
+        self.gave_up = False
+        """Whether the last call ended because a peer was missing."""
         self.publisher: _Publisher | None = None
 
 
@@ -63,9 +71,10 @@ class doing:  # noqa: N801  # a context manager, read like a function
     """Note that this rank is in an entry point of the engine. Of entry points inside each other the outer one counts.
 
     Args:
-        call: name of the entry point, as the user calls it; '' for the parts of a step.
-        step: number of the step that is under way or, for a `call` between two steps, of the last one.
-        publish: write the note to the store at once. For entry points that are no part of a step.
+        call: name of the entry point, as the user calls it.
+        step: number of the step that is under way or, for a `call` between two steps, of the last one; below 0 where
+            that is not known.
+        publish: the call is between two steps; its note is written to the store at once.
     """
 
     __slots__ = ("_call", "_publish", "_step")
@@ -75,15 +84,19 @@ class doing:  # noqa: N801  # a context manager, read like a function
 
     @property
     def _where(self) -> str:
-        return f"{self._call} after step {self._step}" if self._publish else _in_step(self._step, self._call)
+        if self._publish:
+            return f"{self._call} after step {self._step}" if self._step >= 0 else self._call
+        return f"step {self._step} ({self._call})"
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> bool:
+        """Whether it is no part of another entry point."""
         _state.depth += 1
         if _state.depth == 1:
-            _state.forwards = 0
+            _state.gave_up = False
             own_note.set(f"is in {self._where}")
             if self._publish:
                 publish()
+        return _state.depth == 1
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -93,21 +106,23 @@ class doing:  # noqa: N801  # a context manager, read like a function
             return
         if kind is None:
             own_note.set(f"is in no call of the engine (the last one was {self._where})")
+        elif issubclass(kind, PeerLost):
+            _state.gave_up = True
+            publish()  # It stays in the note: the peers that give up a moment later name it, too.
         else:
             own_note.set(f"left {self._where} with {kind.__name__}")
             publish()
 
 
-def _in_step(step: int, call: str) -> str:
-    return f"step {step} ({call})" if call else f"step {step}"
-
-
 def note_forward() -> None:
-    """A forward of the module begins. Outside a call of the engine its number is noted: ranks that generate texts of
-    unequal lengths differ in it."""
-    if _state.depth == 0:
-        _state.forwards += 1
-        own_note.set(f"called {MODULE} {_state.forwards} time{'s' if _state.forwards > 1 else ''}")
+    """A forward of the module begins. Ranks that generate texts of unequal lengths differ in their number."""
+    _state.forwards += 1
+    own_note.set(own_note.text if _state.depth else f"called {MODULE}")
+
+
+def note_update() -> None:
+    """A step has ended: forwards are counted from here."""
+    _state.forwards = 0
 
 
 def own() -> str:
@@ -130,14 +145,55 @@ def report() -> str:
     if publisher is None:
         return ""
     publisher.publish()
-    texts = publisher.read()
+    notes = publisher.read()
+    if not any(note.text for note in notes):
+        return ""
+    texts = [f"{note.text}, with {_times(note.forwards)}" if _tells_forwards(notes) else note.text for note in notes]
+    return f"{_sentence(texts)}.{_advice(notes)}"
+
+
+def _tells_forwards(notes: Sequence[Note]) -> bool:
+    """Whether the ranks differ in their forwards, and a call of the module may be why."""
+    known = [note for note in notes if note.text]
+    alike = len({note.text for note in known}) == 1 or any(
+        word in note.text for note in known for word in (MODULE, FORWARD)
+    )
+    return alike and len({note.forwards for note in known}) > 1
+
+
+def named_calls(calls: Sequence[tuple[str, int]]) -> str:
+    """'rank 0 is in save_checkpoint after step 11; rank 1 is in evaluate after step 11': of these (name, step) by rank;
+    without a step where that is below 0."""
+    return _sentence([f"is in {name}" + (f" after step {step}" if step >= 0 else "") for name, step in calls])
+
+
+def _sentence(texts: Sequence[str]) -> str:
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
-        ranks_by_text.setdefault(text, []).append(rank)
-    if not any(texts):
-        return ""
-    sentence = "; ".join(f"{_named(ranks)} {text}" for text, ranks in ranks_by_text.items())
-    return f"{sentence}.{_advice(texts)}"
+        ranks_by_text.setdefault(text or "cannot be asked", []).append(rank)
+    return "; ".join(f"{_named(ranks)} {text}" for text, ranks in ranks_by_text.items())
+
+
+def _times(forwards: int) -> str:
+    return f"{forwards} forward{'' if forwards == 1 else 's'} since the last update"
+
+
+@contextmanager
+def lost_peers(waiting: str) -> Iterator[None]:
+    """Raise PeerLost, with what each rank does, for what a backend raises of a peer that left or did not come.
+    `waiting`: 'rank 0 waited for'."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not tells_of_lost_peer(error):
+            raise
+        if isinstance(error, CollectiveMismatch):  # It names what each rank does.
+            raise
+        if isinstance(error, PeerLost):
+            error.args = (explained(str(error)),)
+            raise
+        missing = "did not come" if tells_of_timeout(error) else "left"
+        raise PeerLost(explained(f"{waiting} a peer that {missing} ({reason_of(error)})")) from error
 
 
 def explained(text: str) -> str:
@@ -149,16 +205,18 @@ def explained(text: str) -> str:
 _MARK = "\nWhat each rank does: "
 
 
-def _advice(texts: Sequence[str]) -> str:
-    calls = {text for text in texts if text}
-    if len(calls) < 2 or any("ended" in text or " left " in f" {text}" for text in calls):
+def _advice(notes: Sequence[Note]) -> str:
+    known = [note for note in notes if note.text]
+    if any(note.text.startswith(("has ended", "left ", "has not joined")) for note in known):
         return ""
-    if any(MODULE in text for text in calls):
+    if _tells_forwards(notes):
         return (
-            " All ranks must call the module equally often while its parameters are partitioned. Give generate "
-            "synced_gpus=True, so that ranks that have finished go on calling it."
+            " All ranks must call the module equally often while its parameters are partitioned. In generate, "
+            "synced_gpus=True makes ranks that have finished go on calling the module."
         )
-    return " All ranks must make the same calls of the engine, in the same order."
+    if len({note.text for note in known}) > 1:
+        return " All ranks must make the same calls of the engine, in the same order."
+    return ""
 
 
 def _named(ranks: Sequence[int]) -> str:
@@ -184,6 +242,9 @@ def enter_world() -> None:
             return
         _state.publisher.stop()
         _state.publisher = None
+    if _state.gave_up or own_note.text.endswith(LEFT):  # In an earlier world.
+        _state.gave_up = False
+        own_note.forget()
     if dist.get_world_size() > 1 and _is_there(store):
         _state.publisher = _Publisher(store, dist.get_rank(), dist.get_world_size())
 
@@ -191,8 +252,8 @@ def enter_world() -> None:
 def leave_world() -> None:
     """Publish that this rank has left, and end the publishing."""
     if _state.publisher is not None:
-        if _state.depth == 0 and not own_note.text.startswith("left "):
-            own_note.set(LEFT)
+        if not _state.gave_up:  # Else its peers, which give up now, shall find in which call this rank was.
+            own_note.set(f"{own_note.text}, and {LEFT}" if own_note.is_of_an_engine else LEFT)
         publish()
         _state.publisher.stop()
         _state.publisher = None
@@ -203,7 +264,8 @@ def _is_there(store: Any) -> bool:
     then each request would wait until the timeout."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return not isinstance(store, dist.FileStore) or os.path.exists(store.path)
+    file: Any = store
+    return not isinstance(store, dist.FileStore) or os.path.exists(file.path)
 
 
 class _Publisher:
@@ -229,26 +291,30 @@ class _Publisher:
         if self._published != changes and _is_there(self._store):
             self._published = changes
             with suppress(RuntimeError):
-                self._store.set(self._keys[self._rank], json.dumps(Note(own_note.text, self._host, os.getpid())))
+                self._store.set(self._keys[self._rank], json.dumps(self._own))
 
-    def read(self) -> list[str]:
-        """What each rank is doing, in rank order; '' where that is not known."""
+    @property
+    def _own(self) -> Note:
+        return Note(own_note.text, _state.forwards, self._host, os.getpid())
+
+    def read(self) -> list[Note]:
+        """What each rank is doing, in rank order; without a text where that is not known."""
         return [self._read(rank) for rank in range(len(self._keys))]
 
-    def _read(self, rank: int) -> str:
+    def _read(self, rank: int) -> Note:
         if rank == self._rank:
-            return own_note.text
+            return self._own
         if not _is_there(self._store):
-            return ""
+            return Note("", 0, "", 0)
         try:
             if not self._store.check([self._keys[rank]]):
-                return "has not joined"
+                return Note("has not joined", 0, "", 0)
             note = Note(*json.loads(self._store.get(self._keys[rank])))
         except RuntimeError:
-            return ""
+            return Note("", 0, "", 0)
         if note.host == self._host and _has_ended(note.pid):
-            return f"has ended: its process is gone; it {note.text}"
-        return note.text
+            return note._replace(text=f"has ended: its process is gone (before, it {note.text})")
+        return note
 
     def stop(self) -> None:
         self._over.set()

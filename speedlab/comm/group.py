@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from speedlab.comm.activity import explained
-from speedlab.comm.errors import CollectiveMismatch, PeerLost, reason_of, tells_of_lost_peer, tells_of_timeout
+from speedlab.comm.activity import lost_peers
+from speedlab.comm.errors import PeerLost, tells_of_lost_peer
 from speedlab.comm.lending import LentBuffers
 from speedlab.comm.limits import wait_for
 from speedlab.comm.pretended import own_line
@@ -403,20 +403,13 @@ class Group:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if not tells_of_lost_peer(error):
+        with lost_peers(f"rank {self.ranks[self.index]} waited for"):
+            try:
+                yield
+            except RuntimeError as error:
+                if not isinstance(error, PeerLost) and tells_of_lost_peer(error):
+                    check_peers()  # Says which rank, where that is known.
                 raise
-            if isinstance(error, CollectiveMismatch):  # It names what each rank does.
-                raise
-            if isinstance(error, PeerLost):
-                error.args = (explained(str(error)),)
-                raise
-            check_peers()  # Says which rank, where that is known.
-            missing = "did not come" if tells_of_timeout(error) else "left"
-            whose = f"rank {self.ranks[self.index]} waited for a peer that {missing}"
-            raise PeerLost(explained(f"{whose} ({reason_of(error)})")) from error
 
     def _done(self) -> Transfer:
         return Transfer(None, self.traffic, self.device, link=Link.PROCESS.value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ TIMEOUT_VARIABLE = "SPEEDLAB_TIMEOUT_SECONDS"
 """In the environment of an engine: the limit that its cluster was given."""
 
 _patient = 0
-_given: float | None = None
+_of_join: float | None = None
 _of_world: float | None = None
 
 
@@ -34,10 +35,22 @@ def limit_seconds(seconds: float) -> float:
     return PATIENT_SECONDS if _patient else seconds
 
 
+class Timeout:
+    """A limit for the groups of this process, for as long as an engine holds this object."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        _held.append(weakref.ref(self))
+
+
+_held: list[weakref.ref[Timeout]] = []
+"""The limits of engines, oldest first."""
+
+
 def give_timeout(seconds: float | None) -> None:
-    """The user's limit for the groups of this process from now on; None: the user gave no limit."""
-    global _given  # noqa: PLW0603  # as above
-    _given = seconds
+    """What `join` was given; None: no limit."""
+    global _of_join  # noqa: PLW0603  # as above
+    _of_join = seconds
 
 
 def inherit_timeout(seconds: float | None) -> None:
@@ -49,14 +62,15 @@ def inherit_timeout(seconds: float | None) -> None:
 def timeout_seconds() -> float:
     """The limit of every group that SpeedLab makes.
 
-    1. What the user gave (`initialize`, the configuration, `join`).
-    2. What the environment says (`Cluster`).
-    3. The limit of the world, if the user made the world.
-    4. TIMEOUT_SECONDS.
+    1. What `initialize` or the configuration says; of several engines the newest with a limit counts.
+    2. What `join` was given.
+    3. What the environment says (`Cluster`).
+    4. The limit of the world, if the user made the world.
+    5. TIMEOUT_SECONDS.
     """
-    if _given is not None:
-        return _given
-    return environment_seconds() or _of_world or TIMEOUT_SECONDS
+    _held[:] = [reference for reference in _held if reference() is not None]
+    newest = _held[-1]() if _held else None
+    return (newest.seconds if newest else None) or _of_join or environment_seconds() or _of_world or TIMEOUT_SECONDS
 
 
 def environment_seconds() -> float | None:

@@ -19,6 +19,10 @@ class OwnNote:
         self.text = text
         self.changes += 1
 
+    def forget(self) -> None:
+        """A new world begins."""
+        self.set(_NOT_YET)
+
     @property
     def is_of_an_engine(self) -> bool:
         """Whether it is about calls of an engine."""

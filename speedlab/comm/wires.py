@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+import zlib
 from typing import Any
 
 import torch.distributed as dist
 
-from speedlab.comm.activity import explained
-from speedlab.comm.errors import PeerLost, reason_of, tells_of_lost_peer
+from speedlab.comm.activity import lost_peers
 from speedlab.comm.group_limits import limit_group, limited_store
 from speedlab.comm.limits import limit_of_a_group
 from speedlab.comm.over_hosts import STORE, bound_silence
@@ -21,13 +21,20 @@ class Wires:
     """
 
     _TAGS = 2**30
+    """Tags below are those of `take_tags`, tags from there on those of `next_tag`."""
+    _NUMBERS, _SIZES = 2**18, 2**12
 
     def __init__(self, group: Any) -> None:
         self.group = group
-        self._tag = 0
+        self._tag = self._exchanges = 0
 
-    def next_tag(self) -> int:
-        return self.take_tags(1)
+    def next_tag(self, nbytes: int) -> int:
+        """The tag of the next exchange of flats, in pieces of so many bytes.
+
+        Ranks that are in different calls exchange pieces of different sizes under one number, where gloo would end the
+        process. Their tags differ, so that each waits for its peer, and names the calls after `timeout_seconds`."""
+        self._exchanges = (self._exchanges + 1) % self._NUMBERS
+        return self._TAGS + self._exchanges * self._SIZES + zlib.crc32(str(nbytes).encode()) % self._SIZES
 
     def take_tags(self, count: int) -> int:
         """The first of so many in a row, for who may leave before using all."""
@@ -61,14 +68,11 @@ def wires(channel: str, ranks: tuple[int, ...]) -> Wires:
 def _new_group(ranks: tuple[int, ...]) -> Any:
     """Raises PeerLost where a rank does not come to the meeting of the group."""
     limit = limit_of_a_group()
-    try:
-        with limited_store(limit.total_seconds()):
-            return dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
-    except RuntimeError as error:
-        if isinstance(error, PeerLost) or not tells_of_lost_peer(error):
-            raise
-        text = f"rank {dist.get_rank()} waited for the ranks {list(ranks)} to make a group ({reason_of(error)})"
-        raise PeerLost(explained(text)) from error
+    with (
+        lost_peers(f"rank {dist.get_rank()}, to make a group of ranks, waited for"),
+        limited_store(limit.total_seconds()),
+    ):
+        return dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
 
 
 def limit_wires() -> None:

@@ -82,6 +82,13 @@ class RunConfig(Part):
     compile: bool = Field(
         default=False, description="Whether blocks go through torch.compile (needs a C++ compiler on CPUs)"
     )
+    timeout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        le=30 * 86400,
+        allow_inf_nan=False,
+        description="Longest wait of a collective for a rank that does not come; null: the cluster's, else 1,800",
+    )
     eval: EvalConfig = Field(default=EvalConfig(), description="Evaluation")
     checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints")
     recover: RecoverConfig = Field(default=RecoverConfig(), description="Bringing a run back that failed")

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from speedlab.engine.checkpoint.weights import write_weights
+from speedlab.engine.step.entry import entry_point
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.whole import whole_state
+from speedlab.placement import Holders
 
 
 class DeepSpeedNames(TrainingState):
@@ -78,6 +80,7 @@ class DeepSpeedNames(TrainingState):
 
     # ---- the weights -------------------------------------------------------------------------------------------------
 
+    @entry_point(alone=lambda engine: engine._whole_here and not (engine.apart or engine.partitioned_optimizer.late))
     def module_state_dict(
         self,
         destination: dict[str, Any] | None = None,
@@ -106,6 +109,7 @@ class DeepSpeedNames(TrainingState):
             state.pop(f"{prefix}{name}", None)
         return state
 
+    @entry_point()
     def save_16bit_model(
         self,
         save_dir: str | Path,
@@ -127,6 +131,12 @@ class DeepSpeedNames(TrainingState):
         """Whether this rank holds the whole module between steps."""
         alone = self.layout.tp == self.layout.pp == 1
         return alone and not any(zero.parameters_come for zero in self.zeros)
+
+    @property
+    def _masters_here(self) -> bool:
+        """Whether this rank holds the whole module and its masters, so that nothing has to come from others."""
+        held = all(zero.residency.optimizer_states is Holders.REPLICATED for zero in self.zeros)
+        return held and self._whole_here and not (self.apart or self.partitioned_optimizer.late)
 
     def _frozen(self) -> set[str]:
         own = [name for module in self.modules for name, p in module.named_parameters() if not p.requires_grad]

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 import speedlab.engine.checkpoint as checkpoint
-from speedlab.comm import PeerLost
+from speedlab.comm import PeerLost, doing, note_update, prepare_exchange
+from speedlab.comm.activity import FORWARD
+from speedlab.comm.limits import Timeout
 from speedlab.config import ConfigError
 from speedlab.engine.build.attention import BlockSparse
 from speedlab.engine.build.kept_inputs import kept_inputs_of
@@ -31,6 +33,7 @@ from speedlab.engine.proof import ProofOnRequest, Tokenizer
 from speedlab.engine.step.clock import PhaseClock
 from speedlab.engine.step.communicating import check_whole_gradients
 from speedlab.engine.step.drivers import Batch, Driver, driver_of
+from speedlab.engine.step.entry import entry_point
 from speedlab.engine.step.errors import NonFiniteError, name_module
 from speedlab.engine.step.evaluation import mean_loss
 from speedlab.engine.step.looking import Looking
@@ -62,14 +65,17 @@ class Engine(DeepSpeedNames):
         attention: BlockSparse,
         loss: LossFunction | None = None,
         trains: bool = True,
+        timeout: Timeout | None = None,
         **kwargs: Any,
     ) -> None:
         """`args`, `kwargs`: of TrainingState. `outside_bytes`: what the process held before. `attention`: what models
         of transformers were given. `loss`: as for `initialize`. `trains`: whether any rank has a parameter to train;
-        else the engine only computes, as a frozen teacher's."""
+        else the engine only computes, as a frozen teacher's. `timeout`: how long collectives wait while this
+        engine lives."""
         super().__init__(*args, **kwargs)
-        self._attention = attention
+        self._attention, self._timeout = attention, timeout
         device, config = self.world.device, self.config
+        self._prepare_exchanges()
         self.clock = PhaseClock(self.traffic, device)
         streams = RandomStreams(config.seed, device)
         self._step = Step(
@@ -111,9 +117,10 @@ class Engine(DeepSpeedNames):
         gradients; training is `train_batch`.
         """
         self._step.refuse_after_cut()
-        if not torch.is_grad_enabled():
+        trains = torch.is_grad_enabled()
+        if not trains:
             self.finish_update()
-        with self._guard():
+        with doing("forward" if trains else FORWARD, self._number), self._guard():
             return self._driver.forward(args, kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
@@ -138,7 +145,7 @@ class Engine(DeepSpeedNames):
         self._step.refuse_frozen("backward")
         self._step.refuse_after_cut()
         self._step.begin_backward()
-        with self._guard():
+        with doing("backward", self._number), self._guard():
             self._driver.backward(loss, retain_graph=retain_graph)
         return loss
 
@@ -152,7 +159,9 @@ class Engine(DeepSpeedNames):
         if not self._step.ends():
             self._step.ended_micro_batch()
             return False
-        updated = self._step.end(signals, self.config.clip_norm)
+        with doing("update", self._number):
+            updated = self._step.end(signals, self.config.clip_norm)
+        note_update()
         self.skipped_steps += not updated
         if updated and not self._settled:
             settle_allocator(self.world.device)
@@ -220,22 +229,23 @@ class Engine(DeepSpeedNames):
                 "many"
             )
         try:
-            with self._guard():
-                self._driver.train(given)
-            self.step(signals())
+            with doing("train_batch", self._number):
+                with self._guard():
+                    self._driver.train(given)
+                self.step(signals())
         except Exception:
             self._step.reset()
             raise
         assert self.totals is not None
         return self.totals.loss
 
+    @entry_point(refuse=lambda engine: engine._step.refuse_after_cut())
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
         """Mean loss over all ranks' micro-batches, as of `train_batch`, without gradients or dropout. Collective.
         Islands compute it with their own parameters, and so do ranks whose optimizer exchanges seldom; behind a meeting
         or an exchange these are one model's.
         Raises ValueError where ranks of one data index were given different ones."""
-        self._step.refuse_after_cut()
         self.finish_update()
         return mean_loss(batches, self._loss_of, modules=self.modules, mesh=self.mesh)
 
@@ -245,8 +255,22 @@ class Engine(DeepSpeedNames):
 
     def finish_update(self) -> None:
         if self.partitioned_optimizer.late and not self._step.under_way:
-            with self._around_update():
-                super().finish_update()
+            self._finish_late_update()
+
+    @entry_point("finish_update")
+    def _finish_late_update(self) -> None:
+        with self._around_update():
+            super().finish_update()
+
+    def _refuse_between(self, what: str) -> None:
+        """Raises RuntimeError where `what`, which belongs between two steps, cannot be done on this rank."""
+        self._step.refuse_after_cut()
+        self._step.refuse_inside(what)
+
+    @property
+    def _number(self) -> int:
+        """Of the step that is under way."""
+        return self.global_step + 1
 
     @property
     def trains(self) -> bool:
@@ -319,6 +343,7 @@ class Engine(DeepSpeedNames):
 
     # ---- the state ---------------------------------------------------------------------------------------------------
 
+    @entry_point(refuse=lambda engine: engine._refuse_between("reshape"))
     def reshape(self, *, zero: int | None = None, offload: Mapping[str, Any] | None = None) -> None:
         """Change the ZeRO stage, or where states lie (fields of `offload` in the configuration), in place, between two
         steps: states are cut, freed, gathered once, or go to another place. Nothing is lost.
@@ -326,8 +351,6 @@ class Engine(DeepSpeedNames):
         Raises ValueError for a stage that is none, ConfigError for what cannot be offloaded, both before anything is
         changed, and OffloadError where a place has no room.
         """
-        self._step.refuse_after_cut()
-        self._step.refuse_inside("reshape")
         zero = self.zero_stage if zero is None else zero
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"reshape: zero is {zero}; it is 0, 1, 2 or 3")
@@ -359,10 +382,13 @@ class Engine(DeepSpeedNames):
     def make_one(self) -> None:
         """As of `TrainingState`. Raises RuntimeError inside a step, and where an update was cut off."""
         if self.apart:
-            self._step.refuse_after_cut()
-            self._step.refuse_inside("taking one model of ranks that have trained apart")
+            self._make_one()
+
+    @entry_point("make_one", refuse=lambda engine: engine._refuse_between("make_one"))
+    def _make_one(self) -> None:
         super().make_one()
 
+    @entry_point(alone=lambda engine: engine._masters_here)
     def state_dict(self) -> dict[str, Any]:
         """The module's whole state on every rank (a collective), parameters as float32 masters where they exist, with
         modules' extra states and quantised parameters as `module.state_dict` has them.
@@ -372,6 +398,7 @@ class Engine(DeepSpeedNames):
         self.make_one()
         return whole_state(self.model_parts, self.mesh["pp"])
 
+    @entry_point(refuse=lambda engine: engine._refuse_between("save_checkpoint"))
     def save_checkpoint(
         self,
         folder: str | Path,
@@ -387,8 +414,6 @@ class Engine(DeepSpeedNames):
         Returns its path. `wait=False` comes back when the tensors are copied; `saving` tells of the rest. Without
         `verify` nothing is hashed or brought to the disk: for folders in memory.
         """
-        self._step.refuse_after_cut()
-        self._step.refuse_inside("save_checkpoint")
         self.finish_update()
         self.take_changes()
         tag = tag or numbered_name(Path(folder), self.global_step)
@@ -399,6 +424,7 @@ class Engine(DeepSpeedNames):
         """The last save in the background, under way or ended; None before the first."""
         return checkpoint.saving_of(self)
 
+    @entry_point(refuse=lambda engine: engine._step.refuse_in_a_look("load_checkpoint"), compares_steps=False)
     def load_checkpoint(
         self, folder: str | Path, tag: str | None = None, *, verify: bool = True
     ) -> tuple[Path, dict[str, Any]]:
@@ -407,7 +433,6 @@ class Engine(DeepSpeedNames):
 
         Returns (its path, the client state). Raises CheckpointError, naming the file, before anything is changed.
         """
-        self._step.refuse_in_a_look("load_checkpoint")
         loaded = checkpoint.load(self, folder, tag, verify=verify)
         self._step.reset()
         return loaded
@@ -417,6 +442,10 @@ class Engine(DeepSpeedNames):
         self.islands.disconnect()
         self.mesh.disconnect()
 
+    def _prepare_exchanges(self) -> None:
+        prepare_exchange(range(self.world.size))
+        prepare_exchange(self.group.ranks)  # Of `gather`.
+
     def reconnect(self) -> None:
         """Use the present world's connections; a step that was cut off is forgotten. Collective."""
         self.mesh.reconnect()
@@ -424,6 +453,7 @@ class Engine(DeepSpeedNames):
         for zero in self.zeros:
             zero.reconnect()
         self.islands.reconnect()
+        self._prepare_exchanges()
         if self._step.under_way:
             self._step.reset()
 
@@ -491,6 +521,7 @@ class Engine(DeepSpeedNames):
     def eval(self) -> Engine:
         return self.train(False)
 
+    @entry_point(alone=lambda engine: True)  # Also where other ranks are gone; a rank that waits says what it does.
     def destroy(self, *, keep_parameters: bool = True) -> None:
         """Give everything back: hooks, flats, optimizer states. The module works on by itself, with its master values.
 
@@ -514,7 +545,7 @@ class Engine(DeepSpeedNames):
                 part.zero.detach()
                 part.context.detach()
                 part.tensor.detach()
-                part.zero.gathers.leave()
+                part.zero.leave()
                 forget(part.zero)
                 if keep_parameters:
                     for flat in part.zero.flats:
@@ -528,6 +559,7 @@ class Engine(DeepSpeedNames):
         for group in self.optimizer.param_groups:
             group["params"] = []
         self.partitioned_optimizer.forget()
+        self._timeout = None
         release_freed_memory(self.world.device)
         if keep_parameters and untold is not None:
             raise untold

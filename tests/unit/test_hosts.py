@@ -215,7 +215,7 @@ def test_what_is_asked_of_a_host_whose_agent_has_just_ended_waits_for_another_ag
     home = Home("killed")
     home.create("a token")
     agents = FakeAgents()
-    hands = OnHosts(home, agents, "a token", "gloo", {})  # type: ignore[arg-type]  # as much of them as is asked
+    hands = OnHosts(home, agents, "a token", "gloo", 0.0, {})  # type: ignore[arg-type]  # as much of them as is asked
     assert hands.wire(make_folder(tmp_path, "a-run")) is None  # Not refused: the host is there, and sees the folder.
 
     agents.answers = False
@@ -229,7 +229,7 @@ def test_an_engine_on_a_host_that_is_just_back_can_be_ended(tmp_path: Path, monk
     home = Home("back")
     home.create("a token")
     agents = FakeAgents()
-    hands = OnHosts(home, agents, "a token", "gloo", {})  # type: ignore[arg-type]  # as much of them as is asked
+    hands = OnHosts(home, agents, "a token", "gloo", 0.0, {})  # type: ignore[arg-type]  # as much of them as is asked
     engine = EngineEntry(rank=0, pid=7, engine_id=0, host="host-a")
     assert hands.end([engine], lambda gone: None) == []
     assert agents.reached == [7]

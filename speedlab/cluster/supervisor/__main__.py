@@ -66,13 +66,14 @@ def _what_was_asked(home: Home, asked: dict[str, Any] | None) -> Begin:
 
         return functools.partial(start_on_hosts, home, token, asked)
     devices = [Device(**{**device, "cores": tuple(device["cores"])}) for device in asked["devices"]]
-    environment = home.environment(token, asked["backend"], asked["link"])
+    between = asked["backend"], asked["link"], asked["timeout_seconds"]
+    environment = home.environment(token, *between)
     nursery = Nursery({**os.environ, **environment}, home.nursery_log)
     if can_fork(device.kind for device in devices):
         nursery.begin(devices[0].threads)  # It imports torch while this process imports ipyparallel.
     from speedlab.cluster.supervisor.supervisor import start_here
 
-    return start_here(home, token, devices, asked["backend"], asked["link"], nursery)
+    return start_here(home, token, devices, *between, nursery)
 
 
 def _locked(path: Path) -> int:

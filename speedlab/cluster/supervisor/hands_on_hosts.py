@@ -24,7 +24,7 @@ from speedlab.cluster.agent_lobby import Given, Said
 from speedlab.cluster.agents import Agents, start_agents
 from speedlab.cluster.controller_place import controller_address
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.home import ClusterState, EngineEntry, Home, this_host, write_private
+from speedlab.cluster.home import ClusterState, EngineEntry, Home, this_host, timeout_environment, write_private
 from speedlab.cluster.hosts import Host, hosts_for, places
 from speedlab.cluster.launching import launching_for
 from speedlab.cluster.loads import Load
@@ -57,10 +57,16 @@ _SILENT_ROUNDS = 3
 class OnHosts:
     """Engines that agents have started, and whoever takes over finds again."""
 
-    def __init__(self, home: Home, agents: Agents, token: str, backend: str, spec: Mapping[str, Any]) -> None:
-        """`spec`: as `host_specs.fields_of` gives it."""
+    def __init__(
+        self, home: Home, agents: Agents, token: str, backend: str, timeout_seconds: float, spec: Mapping[str, Any]
+    ) -> None:
+        """`spec`: as `host_specs.fields_of` gives it. `timeout_seconds`: 0 for no limit of the user's."""
         self._home, self._agents, self._spec = home, agents, spec
-        self._environment = {processes.TOKEN: token, "SPEEDLAB_BACKEND": backend}
+        self._environment = {
+            processes.TOKEN: token,
+            "SPEEDLAB_BACKEND": backend,
+            **timeout_environment(timeout_seconds),
+        }
         self._lost: dict[str, str] = {}
         self._silent: dict[str, int] = {}
         """Hosts that are there and whose agents do not answer, and for how many looks."""
@@ -307,7 +313,7 @@ def start_on_hosts(
                 cancelled=cancelled,
             )
             progress("starting engines")
-            hands = OnHosts(home, agents, token, asked["backend"], asked["spec"])
+            hands = OnHosts(home, agents, token, asked["backend"], asked["timeout_seconds"], asked["spec"])
             engines = agents.start_engines(hands._environment, cancelled=cancelled.is_set)
             state = ClusterState(
                 name=home.name,
@@ -317,6 +323,7 @@ def start_on_hosts(
                 devices=tuple(device for host in agents.hosts for device in host.devices),
                 engines=engines,
                 backend=asked["backend"],
+                timeout_seconds=asked["timeout_seconds"],
                 hosts=tuple(host.name for host in agents.hosts),
             )
             hands.write()
@@ -345,4 +352,4 @@ def found_on_hosts(home: Home, state: ClusterState, client: Client) -> OnHosts:
         ) from None
     agents.use(state.hosts)  # Its last words may be of a change that was not made.
     agents.silent()  # They hear that there is a supervisor again, before a run that has paused for want of one goes on.
-    return OnHosts(home, agents, state.token, state.backend, fields["spec"])
+    return OnHosts(home, agents, state.token, state.backend, state.timeout_seconds, fields["spec"])

@@ -37,10 +37,22 @@ class Waiting:
 
 
 def start(
-    home: Home, token: str, devices: Sequence[Device], backend: str, link: str, printed: Printed, waiting: Waiting
+    home: Home,
+    token: str,
+    devices: Sequence[Device],
+    backend: str,
+    link: str,
+    timeout_seconds: float,
+    printed: Printed,
+    waiting: Waiting,
 ) -> Client:
     """Start a cluster in its new folder, by starting its supervisor. Raises ClusterError when it does not come up."""
-    asked = {"devices": device_fields(devices), "backend": backend, "link": link}
+    asked = {
+        "devices": device_fields(devices),
+        "backend": backend,
+        "link": link,
+        "timeout_seconds": timeout_seconds,
+    }
     return _spawned(home, token, asked, printed, waiting)
 
 
@@ -51,12 +63,19 @@ def start_on_hosts(
     *,
     device: str,
     backend: str,
+    timeout_seconds: float,
     interface: str,
     printed: Printed,
     waiting: Waiting,
 ) -> Client:
     """As `start`, on the hosts of `spec`."""
-    asked = {"spec": fields_of(spec), "device": device, "backend": backend, "interface": interface}
+    asked = {
+        "spec": fields_of(spec),
+        "device": device,
+        "backend": backend,
+        "timeout_seconds": timeout_seconds,
+        "interface": interface,
+    }
     return _spawned(home, token, asked, printed, waiting)
 
 

@@ -245,11 +245,21 @@ class Supervisor:
         self.end()
 
 
-def start_here(home: Home, token: str, devices: Sequence[Device], backend: str, link: str, nursery: Nursery) -> Begin:
-    """Start engines on this host; `link`: what they pretend to have between them."""
+def start_here(
+    home: Home,
+    token: str,
+    devices: Sequence[Device],
+    backend: str,
+    link: str,
+    timeout_seconds: float,
+    nursery: Nursery,
+) -> Begin:
+    """Start engines on this host; the rest as for `start.start_cluster`."""
 
     def begin(progress: Callable[[str], None], cancelled: threading.Event) -> Begun:
-        state, client = start.start_cluster(home, token, devices, backend, link, nursery, cancelled.is_set)
+        state, client = start.start_cluster(
+            home, token, devices, backend, link, timeout_seconds, nursery, cancelled.is_set
+        )
         return state, client, Here(home, client, token, nursery)
 
     return begin
@@ -264,7 +274,7 @@ def find(home: Home) -> Begin:
             raise ClusterError(f"cluster {home.name!r} does not run")
         client = start.connect(home, state)
         if not state.hosts:
-            environment = home.environment(state.token, state.backend, state.link)
+            environment = home.environment(state.token, state.backend, state.link, state.timeout_seconds)
             nursery = Nursery({**os.environ, **environment}, home.nursery_log)
             hands = Here(home, client, state.token, nursery)
             if unknown := hands.end_unknown(state.engines):

@@ -35,7 +35,7 @@ class GlooPeers(Transport):
 
     def offer(self, shards: Sequence[Tensor]) -> None:
         for shard in shards:
-            tag = self.wires.next_tag()
+            tag = self.wires.next_tag(shard.nbytes)
             self._offered[shard.data_ptr()] = tag, self._post_sends(shard, tag)
 
     def wait_until_all_read(self) -> None:
@@ -54,7 +54,7 @@ class GlooPeers(Transport):
         slices = full.view(self.size, -1)
         offered = self._offered.pop(shard.data_ptr(), None)
         if offered is None:
-            tag = self.wires.next_tag()
+            tag = self.wires.next_tag(shard.nbytes)
             works = self._post_sends(shard, tag)
         else:
             tag, sends = offered
@@ -73,7 +73,7 @@ class GlooPeers(Transport):
         own = slices[self.index]
         received = torch.empty((self.size - 1, own.numel()), dtype=full.dtype)
         self._buffers.add(received.nbytes)
-        tag = self.wires.next_tag()
+        tag = self.wires.next_tag(received[0].nbytes)
         works = [self.wires.group.recv([received[i]], peer, tag) for i, peer in enumerate(self.peers)]
         works += [self.wires.group.send([slices[peer]], peer, tag) for peer in self.peers]
 

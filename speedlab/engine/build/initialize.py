@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cuda_ops import torch_attention, warm
 from speedlab.comm import Traffic, World, join
+from speedlab.comm.limits import Timeout, checked_seconds
 from speedlab.comm.shared.segments import host_identity
 from speedlab.config import ConfigError, GivenConfig, OuterConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
@@ -66,6 +67,7 @@ def initialize(
     tp_plan: Mapping[str, str] | None = None,
     collate_fn: Callable[..., Any] | None = None,
     device: torch.device | str | None = None,
+    timeout_seconds: float | None = None,
 ) -> tuple[Engine, Optimizer, DataLoader[Any] | None, Any]:
     """Wrap any module for training on all ranks of the world. Collective: every rank calls it with the same arguments.
 
@@ -96,6 +98,9 @@ def initialize(
         units: which modules are gathered together; None chooses repeated blocks.
         tp_plan: how layers are cut over tensor-parallel ranks, as in Hugging Face's plans: pattern of module names →
             style. None takes the one that the model brings along.
+        timeout_seconds: how long collectives of SpeedLab's groups wait for a rank that does not come, while the engine
+            lives. Then PeerLost names the call in which each rank is. None takes `config.timeout_seconds`, else what
+            the cluster or the world of ranks was given, else 1,800.
 
     Returns (engine, optimizer, loader or None, scheduler or None).
     Raises ConfigError before anything is changed, and LayoutError where the number of ranks does not fit.
@@ -104,6 +109,7 @@ def initialize(
         raise ConfigError("initialize: model is missing; give a torch.nn.Module, or a callable that makes one")
     config = _config(config)
     gc.collect()  # What an earlier set-up of a notebook cell left behind may still be held by cycles.
+    timeout = _timeout(config.timeout_seconds if timeout_seconds is None else timeout_seconds)
     world = join(device)
     layout = config.layout(world.size, built_in=False)
     check_loss(loss, layout)
@@ -115,7 +121,7 @@ def initialize(
         check_attention(model, config.model.attention)
     _prepare_kernels(config, optimizer, world.device)
     epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
-    parts = {"loss": loss, "units": units, "tp_plan": tp_plan, "batch": batch, "groups": groups}
+    parts = {"loss": loss, "units": units, "tp_plan": tp_plan, "batch": batch, "groups": groups, "timeout": timeout}
     engine = _build(model, optimizer, lr_scheduler, config, world, **parts)
     _refuse_plateau(engine)
     for module in engine.modules:
@@ -138,6 +144,7 @@ def _build(
     tp_plan: Mapping[str, str] | None,
     batch: Batch,
     groups: Groups | None,
+    timeout: Timeout | None,
 ) -> Engine:
     """The model's parts on this rank, the optimizer over their flats, and the engine over both. Collective."""
     layout, dtype = config.layout(world.size, built_in=False), compute_dtype(config.precision, world.device)
@@ -195,6 +202,7 @@ def _build(
             loss=loss,
             attention=attention,
             trains=trains,
+            timeout=timeout,
         )
         on_failure.pop_all()
     return engine
@@ -236,6 +244,14 @@ def _recipe(
     if problem or recipe is None:
         raise ConfigError(problem)
     return recipe
+
+
+def _timeout(seconds: float | None) -> Timeout | None:
+    """Raises ConfigError for what is no number of seconds."""
+    try:
+        return None if seconds is None else Timeout(checked_seconds(seconds, "timeout_seconds"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _partitioned(recipe: Recipe, parts: Sequence[ModelPart], mesh: Mesh) -> PartitionedOptimizer:

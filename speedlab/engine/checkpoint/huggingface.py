@@ -31,6 +31,7 @@ from speedlab.engine.checkpoint.tensor_file import Values, to_disk, write_tensor
 from speedlab.engine.checkpoint.transformers_model import as_in_files, check_loaded_back, on_meta
 from speedlab.engine.checkpoint.verify import check_file
 from speedlab.engine.checkpoint.write import save
+from speedlab.engine.step.entry import entry_point
 from speedlab.engine.step.state import TrainingState
 from speedlab.telemetry.checkpoints import CheckpointError, Place, find_checkpoint
 from speedlab.telemetry.folder import TOKENIZER
@@ -46,6 +47,7 @@ _DECIDING = (
 # ---- out -------------------------------------------------------------------------------------------------------------
 
 
+@entry_point()
 def export_hf(
     source: TrainingState | Place,
     folder: Place,

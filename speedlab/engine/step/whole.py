@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from speedlab.comm import Group
+from speedlab.comm import Group, doing
 from speedlab.engine.step.model_part import ModelPart
 from speedlab.engine.step.module_state import EXTRA, decode, encode, entries
 from speedlab.parallel import zero
@@ -65,10 +65,17 @@ def gather(parameters: Any) -> Any:
     no engine manages are simply copied. Between steps only. An update that is late (`offload.delayed_update`) is
     finished before; under a pipeline `engine.finish_update()` has to come first, on all ranks, as RuntimeError says.
     """
-    if not isinstance(parameters, Tensor):
-        return [gather(parameter) for parameter in parameters]
-    own = zero.gather_partitions(parameters)
-    found = zero.name_of(parameters)
+    with doing("gather", -1, publish=True) as is_outer:
+        asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if is_outer:
+            zero.agree_on_gather(asked)
+        found = [_gathered(parameter) for parameter in asked]
+        return found[0] if isinstance(parameters, Tensor) else found
+
+
+def _gathered(parameter: Tensor) -> Tensor:
+    own = zero.gather_partitions(parameter)
+    found = zero.name_of(parameter)
     tensor = _tensor_of.get(found[0]) if found is not None else None
     return own if found is None or tensor is None else _join_parts(tensor, found[1], own)
 

@@ -2,7 +2,7 @@
 
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.gradient import Gradient, used_by_any
-from speedlab.parallel.zero.inspect import forget, gather_partitions, name_of, remember
+from speedlab.parallel.zero.inspect import agree_on_gather, forget, gather_partitions, name_of, remember
 from speedlab.parallel.zero.parameter import FlatParameter
 from speedlab.parallel.zero.slot import Slot
 from speedlab.parallel.zero.unit import Unit
@@ -21,6 +21,7 @@ __all__ = [
     "UnitPlan",
     "Ways",
     "Zero",
+    "agree_on_gather",
     "forget",
     "gather_partitions",
     "map_tensors",

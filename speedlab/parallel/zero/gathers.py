@@ -186,10 +186,17 @@ class Gathers:
             for unit in self.units:
                 unit.release()
 
-    def leave(self) -> None:
+    def leave(self, *, lost: bool) -> None:
         """The last word: release what is here. Of a pass that an exception in the bare module has left open, peers wait
-        for nothing of this rank any more."""
-        self.let_go()
+        for nothing of this rank any more. `lost`: nothing comes from peers any more."""
+        for unit in self.units if self.parameters_come else ():
+            if not (lost or unit.cut_off):
+                try:
+                    unit.release()
+                except (PeerLost, OffloadError):  # Nobody needs the values.
+                    lost = True
+            if unit.gathers is not None:
+                unit.forget_gather()
         if self.current is not Pass.IDLE:
             self._left = []
             self.end()
@@ -209,9 +216,10 @@ class Gathers:
         """Parameters are about to change."""
         self.release_all()
         self.wait_until_all_read()
-        self._outdate()
+        self.outdate()
 
-    def _outdate(self) -> None:
+    def outdate(self) -> None:
+        """What ranks hold beside their shards is not to be used any more."""
         for flat in self._flats:
             flat.outdate()
 
@@ -242,7 +250,7 @@ class Gathers:
         self.release_all()
         for group in self._groups:
             group.withdraw()
-        self._outdate()  # Ranks may have come to the exception with other units filled.
+        self.outdate()  # Ranks may have come to the exception with other units filled.
 
     def abandon_alone(self) -> None:
         """As `abandon`, where other ranks' engine may be gone: no collective is begun."""
@@ -256,7 +264,7 @@ class Gathers:
         for unit in self.units:
             unit.forget_calls()
             unit.forget_gather()
-        self._outdate()
+        self.outdate()
         self._left = []
         self.end()
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import weakref
+import zlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from speedlab.comm import exchange_numbers
 from speedlab.parallel.zero.parameter import FlatParameter, ReleasedParameter, find, places
 from speedlab.parallel.zero.zero import Zero
 
@@ -44,6 +47,25 @@ def forget(zero: Zero) -> None:
             places.pop(id(parameter), None)
             if isinstance(parameter, FlatParameter):
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # back to what it was
+
+
+def agree_on_gather(parameters: Sequence[Tensor]) -> None:
+    """Find out whether all ranks that have to gather these `parameters` do so. Collective over them.
+
+    Raises RuntimeError where they gather different ones, PeerLost where a rank does not come."""
+    known = [place for place in map(find, parameters) if place is not None]
+    absent = [place for place in known if place.zero.parameters_come and place.unit.gathers is None]
+    if not absent:
+        return
+    ranks = absent[0].flat.gather_group.ranks
+    own = [len(absent), zlib.crc32("\n".join(place.slot.name for place in absent).encode())]
+    found = exchange_numbers(own, ranks)
+    if any(each != found[0] for each in found):
+        counts = ", ".join(f"rank {rank}: {count}" for rank, (count, _) in zip(ranks, found, strict=True))
+        raise RuntimeError(
+            f"gather: the ranks ask for different parameters ({counts}). Call it on all ranks with the same parameters "
+            "in the same order."
+        )
 
 
 @torch.no_grad()

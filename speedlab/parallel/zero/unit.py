@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from speedlab.comm import PeerLost
 from speedlab.offload import OffloadError
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.ways import ReadThenGathered, Waited
@@ -39,6 +40,9 @@ class Unit:
         self.trainable_count = sum(len(flat.parameters) for flat in flats if flat.trainable)
         self.gathers: list[Waited] | None = None
         """The gather under way; None when the unit is released, [] when its parameters are there."""
+        self.cut_off = False
+        """Whether a wait for the gather under way has failed: its transfers are not waited for again, and the memory
+        that they fill stays until `forget_gather`."""
         self.missing = self.trainable_count
         """Gradients that this backward pass has not produced yet."""
         self.gradients = [flat.gradient for flat in flats if flat.gradient is not None]
@@ -66,13 +70,19 @@ class Unit:
         self.gathers = begun
 
     def finish_gather(self) -> None:
-        """Raises OffloadError where this rank's part cannot be read; nothing of the unit is under way then."""
+        """Raises OffloadError where this rank's part cannot be read; nothing of the unit is under way then. Raises
+        PeerLost where an earlier wait has failed: its error was raised then, and may be of another world."""
+        if self.cut_off:
+            raise PeerLost(f"the gather of {self.name} was cut off; the ranks have to meet again (engine.reconnect)")
         arriving = self.gathers or ()
         try:
             for pending in arriving:
                 pending.wait()
         except OffloadError:
             self.forget_gather()
+            raise
+        except BaseException:
+            self.cut_off = True
             raise
         self.gathers = []
         if arriving and self.watch is not None:
@@ -95,8 +105,9 @@ class Unit:
             if isinstance(pending, ReadThenGathered):
                 with suppress(OffloadError):  # Whoever needs the values is told.
                     pending.reading.wait()
+            del pending  # A transfer that is gone writes nothing into the memory that is freed now.
         if self.gathers is not None:
-            self.gathers = []
+            self.gathers, self.cut_off = [], False
             self.release()
 
     def forget_calls(self) -> None:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from speedlab.comm import Group, PeerLost
+from speedlab.comm import Group, PeerLost, note_forward
 from speedlab.offload import Stores
 from speedlab.parallel.zero.flat import Flat
 from speedlab.parallel.zero.gathers import Gathers
@@ -114,7 +114,8 @@ class Zero:
         self._saved = SavedTensors(self._before_read)
         """What autograd saves while parameters come and go."""
         self._broken = False
-        """Whether a peer was lost in the middle of a pass: what was under way keeps its memory until `reconnect`."""
+        """Whether a peer was lost in the middle of a pass, or connections were let go of: what was under way keeps its
+        memory until `reconnect`, and is never waited for."""
         self._hooks: list[Any] = []
         self._part_hooks = PartHooks(self._before_part, self._after_part)
         self._attach()
@@ -233,6 +234,7 @@ class Zero:
         if entered or (unit is gathers.root and self.current is Pass.IDLE):
             if not torch.is_grad_enabled():
                 self.refuse_late("a forward without gradients")
+            note_forward()
             gathers.begin(Pass.FORWARD)
             self._saved.reset()
             if module is not self.module:
@@ -473,6 +475,7 @@ class Zero:
 
     def disconnect(self) -> None:
         """Let go of the connections. Transfers under way keep their memory until `reconnect`."""
+        self._broken = True
         for group in self._ways.all:
             group.disconnect()
 
@@ -480,10 +483,16 @@ class Zero:
         """Use the present world's connections, after forgetting a pass that was cut off. Collective."""
         for group in self._ways.all:
             group.reconnect()
-        if self._broken or self.current is not Pass.IDLE or not self.reductions.idle:
+        under_way = any(unit.gathers for unit in self.units) or not self.reductions.idle
+        if self._broken or self.current is not Pass.IDLE or under_way:
             self.gathers.forget()
             self.reductions.forget()
+        self.gathers.outdate()  # On all ranks alike, though only some were cut off.
         self._broken = False
+
+    def leave(self) -> None:
+        """The engine ends: release what is here, and wait for nothing that cannot come."""
+        self.gathers.leave(lost=self._broken)
 
     def place(self, residency: Residency) -> None:
         """Move every flat to where `residency` says. Between two steps only."""
