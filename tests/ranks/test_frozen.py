@@ -40,19 +40,23 @@ def config_of(stage: int) -> dict[str, Any]:
     return {"zero": {"stage": stage, "bucket_bytes": 1}, "precision": "float32", "batch": {"micro_size": 2}}
 
 
-def divergence(student: Any, teacher: Any, inputs: Tensor) -> Tensor:
-    with torch.no_grad():
+def divergence(student: Any, teacher: Any, inputs: Tensor, how: str = "first") -> Tensor:
+    """`how`: when the teacher computes, before the student or "between" its forward and backward, or "with gradients"
+    enabled."""
+    made = student(inputs=inputs)["logits"].log_softmax(-1) if how == "between" else None
+    with torch.set_grad_enabled(how == "with gradients"):
         expected = teacher(inputs=inputs)["logits"].softmax(-1)
-    return -(expected * student(inputs=inputs)["logits"].log_softmax(-1)).sum(-1).mean()
+    made = student(inputs=inputs)["logits"].log_softmax(-1) if made is None else made
+    return -(expected * made).sum(-1).mean()
 
 
-def distilled(stage: int) -> dict[str, Tensor]:
+def distilled(stage: int, how: str) -> dict[str, Tensor]:
     """The student after four steps; both are engines, and they take turns."""
     own = speedlab.initialize(model=student(), optimizer=sgd, config=config_of(stage))[0]
     frozen = speedlab.initialize(model=teacher(), config=config_of(stage))[0]
     try:
         for step in range(4):
-            own.backward(divergence(own, frozen, models.tokens(step, dist.get_rank())[0]))
+            own.backward(divergence(own, frozen, models.tokens(step, dist.get_rank())[0], how))
             assert own.step()
         return own.state_dict()
     finally:
@@ -74,10 +78,12 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 
-@STAGES
-def test_a_student_and_its_frozen_teacher(two: Pool, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "how"), [*((stage, "first") for stage in range(4)), (2, "between"), (3, "between"), (3, "with gradients")]
+)
+def test_a_student_and_its_frozen_teacher(two: Pool, stage: int, how: str) -> None:
     expected = two.run(plainly_distilled)[0]
-    for state in two.run(distilled, stage):
+    for state in two.run(distilled, stage, how):
         for name, value in state.items():
             assert (value - expected[name]).abs().max() < 2e-5, name
 
