@@ -327,3 +327,25 @@ def test_hooks_on_parameters_after_initialize(two: Pool, stage: int) -> None:
         assert told["refused"].startswith("blocks.1.up.weight: a post-accumulate hook reads .grad")
         assert told["seen"] < 1e-7
         assert (told["change"] + 0.05 * 2 * mean).abs().max() < 1e-6
+
+
+def take_gradient(parameter: Tensor) -> None:
+    """As an optimizer's step in backward does."""
+    parameter.grad = None
+
+
+def hooked_before(stage: int) -> str:
+    case, model = Case(stage=stage), models.transformer()
+    handle = model.get_parameter("blocks.1.up.weight").register_post_accumulate_grad_hook(take_gradient)
+    with engine_for(case, model=model) as engine:
+        said = refused(lambda: engine.backward(loss_of(engine, case, 0, 0)))
+        handle.remove()
+        engine.backward(loss_of(engine, case, 0, 0))
+        assert engine.step()
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_hook_of_before_that_takes_the_gradient_is_refused(two: Pool, stage: int) -> None:
+    for told in two.run(hooked_before, stage):
+        assert told.startswith("blocks.1.up.weight: a post-accumulate hook of before initialize has taken its gradient")

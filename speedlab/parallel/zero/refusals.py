@@ -48,6 +48,14 @@ def refuse_loose_gradient(name: str) -> NoReturn:
     )
 
 
+def refuse_taken_gradient(name: str) -> NoReturn:
+    """A hook that was there before `initialize` has cleared the gradient of the parameter `name`."""
+    raise RuntimeError(
+        f"{name}: a post-accumulate hook of before initialize has taken its gradient, so that the engine would never "
+        "train it. Remove the hook; to update in backward, set optimizer.in_backward in the configuration"
+    )
+
+
 def refuse_state_dict() -> NoReturn:
     """The module's own is asked for, and parameters are not here."""
     raise RuntimeError(

@@ -43,6 +43,7 @@ from speedlab.parallel.zero.refusals import (
     refuse_loose_gradient,
     refuse_other_parameters,
     refuse_state_dict,
+    refuse_taken_gradient,
     refuse_thawed,
     refuse_transforms,
 )
@@ -184,6 +185,8 @@ class Zero:
             def hook(parameter: Tensor) -> None:
                 if (zero := this()) is not None:
                     unit = zero.units[unit_index]
+                    if gradient_of(parameter) is None:
+                        refuse_taken_gradient(unit.flats[flat_index].slots[index].name)
                     zero._receive(unit, unit.flats[flat_index], index, parameter)
 
             return hook
