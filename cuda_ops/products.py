@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from threading import Lock
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ LEAST_ROWS, LEAST_ELEMENTS = 8, 1 << 13
 """Of what is multiplied by a matrix: with fewer, torch's own products are as fast or faster."""
 
 MOST_SHAPES = 128
-"""Of products that are oneDNN's in a process."""
+"""Of products of one engine that are oneDNN's: it keeps a tenth of a megabyte of machine code for each."""
 
 _TRIED = ((256, 384, 256), (33, 77, 65), (512, 64, 1536), (1, 512, 512))
 _EXACT = 2e-5
@@ -49,23 +49,35 @@ _EXACT = 2e-5
 rounded to bfloat16 give some 1e-3."""
 
 
+class Products:
+    """By whom an engine multiplies float32, and the shapes that are oneDNN's, which are counted for each engine: the
+    bits of a run must not depend on how many shapes others have multiplied in this process."""
+
+    def __init__(self, choice: Choice = "auto") -> None:
+        self.choice = choice
+        self.shapes: set[tuple[int, ...]] = set()
+
+
 class _Process:
-    """What kernels were told to take, and whether torch's setting is changed, by us."""
+    """Whose products kernels make now, and whether torch's setting is changed, by us."""
 
     def __init__(self) -> None:
-        self.chosen: Choice = "auto"
+        self.products = Products()
         self.changed = False
         self.lock = Lock()
-        self.shapes: set[tuple[int, ...]] = set()
-        """Those of products that were oneDNN's: it keeps machine code for each."""
 
 
 _process = _Process()
 
 
-def choose(products: Choice) -> None:
-    """By whom kernels multiply float32 from now on (`mm`, `addmm_`). Layers that have `hook` are oneDNN's anyway."""
-    _process.chosen = products
+@contextmanager
+def within(products: Products) -> Iterator[None]:
+    """Inside, kernels (`mm`, `addmm_`) multiply float32 as `products` says. Layers that have `hook` do so anyway."""
+    before, _process.products = _process.products, products
+    try:
+        yield
+    finally:
+        _process.products = before
 
 
 def in_use(device: torch.device, dtype: torch.dtype, choice: Choice) -> str:
@@ -135,7 +147,8 @@ def end() -> None:
 @contextmanager
 def _under_way(left: Tensor, right: Tensor) -> Iterator[None]:
     """While a kernel multiplies these."""
-    if _process.chosen == "auto" and _is_wanted(left, right.shape[-1]):
+    products = _process.products
+    if products.choice == "auto" and _is_wanted(left, right.shape[-1], products):
         begin()
     try:
         yield
@@ -166,14 +179,16 @@ class Product(nn.Module):
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
-def hook(modules: Iterable[nn.Module]) -> list[RemovableHandle]:
+def hook(modules: Iterable[nn.Module], products: Products | None = None) -> list[RemovableHandle]:
     """Let the linear layers among `modules` multiply float32 by oneDNN, forward and backward, until the handles are
-    removed. Their graph, and so what may be done with it, stays torch's; copies of them are as they were."""
+    removed; shapes count among those of `products`. Their graph, and so what may be done with it, stays torch's; copies
+    of them are as they were."""
+    products = products or Products()
     handles = []
     for layer in filter(_is_linear, modules):
         handles += [
-            layer.register_forward_pre_hook(_Hook(_before_forward)),
-            layer.register_forward_hook(_Hook(_after_forward), always_call=True),
+            layer.register_forward_pre_hook(_Hook(partial(_before_forward, products))),
+            layer.register_forward_hook(_Hook(partial(_after_forward, products)), always_call=True),
         ]
     return handles
 
@@ -202,14 +217,15 @@ def _outputs(layer: nn.Module) -> int:
     return getattr(layer, "out_features", 0) or getattr(layer, "nf", 0)
 
 
-def _before_forward(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-    if inputs and _is_wanted(inputs[0], _outputs(layer)):
+def _before_forward(products: Products, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    if inputs and _is_wanted(inputs[0], _outputs(layer), products):
         begin()
 
 
-def _after_forward(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+def _after_forward(products: Products, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
     end()
-    if not (inputs and isinstance(output, Tensor) and output.requires_grad and _is_wanted(inputs[0], _outputs(layer))):
+    has_backward = isinstance(output, Tensor) and output.requires_grad
+    if not (inputs and has_backward and _is_wanted(inputs[0], _outputs(layer), products)):
         return
     node = output.grad_fn
     for _ in range(_LONGEST_WAY):
@@ -222,9 +238,9 @@ def _after_forward(layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> No
         node = node.next_functions[0][0] if node.next_functions else None
 
 
-def _is_wanted(x: Any, columns: int) -> bool:
+def _is_wanted(x: Any, columns: int, products: Products) -> bool:
     """Whether the product of `x` and a matrix of so many `columns` is oneDNN's, by what it is. Not that of fake tensors
-    and the like, nor of a shape that came when there were many: oneDNN keeps a tenth of a megabyte for each."""
+    and the like, nor of a shape that came when there were many of these `products`."""
     if not (
         type(x) in (Tensor, nn.Parameter)
         and x.dtype is torch.float32
@@ -237,9 +253,9 @@ def _is_wanted(x: Any, columns: int) -> bool:
         return False
     inner = x.shape[-1]
     shape = (x.numel() // inner, inner, columns)
-    if shape not in _process.shapes and len(_process.shapes) < MOST_SHAPES:
-        _process.shapes.add(shape)
-    return shape in _process.shapes
+    if shape not in products.shapes and len(products.shapes) < MOST_SHAPES:
+        products.shapes.add(shape)
+    return shape in products.shapes
 
 
 def _before_backward(gradients: tuple[Tensor | None, ...]) -> None:

@@ -37,11 +37,10 @@ REALLY = products.faster()
 def faster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if this processor were one where oneDNN is faster: the setting is tried everywhere, its values only there."""
     monkeypatch.setattr(products, "faster", lambda: True)
-    monkeypatch.setattr(products._process, "shapes", set())
+    monkeypatch.setattr(products._process, "products", products.Products())
     before = products._setting()
     products._set(OFF)
     yield
-    products.choose("auto")
     products._set(before)
 
 
@@ -212,8 +211,7 @@ def test_a_setting_of_the_callers_stays(layer, theirs):
 def test_torchs_may_be_chosen(layer):
     a, b, out = torch.ones(128, 128), torch.ones(128, 64), torch.empty(128, 64)
     for choice, setting in (("auto", ON), ("torch", OFF)):
-        products.choose(choice)
-        with Settings() as settings:
+        with products.within(products.Products(choice)), Settings() as settings:
             products.addmm_(products.mm(a, b, out), a, b)
         assert settings.seen == {"mm": [setting], "addmm_": [setting]}
     cpu, cuda = torch.device("cpu"), torch.device("cuda")

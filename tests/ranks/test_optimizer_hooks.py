@@ -15,6 +15,7 @@ import speedlab
 from ranks.loops import Case, engine_step, train_plain
 from ranks.pool import Pool
 from ranks.test_parity import STAGES
+from speedlab.engine.proof.observation import Observation
 
 PAGE = ROOT / "speedlab/guides/script.md"
 CLIP, NOISE = (b.code for b in blocks_of(PAGE) if b.heading == "Change gradients before the update")
@@ -181,3 +182,22 @@ def test_where_no_hook_could_change_gradients_a_step_says_so(two: Pool, config: 
     for words, goes_on in two.run(refusal_of_a_hook, config):
         assert words.startswith("optimizer: a hook of register_step_pre_hook cannot change the gradients, because ")
         assert goes_on
+
+
+def proof_beside_one_bit_adam() -> int:
+    """The engine's own hooks are no user's: its proof looks at the update of any optimizer."""
+    case = Case(stage=0)
+    config = {**case.config(), "optimizer": {"name": "onebit_adam", "freeze_step": 1}}
+    engine, *_ = speedlab.initialize(model=case.build(), config=config)
+    observation = Observation(engine, engine._step)
+    observation.start(passes=False)
+    try:
+        engine_step(engine, case, 0)
+        return observation.update
+    finally:
+        observation.stop()
+        engine.destroy()
+
+
+def test_the_engines_own_hooks_are_not_refused(two: Pool) -> None:
+    assert two.run(proof_beside_one_bit_adam) == [1, 1]

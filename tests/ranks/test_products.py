@@ -93,3 +93,37 @@ def test_others_are_left_as_they_are(two: Pool, dtype: str, choice: str) -> None
     for found in two.run(train, 1, dtype, choice, "none"):
         assert set(found["seen"]) == {"none"}
         assert found["hooks"] == 0
+
+
+def settings_of_one_bit_adam(others: int) -> tuple[list[str], bytes]:
+    """Of the products of two steps in a process that has trained `others` before, of other shapes; and the parameters'
+    bits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(products, "faster", lambda: True)
+        patch.setattr(products, "MOST_SHAPES", 4)
+        for number in range(others):
+            steps_of({"optimizer": {"name": "adamw"}}, rows=64 + 8 * number)
+        return steps_of({"optimizer": {"name": "onebit_adam", "freeze_step": 1}}, rows=128)
+
+
+def steps_of(config: dict[str, Any], rows: int) -> tuple[list[str], bytes]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module, x = Layers(), torch.randn(rows, 64)
+    settings = {"zero": {"stage": 0}, "precision": {"dtype": "float32"}, "batch": {"micro_size": rows}}
+    engine, *_ = speedlab.initialize(model=module, config=settings | config)
+    with Settings() as seen:
+        for _ in range(2):
+            engine.backward(engine(x))
+            engine.step()
+    parameters = torch.cat([value.flatten() for value in engine.state_dict().values()])
+    engine.destroy()
+    return seen.seen, parameters.numpy().tobytes()
+
+
+def test_whose_products_are_does_not_depend_on_what_was_trained_before(two: Pool) -> None:
+    """oneDNN's machine code is bounded for each engine: the bits of a run would else be those of a fresh process only
+    until so many shapes were multiplied."""
+    for used, fresh in zip(two.run(settings_of_one_bit_adam, 3), two.run(settings_of_one_bit_adam, 0), strict=True):
+        assert fresh[0].count("bf16") >= 8
+        assert used == fresh

@@ -234,10 +234,9 @@ def _recipe(
     recipe, error, problem = None, None, ""
     try:
         recipe = Recipe(optimizer, modules, config.optimizer, groups, trial_on=mesh.device)
-        needs = needs_of(config, mesh)
-        problem = recipe.forms.problem(recipe.kind.__name__, needs)
+        problem = recipe.forms.problem(recipe.kind.__name__, needs_of(config, mesh))
     except Exception as raised:
-        error, problem = raised, str(raised)
+        error, problem = raised, str(raised) or type(raised).__name__
     problem = next(filter(None, mesh.everyone.collect(problem)), "")
     if error is not None:
         raise error

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import speedlab.engine.proof.first_update as first_update
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.step import Step
+from speedlab.engine.step.update import engine_hook
 from speedlab.models.gpt import Prediction
 
 
@@ -39,7 +40,8 @@ class Observation:
 
     def start(self, *, passes: bool) -> None:
         """Look on from now on: at the update, and with `passes` at forwards and backwards, too."""
-        self._hooks.append(self._state.optimizer.register_step_pre_hook(self._guarded(self._see_update)))
+        see_update = engine_hook(self._guarded(self._see_update))
+        self._hooks.append(self._state.optimizer.register_step_pre_hook(see_update))
         if not passes:
             return
         for module in self._state.modules:

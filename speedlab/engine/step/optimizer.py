@@ -33,7 +33,7 @@ from speedlab.engine.step.late import LateUpdate, Twin
 from speedlab.engine.step.optimizer_states import OptimizerStates, Scalars
 from speedlab.engine.step.parameter_sums import ParameterSums
 from speedlab.engine.step.segments import has_kernels, owned_ranges
-from speedlab.engine.step.update import Update, has_hooks
+from speedlab.engine.step.update import Update, engine_hook, has_hooks
 from speedlab.engine.step.visits import publishing
 from speedlab.parallel.zero import Flat, Gradient
 from speedlab.parallel.zero.ways import Waited
@@ -328,6 +328,7 @@ class PartitionedOptimizer:
 
     # ---- the inner optimizer in other hands --------------------------------------------------------------------------
 
+    @engine_hook
     def _refuse_others(self, stepped: Optimizer, *_: object) -> None:
         """A hook on the inner optimizer's step: who calls it past the engine would update nothing."""
         ours = self._update is not None and self._update.steps(stepped)

@@ -5,7 +5,8 @@ masters' dtype are laid at the masters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -21,9 +22,19 @@ _CAST_BYTES = 64 * 2**20
 """Gradients in low precision are widened for the update in pieces of this many bytes."""
 
 
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def engine_hook(hook: _Hook) -> _Hook:
+    """Mark a hook before an optimizer's step as the engine's own, which does not use `grad` of what it is given."""
+    hook.is_engine_hook = True  # type: ignore[attr-defined]  # functions take attributes
+    return hook
+
+
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether something beside `PartitionedOptimizer` is called before a step."""
-    return len(optimizer._optimizer_step_pre_hooks) > 1  # type: ignore[attr-defined]  # torch has no other way to ask
+    """Whether a hook of the user's is called before a step."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()  # type: ignore[attr-defined]  # torch has no other way to ask
+    return not all(getattr(hook, "is_engine_hook", False) for hook in hooks)
 
 
 class Update:
@@ -49,6 +60,7 @@ class Update:
         self._states, self._gradients, self._sums = states, gradients, sums
         self._optimizer, self._number, self._flats, self._ahead = optimizer, number, flats, ahead
         self._stepping, self._publishes, self._in_pieces = False, publishes, in_pieces
+        self._hooked = has_hooks(optimizer)
 
     def steps(self, optimizer: Optimizer) -> bool:
         """Whether the step of this optimizer that is under way is this update's."""
@@ -83,20 +95,19 @@ class Update:
         optimizer = self._optimizer
         assert isinstance(optimizer, FusedOptimizer)
         pending: list[Waited] = []
-        hooked = has_hooks(optimizer)
-        if hooked:  # They see gradients where torch has them.
-            for flat in self._flats:
-                self._give_gradients(flat, factor, unused.get(flat.name, ()))
         if isinstance(optimizer, LooksAtParameters):
             self._measure(optimizer, factor, unused)
         given = self._given(factor, unused, pending)
         optimizer.given = given
         try:
+            if self._hooked:  # They see gradients where torch has them.
+                for flat in self._flats:
+                    self._give_gradients(flat, factor, unused.get(flat.name, ()))
             self._step_optimizer()
         finally:
             optimizer.given = ()  # It holds gradients; those of an update that failed must not stay.
             given.close()
-            if hooked:
+            if self._hooked:
                 self._take_gradients(self._flats)
         return pending
 
@@ -129,7 +140,7 @@ class Update:
         here = slice(segment.start - base, segment.end - base)
         copy = None if narrow is None else narrow[here]
         number = self._sums.first[flat.name] + segment.first
-        if segment.master.grad is not None:  # Hooks have changed it; the factor is in it.
+        if self._hooked and segment.master.grad is not None:  # Hooks have had it; the factor is in it.
             return Given(segment.master, segment.master.grad, copy, 1.0, number)
         gradient = self._gradients[flat.name].update.to(segment.master.device)
         return Given(segment.master, gradient[here], copy, factor, number)
@@ -168,7 +179,7 @@ class Update:
     def _make_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Waited]:
         optimizer, every = self._optimizer, self._states.flats
         scales = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        scaled_inside = factor != 1.0 and scales and not has_hooks(optimizer)  # Hooks see gradients as they are.
+        scaled_inside = factor != 1.0 and scales and not self._hooked  # Hooks see gradients as they are.
         if scaled_inside:
             # A fused kernel divides by a scale on the way; it is handed over as torch's GradScaler does.
             scale = torch.full((), 1.0 / factor, device=every[0].master.device if every else "cpu")
