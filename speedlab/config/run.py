@@ -78,6 +78,11 @@ class RunConfig(Part):
     offload: OffloadConfig = Field(
         default=OffloadConfig(), description="Model states away from the device: on the host, on disk"
     )
+    loss_over: Literal["tokens", "micro_batches"] | None = Field(
+        default=None,
+        description="What the loss of a step is the mean over: the targets that count, or micro-batches of any number "
+        "of them; null: over targets in runs and train_batch, over micro-batches in a loop of one's own",
+    )
     clip_norm: float | None = Field(default=1.0, gt=0, description="Largest global gradient norm; null never clips")
     compile: bool = Field(
         default=False, description="Whether blocks go through torch.compile (needs a C++ compiler on CPUs)"

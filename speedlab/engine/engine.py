@@ -37,6 +37,7 @@ from speedlab.engine.step.entry import entry_point
 from speedlab.engine.step.errors import NonFiniteError, name_module
 from speedlab.engine.step.evaluation import mean_loss
 from speedlab.engine.step.looking import Looking
+from speedlab.engine.step.loss_weights import Count
 from speedlab.engine.step.losses import LossFunction, check_loss
 from speedlab.engine.step.memory import release_freed_memory, settle_allocator, suit_allocator
 from speedlab.engine.step.random_streams import RandomStreams
@@ -123,19 +124,24 @@ class Engine(DeepSpeedNames):
         with doing("forward" if trains else FORWARD, self._number), self._guard():
             return self._driver.forward(args, kwargs)
 
-    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, *, counted_targets: int | Tensor | None = None
+    ) -> Tensor:
         """Gradients of `loss` (a scalar, the mean over this rank's micro-batch), summed over the ranks when they are
         due.
 
         The loss is scaled here for accumulation, data parallelism and float16; do not scale it before.
+        With `loss_over` 'tokens' it weighs as much as targets count in it.
 
         Args:
             loss: its gradients are added to those of the present micro-batch.
             retain_graph: as torch's, for several losses of one forward, each with a backward of its own.
+            counted_targets: how many targets the loss is the mean of, for `loss_over` 'tokens'; None: those that count
+                in the labels or targets that the engine was called with.
 
         Returns `loss` as given.
         Raises RuntimeError when the parameters have changed since its forward, and when the loop calls backward for
-        several micro-batches without `step` between them.
+        several micro-batches without `step` between them; ValueError if the number of targets is needed and not known.
         """
         if loss.numel() != 1:
             raise ValueError(
@@ -146,7 +152,7 @@ class Engine(DeepSpeedNames):
         self._step.refuse_after_cut()
         self._step.begin_backward()
         with doing("backward", self._number), self._guard():
-            self._driver.backward(loss, retain_graph=retain_graph)
+            self._driver.backward(loss, counted_targets, retain_graph=retain_graph)
         return loss
 
     def step(self, signals: Sequence[float] = ()) -> bool:
@@ -210,13 +216,16 @@ class Engine(DeepSpeedNames):
         Args:
             batches: `accumulation` micro-batches: tokens and targets, (B, T) int64 each, and where several documents
                 stand in one sequence the tokens' positions in them; dicts of the model's keyword arguments, as Hugging
-                Face's; or whatever the `loss` of `initialize` takes. A pipeline takes no dicts. Ranks of one dp index
-                give the same.
+                Face's; or whatever the `loss` of `initialize` takes. Ranks of one dp index give the same.
             signals: asked at the last moment for what `step` takes.
 
-        Returns the mean loss over the global batch. Raises, before anything is done, ValueError for another number of
-        micro-batches, TypeError where a pipeline gets no pair, RuntimeError inside a step; and, before the update,
-        ValueError where ranks of one data index were given different ones.
+        Returns the mean loss over the global batch: over all targets in it that count (not -100), however they are
+        distributed over micro-batches and ranks. With a `loss` function, with `loss_over` 'micro_batches', or where a
+        batch has no targets, it is the mean over micro-batches.
+
+        Raises, before anything is done, ValueError for another number of micro-batches, TypeError where a pipeline gets
+        neither pair nor dict, RuntimeError inside a step; and, before the update, ValueError where ranks of one data
+        index were given different ones, and where no target counts.
         """
         self._step.refuse_frozen("train_batch")
         self._step.refuse_after_cut()
@@ -229,6 +238,7 @@ class Engine(DeepSpeedNames):
                 "many"
             )
         try:
+            self._step.weights.begin_whole_step()
             with doing("train_batch", self._number):
                 with self._guard():
                     self._driver.train(given)
@@ -242,14 +252,16 @@ class Engine(DeepSpeedNames):
     @entry_point(refuse=lambda engine: engine._step.refuse_after_cut())
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over all ranks' micro-batches, as of `train_batch`, without gradients or dropout. Collective.
+        """Mean loss over all ranks' micro-batches, over what `train_batch` takes the mean, without gradients or
+        dropout. Collective.
         Islands compute it with their own parameters, and so do ranks whose optimizer exchanges seldom; behind a meeting
         or an exchange these are one model's.
         Raises ValueError where ranks of one data index were given different ones."""
         self.finish_update()
-        return mean_loss(batches, self._loss_of, modules=self.modules, mesh=self.mesh)
+        over_targets = self.config.loss_over != "micro_batches"
+        return mean_loss(batches, self._loss_of, modules=self.modules, mesh=self.mesh, over_targets=over_targets)
 
-    def _loss_of(self, batch: Batch) -> list[Tensor]:
+    def _loss_of(self, batch: Batch) -> list[tuple[Tensor, Count]]:
         with self._guard():
             return self._driver.evaluate(batch)
 

@@ -55,11 +55,6 @@ def document_starts(positions: Tensor) -> Tensor:
     return torch.where(document_begins(positions), places, 0).cummax(1).values
 
 
-def labels_of(tokens: Tensor, positions: Tensor) -> Tensor:
-    """(B, T) labels for models that shift them themselves: no token is asked for the first one of the next document."""
-    return tokens.masked_fill(document_begins(positions), IGNORED)
-
-
 def starts_for(starts: Tensor, length: int) -> Tensor:
     """`starts` for sequences padded to `length` tokens: what pads them comes behind, and may see anything."""
     return F.pad(starts, (0, length - starts.shape[1])).contiguous()

@@ -33,6 +33,7 @@ _WITHOUT_EFFECT = {
     "position_embeddings",
     "position_ids",
     "return_dict",
+    "shift_labels",
     "use_cache",
 }
 """What transformers' models pass on to their attention, and scores do not depend on: masks are made of positions."""

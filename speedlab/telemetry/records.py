@@ -130,7 +130,8 @@ class MemoryMark(NamedTuple):
 class StepRecord:
     """One optimizer step on one rank.
 
-    `loss` is the mean over the global batch; `tokens` counts the global batch; `flops` is this rank's share of the
+    `loss` is the mean over the global batch; `tokens` counts the global batch, `counted_tokens` the targets in it that
+    count in the loss (0 if the loss is a mean over micro-batches); `flops` is this rank's share of the
     model's floating-point operations in the step (the convention without recomputation); `traced` says that
     `ledger.activations` was measured exactly in this very step, not carried over.
     """
@@ -146,6 +147,7 @@ class StepRecord:
     tokens: int
     flops: float
     seconds: float
+    counted_tokens: int = 0
     phases: dict[str, float] = field(default_factory=dict)
     sent_bytes: dict[str, int] = field(default_factory=dict)
     """By collective."""

@@ -103,8 +103,11 @@ def bert() -> nn.Module:
 
 
 def labels_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
-    """As the engine asks Hugging Face models for their loss: the tokens are the labels."""
-    return model(batch[0], labels=batch[0]).loss
+    """Of Hugging Face models: the mean over the given targets, target t for output t."""
+    tokens, targets = batch
+    if model.config.is_encoder_decoder:
+        return model(tokens, labels=targets).loss
+    return F.cross_entropy(model(tokens).logits.float().flatten(0, 1), targets.flatten())
 
 
 def gpt_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:

@@ -291,9 +291,9 @@ def test_what_a_pipeline_does_not_have_is_told(pool_of: PoolOf) -> None:
         assert batches == "train_batch: 1 micro-batches came, but batch.accumulation is 4; give as many"
         for text in (called, *theirs):
             assert "engine.train_batch(batches), evaluate with engine.evaluate(batches), both of pairs (tok" in text
-        pair = "a micro-batch is a pair (tokens, targets) of tensors (B, T), not a"
-        assert f"{pair} dict of input_ids, labels; targets are the tokens one place" in mapping
-        assert f"{pair} Tensor; " in alone
+        assert "a dict for GPT holds tokens and targets, tensors of (B, T), and tokens is missing" in mapping
+        assert "a micro-batch is (tokens, targets) of tensors (B, T), or a dict of the model's keyword" in alone
+        assert "not a Tensor; targets are the tokens one place further on" in alone
 
 
 def _logits(case: LayoutCase) -> list:

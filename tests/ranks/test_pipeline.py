@@ -199,7 +199,9 @@ class Rank:
 
     def step(self, step: int) -> float:
         count = self.case.micro_batches
-        losses = self.pipeline.train(*self.batch(step), micro_batches=count, scale=1 / (count * self.layout.dp))
+        losses = self.pipeline.train(
+            *self.batch(step), micro_batches=count, scales=[1 / (count * self.layout.dp)] * count
+        )
         self.update()
         return sum(loss.item() for loss in losses) / count
 
@@ -258,7 +260,7 @@ def train_plain(case: Case, dp: int) -> Outcome:
     def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
         if isinstance(model, GPT):
             return model(tokens, targets).loss
-        return model(tokens, labels=tokens).loss
+        return model(tokens, labels=targets, shift_labels=targets).loss
 
     outcome = Outcome()
     count = case.micro_batches * dp

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from speedlab.config import ConfigError, DataConfig, ModelConfig, RunConfig
 from speedlab.data import check, prepare, separated, write_tokens
 from speedlab.engine.build.contract import try_model
+from speedlab.engine.step.counted_targets import targets_of
 from speedlab.engine.step.losses import loss_of
 from speedlab.models import GPT
-from speedlab.models.documents import document_starts, labels_of
+from speedlab.models.documents import document_starts
 from speedlab.models.hugging_face import PACKED_FAMILIES, packing_problem
 
 LENGTHS = ([1, 19, 4, 24], [48], [30, 17, 1])
@@ -52,8 +53,6 @@ def pieces(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
 def test_starts_follow_from_positions() -> None:
     positions = torch.tensor([[0, 1, 0, 0, 1, 2], [5, 6, 7, 9, 10, 0]])
     assert document_starts(positions).tolist() == [[0, 0, 2, 3, 3, 3], [0, 0, 0, 3, 3, 5]]
-    tokens = torch.arange(6).expand(2, 6)
-    assert labels_of(tokens, positions).tolist() == [[-100, 1, -100, -100, 4, 5], [-100, 1, 2, -100, 4, -100]]
 
 
 def test_rows_are_cut_behind_each_end_token() -> None:
@@ -221,14 +220,24 @@ def family(kind: str, **changes: Any) -> Any:
 def test_families_of_transformers_keep_documents_apart(kind: str) -> None:
     model = family(kind)
     assert packing_problem(model) is None
-    tokens, _, positions = batch_of()
-    loss = loss_of(model, (tokens, tokens, positions), None)
+    tokens, targets, positions = batch_of()
+    loss = loss_of(model, (tokens, targets, positions), None)
     total = torch.zeros(())
-    for (own,) in pieces(tokens):
-        if own.shape[1] > 1:
-            total = total + model(input_ids=own, labels=own, use_cache=False).loss * (own.shape[1] - 1)
-    asked = sum(length - 1 for row in LENGTHS for length in row)
-    torch.testing.assert_close(loss, total / asked, rtol=2e-6, atol=1e-6)
+    for own, aims in pieces(tokens, targets):
+        logits = model(input_ids=own, use_cache=False).logits.flatten(0, 1)
+        total = total + nn.functional.cross_entropy(logits, aims.flatten(), reduction="sum")
+    torch.testing.assert_close(loss, total / (targets != -100).sum(), rtol=2e-6, atol=1e-6)
+    # The same in keyword arguments, as collators of packed documents give them.
+    labels = nn.functional.pad(targets[:, :-1], (1, 0), value=-100)
+    labels = labels.masked_fill(positions == 0, -100)
+    given = {"input_ids": tokens, "labels": labels, "position_ids": positions, "attention_mask": tokens.new_ones(3, 48)}
+    counted = targets_of(model, given)
+    assert counted is not None
+    total = total - nn.functional.cross_entropy(
+        model(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, -1], targets[:, -1], reduction="sum"
+    )
+    torch.testing.assert_close(loss_of(model, given, None), total / counted.number, rtol=2e-6, atol=1e-6)
+    assert model.config.use_cache  # As before.
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "speedlab"])

@@ -213,6 +213,7 @@ def _load_rest(engine: TrainingState, files: Files, manifest: dict[str, Any]) ->
         engine.scheduler.load_state_dict({**engine.scheduler.state_dict(), **manifest["schedule"]})
     engine.global_step = manifest["step"]
     # Older checkpoints do not say these.
+    engine.counted_per_micro_batch = manifest.get("counted_per_micro_batch")
     engine.skipped_steps = manifest.get("skipped_steps", 0)
     engine.global_samples = manifest.get("samples", engine.global_step * engine.batch.global_size)
     if engine.epochs is not None:

@@ -85,6 +85,7 @@ class Reporter:
                 loss_scale=engine.loss_scale.value,
                 zero_stage=engine.zero_stage,
                 tokens=tokens,
+                counted_tokens=engine.totals.counted,
                 flops=training.flops_per_token * tokens / training.world.size,
                 seconds=costs.seconds,
                 phases=costs.phases,

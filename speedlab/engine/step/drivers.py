@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, cast
@@ -10,15 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from speedlab.config import ConfigError
 from speedlab.engine.step.clock import PhaseClock
+from speedlab.engine.step.counted_targets import TARGETS, targets_of, with_one_counted
+from speedlab.engine.step.loss_weights import Count
 from speedlab.engine.step.losses import LossFunction, loss_of
+from speedlab.engine.step.pipeline_batches import pipeline_parts
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.step import Step
 from speedlab.layout import LayoutError
-from speedlab.models.documents import check_documents, check_positions
 from speedlab.models.gpt import FeedForward
-from speedlab.models.hugging_face import packing_problem
+from speedlab.models.packed import keep_separate, without_cache
 from speedlab.parallel.context import ContextParallel
 from speedlab.parallel.pipeline import Pipeline, StageModule
 from speedlab.parallel.zero import map_tensors
@@ -42,16 +44,17 @@ class Driver(Protocol):
         """What the module gives for these arguments."""
         ...
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        """Gradients of a micro-batch's loss."""
+    def backward(self, loss: Tensor, counted_targets: Count = None, *, retain_graph: bool = False) -> None:
+        """Gradients of a micro-batch's loss, the mean over so many targets."""
         ...
 
     def train(self, batches: Sequence[Batch]) -> None:
         """Forward and backward of all micro-batches of a step."""
         ...
 
-    def evaluate(self, batch: Batch) -> list[Tensor]:
-        """The loss of a micro-batch, without gradients; [] where another rank of the pipeline has it."""
+    def evaluate(self, batch: Batch) -> list[tuple[Tensor, Count]]:
+        """The loss of a micro-batch, without gradients, and how many targets it is the mean of; [] where another rank
+        of the pipeline has it."""
         ...
 
     def update(self) -> AbstractContextManager[object]:
@@ -93,17 +96,36 @@ class WholeModel:
         self._running_statistics = [b for module in state.modules for b in _running_statistics(module)]
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._micro_batch((args, kwargs)):
+        if self._step.weights.is_on and torch.is_grad_enabled():
+            args, kwargs = self._counted(args, kwargs)
+        # A call without gradients and targets may generate, which needs a cache.
+        trains = torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in TARGETS)
+        with self._micro_batch((args, kwargs)), without_cache(self._module) if trains else nullcontext():
+            kwargs = keep_separate(self._module, kwargs) if trains else kwargs
             args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
             return self._module(*args, **kwargs)
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, counted_targets: Count = None, *, retain_graph: bool = False) -> None:
+        weights = self._step.weights
+        count = weights.of_backward(counted_targets)
+        again = weights.has_loss and counted_targets is None
+        self._backward(loss, count, again=again, retain_graph=retain_graph)
+
+    def _counted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Count the targets in the arguments of a call, and return arguments of which at least one counts."""
+        args, kwargs = _by_name(self._module, args, kwargs)
+        targets = targets_of(self._module, kwargs)
+        self._step.weights.saw_forward(None if targets is None else targets.number)
+        return args, kwargs if targets is None else with_one_counted(kwargs, targets)
+
+    def _backward(self, loss: Tensor, count: Count, *, again: bool = False, retain_graph: bool = False) -> None:
+        (scale,) = self._step.scales([count], again=again)
         due = self._step.sync and (self._step.at_boundary or self._zero.residency.gradients_go)
         with self._clock.phase("backward"):
             self._zero.begin_backward(sync=due)
             self._step.in_backward = True
             try:
-                (loss * self._step.scale).backward(retain_graph=retain_graph)
+                (loss * scale).backward(retain_graph=retain_graph)
             finally:
                 self._step.in_backward = False
             self._zero.end_backward()
@@ -111,11 +133,11 @@ class WholeModel:
 
     def train(self, batches: Sequence[Batch]) -> None:
         for number, batch in enumerate(batches, 1):
-            self.backward(self._loss(batch))
+            self._backward(*self._loss(batch))
             if number < len(batches):
                 self._step.ended_micro_batch()
 
-    def evaluate(self, batch: Batch) -> list[Tensor]:
+    def evaluate(self, batch: Batch) -> list[tuple[Tensor, Count]]:
         return [self._loss(batch)]
 
     @contextmanager
@@ -133,10 +155,22 @@ class WholeModel:
         tensor = self._state.to_device(tensor)
         return tensor.to(self._dtype) if tensor.dtype == torch.float32 else tensor
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _loss(self, batch: Batch) -> tuple[Tensor, Count]:
+        """The loss of a micro-batch, and how many targets it is the mean of."""
         with self._micro_batch(batch):
-            batch = map_tensors(dict(batch) if isinstance(batch, Mapping) else batch, self._cast)
-            return loss_of(self._module, batch, self._loss_function)
+            if isinstance(batch, Mapping):
+                batch = dict(batch)
+            if self._loss_function is not None:
+                return loss_of(self._module, map_tensors(batch, self._cast), self._loss_function), None
+            if isinstance(batch, dict):
+                # Of the whole step, as a Trainer passes it: this loss is a mean, and gets its weight afterwards.
+                batch.pop("num_items_in_batch", None)
+                batch = keep_separate(self._module, batch)  # Before anything is on a device, where looks would wait.
+            targets = targets_of(self._module, batch)
+            if targets is not None and self._state.config.loss_over != "micro_batches":
+                batch = with_one_counted(batch, targets)
+            loss = loss_of(self._module, map_tensors(batch, self._cast), None)
+            return loss, None if targets is None else targets.number
 
     def update(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -216,12 +250,15 @@ class PipelineStages:
                 f"use {length - rest} or {length - rest + self._token_share} tokens"
             )
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+    def backward(self, loss: Tensor, counted_targets: Count = None, *, retain_graph: bool = False) -> None:
         raise RuntimeError(f"under {self._state.layout} a step is one call: engine.train_batch(batches)")
 
     def train(self, batches: Sequence[Batch]) -> None:
         parts = [self._parts(batch) for batch in batches]
         step = self._step
+        counts = [_number_of(self._state.modules[0], each) for each in parts]
+        if step.weights.is_on:
+            parts = [_with_one_counted(self._state.modules[0], each) for each in parts]
         step.data.look(batches)
         if len(shapes := {tuple(tokens.shape) for tokens, *_ in parts}) > 1:
             told = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
@@ -232,33 +269,23 @@ class PipelineStages:
             )
         self._check_length(parts[0][0].shape[1])
         given = [self._state.to_device(torch.cat(each)) for each in zip(*parts, strict=True)]
-        step.ended_backward(self._pipeline.train(*given, micro_batches=step.micro_batches.size, scale=step.scale))
+        scales = step.scales(counts)
+        losses = self._pipeline.train(*given, micro_batches=step.micro_batches.size, scales=scales)
+        step.ended_backward(losses)
         step.micro_batches.ended = step.micro_batches.size - 1
 
-    def evaluate(self, batch: Batch) -> list[Tensor]:
-        return self._pipeline.evaluate(*map(self._state.to_device, self._parts(batch)))
+    def evaluate(self, batch: Batch) -> list[tuple[Tensor, Count]]:
+        parts, stage = self._parts(batch), self._state.modules[0]
+        count = _number_of(stage, parts)
+        if self._state.config.loss_over != "micro_batches":
+            parts = _with_one_counted(stage, parts)
+        losses = self._pipeline.evaluate(*map(self._state.to_device, parts))
+        return [(loss, count) for loss in losses]
 
     def _parts(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Tokens, targets and perhaps positions. What is wrong with positions is found on all ranks, of which only some
+        """Tokens, targets and perhaps positions. What is wrong with them is found on all ranks, of which only some
         embed them."""
-        several = isinstance(batch, list | tuple) and len(batch) in (2, 3)
-        if several and all(isinstance(each, Tensor) for each in batch):
-            for positions in batch[2:]:
-                check_positions(positions, batch[0])
-                check_documents(positions)
-                self._check_packing()
-            return tuple(batch)
-        names = f" of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else ""
-        raise TypeError(
-            f"under {self._state.layout} a micro-batch is a pair (tokens, targets) of tensors (B, T), not a "
-            f"{type(batch).__name__}{names}; targets are the tokens one place further on, so of rows (B, T + 1): "
-            "(rows[:, :-1], rows[:, 1:]); positions of documents may follow as a third"
-        )
-
-    def _check_packing(self) -> None:
-        stage = cast(StageModule, self._state.modules[0])
-        if stage.shifts_targets and (problem := packing_problem(stage)) is not None:
-            raise ConfigError(f"model: {problem}")
+        return pipeline_parts(batch, cast(StageModule, self._state.modules[0]), self._state.layout)
 
     def update(self) -> AbstractContextManager[object]:
         return self._pipeline.update()
@@ -301,3 +328,28 @@ def _running_statistics(module: nn.Module) -> list[Tensor]:
     """Of batch norms, which follow rank 0 as under DistributedDataParallel."""
     norms = [m for m in module.modules() if isinstance(m, _NormBase)]
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+
+
+def _number_of(module: nn.Module, parts: tuple[Tensor, ...]) -> Count:
+    """How many targets count."""
+    targets = targets_of(module, parts)
+    return None if targets is None else targets.number
+
+
+def _with_one_counted(module: nn.Module, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    targets = targets_of(module, parts)
+    return parts if targets is None else with_one_counted(parts, targets)
+
+
+def _by_name(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call by names of the forward's parameters, if all of its arguments have one."""
+    try:
+        bound = inspect.signature(module.forward).bind_partial(*args)
+    except (TypeError, ValueError):  # The call itself says what is wrong.
+        return args, kwargs
+    unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
+    if any(bound.signature.parameters[name].kind in unnamed for name in bound.arguments):
+        return args, kwargs
+    return (), {**bound.arguments, **kwargs}

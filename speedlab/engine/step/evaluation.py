@@ -8,39 +8,57 @@ import torch
 from torch import Tensor, nn
 
 from speedlab.engine.step.drivers import Batch
+from speedlab.engine.step.loss_weights import Count
 from speedlab.engine.step.same_data import SAME, SameData
 from speedlab.parallel.mesh import Mesh
 
 
 def mean_loss(
-    batches: Iterable[Batch], loss_of: Callable[[Batch], list[Tensor]], *, modules: Sequence[nn.Module], mesh: Mesh
+    batches: Iterable[Batch],
+    loss_of: Callable[[Batch], list[tuple[Tensor, Count]]],
+    *,
+    modules: Sequence[nn.Module],
+    mesh: Mesh,
+    over_targets: bool,
 ) -> float:
-    """Of what `loss_of` gives for each of this rank's micro-batches ([] where another rank has it); `modules` are in
-    their evaluation mode meanwhile. Collective.
+    """Of what `loss_of` gives for each of this rank's micro-batches: the loss, and how many targets it is the mean of
+    ([] where another rank has it). `modules` are in their evaluation mode meanwhile. Collective.
 
-    Raises ValueError where ranks of one data index were given different micro-batches, or nobody any."""
+    With `over_targets` it is the mean over all targets that count, if their number is known; else over micro-batches.
+    Raises ValueError where ranks of one data index were given different micro-batches, or nobody any; where no target
+    counts, and where some numbers are known and others not."""
     modes = [(module, module.training) for part in modules for module in part.modules()]
-    losses: list[Tensor] = []
+    found: list[tuple[Tensor, Count]] = []
     data = SameData(mesh, compare_first=False)
     try:
         for part in modules:
             part.eval()
         for batch in batches:
             data.look(batch)
-            losses += loss_of(batch)
+            found += loss_of(batch)
     finally:
         for module, mode in modes:
             module.training = mode
-    counted = losses if mesh.counts_losses else []
-    vector = torch.zeros(3, dtype=torch.float64, device=mesh.device)
-    if counted:
-        vector[0], vector[1] = torch.stack([loss.double() for loss in counted]).sum(), len(counted)
+    vector = torch.zeros(5, dtype=torch.float64, device=mesh.device)
+    for loss, count in found if mesh.counts_losses else []:
+        known = over_targets and count is not None
+        weight = torch.as_tensor(count if known else 1.0, dtype=vector.dtype, device=vector.device)
+        vector[0] += loss.double() * weight
+        vector[1] += weight
+        vector[2 if known else 3] += 1
     difference = data.take()
     if difference is not None:
-        vector[2] = difference
-    loss_sum, count, differing = mesh.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait for the device.
+        vector[4] = difference
+    loss_sum, total, counted, others, differing = mesh.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait.
     if difference is not None and differing != SAME:
         raise data.error()
-    if not count:
+    if not counted and not others:
         raise ValueError("evaluate: no micro-batch was given; give at least one")
-    return loss_sum / count
+    if counted and others:
+        raise ValueError(
+            "evaluate: some micro-batches say how many targets count, others do not; give all of them labels or "
+            "targets, or set loss_over to 'micro_batches'"
+        )
+    if not total:
+        raise ValueError("evaluate: no target counts (all are -100), so the loss is the mean of nothing; give some")
+    return loss_sum / total

@@ -5,13 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from speedlab.config import ConfigError
 from speedlab.layout import Layout
-from speedlab.models.documents import check_documents, check_positions, labels_of
+from speedlab.models.documents import IGNORED, check_documents, check_positions
 from speedlab.models.hugging_face import packing_problem
+from speedlab.models.labels import Labels, is_known, label_rule
+from speedlab.models.packed import keep_separate, without_cache
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """`loss(model, batch)`: the mean loss of a micro-batch, one number. It calls the model."""
@@ -19,13 +25,16 @@ LossFunction = Callable[[nn.Module, Any], Tensor]
 CONTRACT = """\
 What a model's forward takes and gives is one of these:
   forward(tokens, targets)              gives the loss, or an output with .loss; both (B, T) int64
-  forward(input_ids=..., labels=...)    gives an output with .loss, as Hugging Face's models do
+  forward(input_ids=..., labels=...)    gives an output with .loss, as Hugging Face's models do; targets that are given
+                                        next to tokens become labels at the right places
   anything else                         give loss=f as well: f(model, batch) calls the model and gives the loss;
                                         in a run, batch is (tokens, targets)
 With data.documents 'separate' a batch has positions (B, T) int64 as well, where each token stands in its document:
 forward(tokens, targets, positions=...), of Hugging Face's models forward(..., position_ids=...); in a run, batch is
 then (tokens, targets, positions)"""
 
+_looked_at: WeakSet[nn.Module] = WeakSet()
+"""Models whose loss was compared with that of the given targets."""
 
 _LOSS_CONTRACT = (
     "give a function that is called as loss(model, batch), calls the model, and gives the mean loss; in a run, batch "
@@ -38,17 +47,23 @@ def loss_of(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
 
     1. With `loss`, what it gives for the model and the batch, whatever that is.
     2. A dict of tensors is the model's keyword arguments.
-    3. Of tokens and targets the model gets both; one that takes `input_ids` and `labels`, as Hugging Face's, shifts the
-       labels itself: it gets the tokens as either.
-    4. Positions of documents, where they come third, the model gets as `positions`; Hugging Face's get them as
-       `position_ids`, and labels without the first token of each document.
+    3. Of tokens and targets the model gets both. A model that takes `input_ids` and `labels`, as Hugging Face's, gets
+       them so that target t belongs to output t, also if its own loss moves labels by one place.
+    4. Positions of documents, the third of a batch, are passed as `positions`, to Hugging Face's as `position_ids`.
 
+    Caches of models of transformers are off meanwhile, because packed documents would see each other through them.
     Raises ConfigError, with what would do, for any other batch and for what is no loss.
     """
+    with without_cache(model):
+        return _loss_of(model, batch, loss)
+
+
+def _loss_of(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
     if loss is not None:
         return _as_loss(loss(model, batch), f"loss: {_name(loss)}(model, batch)")
     if isinstance(batch, Mapping):
-        return _as_loss(model(**batch), f"model: {type(model).__name__}.forward")
+        given = keep_separate(model, dict(batch))
+        return _as_loss(model(**given), f"model: {type(model).__name__}.forward")
     if not (isinstance(batch, list | tuple) and len(batch) in (2, 3)):
         raise ConfigError(
             f"batch: it is a {type(batch).__name__}; give (tokens, targets), a dict of the model's keyword arguments, "
@@ -71,7 +86,7 @@ def _call(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor |
     )
     takes_anything = inspect.Parameter.VAR_KEYWORD in kinds and not positional
     if {"input_ids", "labels"} <= parameters.keys() or takes_anything:
-        return model(input_ids=tokens, labels=tokens.contiguous())  # Some of these models ask for whole memory.
+        return _call_with_labels(model, tokens, targets)
     if positional > 1 or inspect.Parameter.VAR_POSITIONAL in kinds:
         return model(tokens, targets)
     raise ConfigError(
@@ -90,9 +105,54 @@ def _call_apart(
         return model(tokens, targets, positions=positions)
     if (problem := packing_problem(model)) is not None:
         raise ConfigError(f"model: {problem}")
-    # Into a cache, keys would go without their documents.
-    labels = labels_of(tokens, positions)
-    return model(input_ids=tokens, labels=labels, position_ids=positions, use_cache=False)
+    return _call_with_labels(model, tokens, targets, position_ids=positions)
+
+
+def _call_with_labels(model: nn.Module, tokens: Tensor, targets: Tensor, **others: Tensor) -> Any:
+    """The output of a model that takes `input_ids` and `labels`, whose loss is that of target t at output t.
+
+    A model that moves labels by one place, and takes no `shift_labels`, gets one token more. No output before sees
+    that token, and no label belongs to its own output.
+    """
+    rule, labels = label_rule(model), targets.contiguous()  # Some of these models ask for whole memory.
+    if rule is Labels.SHIFTED:
+        return model(input_ids=tokens, labels=labels, shift_labels=labels, **others)
+    if rule is Labels.SHIFTED_ONLY:
+        last = torch.where(targets[:, -1:] < 0, tokens[:, -1:], targets[:, -1:])
+        tokens = torch.cat((tokens, last), dim=1)
+        labels = F.pad(labels, (1, 0), value=IGNORED)
+        others = {name: torch.cat((each, each[:, -1:] + 1), dim=1) for name, each in others.items()}
+    output = model(input_ids=tokens, labels=labels, **others)
+    if not is_known(model):
+        _check_targets(model, output, targets)
+    return output
+
+
+def _check_targets(model: nn.Module, output: Any, targets: Tensor) -> None:
+    """Raise ConfigError if the model's loss is that of other targets. Looks once at each model, at numbers."""
+    if model in _looked_at or isinstance(targets, FakeTensor) or targets.dim() != 2:
+        return
+    _looked_at.add(model)
+    logits, loss = getattr(output, "logits", None), getattr(output, "loss", None)
+    length = targets.shape[1]
+    if not isinstance(logits, Tensor) or not isinstance(loss, Tensor) or logits.dim() != 3 or length < 2:
+        return
+    logits = logits.detach().float()
+    longer = logits.shape[1] - length
+    meant = _cross_entropy(logits[:, :length], targets)
+    # An output too late where the tokens were made one longer, a target too early elsewhere.
+    other = _cross_entropy(logits[:, 1:], targets) if longer else _cross_entropy(logits[:, :-1], targets[:, 1:])
+    found = loss.detach().float()
+    if torch.isclose(found, other, rtol=1e-5) and not torch.isclose(found, meant, rtol=1e-3):
+        raise ConfigError(
+            f"model: the loss of {type(model).__name__} belongs to other targets: it is {found.item():.6f}, and the "
+            f"mean over the given targets is {meant.item():.6f}. Give it `shift_labels`, name its targets `targets`, "
+            "or give loss=f"
+        )
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 def check_loss(loss: LossFunction | None, layout: Layout) -> None:

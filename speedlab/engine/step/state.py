@@ -66,6 +66,9 @@ class TrainingState:
         """Steps without an update, because a gradient overflowed in float16."""
         self.global_samples = 0
         """Sequences that went into all steps, over all ranks."""
+        self.counted_per_micro_batch: float | None = None
+        """How many targets counted in a micro-batch of the first step, on average over ranks: what losses are weighted
+        relative to. 0 if the batches do not say; None before that step."""
         self.epochs: Epochs | None = None
         """Where the loader that `initialize` made stands; None where it made none."""
         self._told_apart: set[str] = set()

@@ -1,9 +1,9 @@
 """A step: micro-batches, what their gradients are multiplied with, and the update that ends them.
 
 1. Each micro-batch is announced (`begin_micro_batch`) and, once its backward has ended, counted (`ended_micro_batch`).
-2. `end` takes one reduction of a few numbers over the ranks: the gradient's norm, the loss, signals, how many
-   parameters somebody did not use, and whether ranks that share a batch had the same one, and the same gradients of
-   what they share.
+2. `end` takes one reduction of a few numbers over the ranks: the gradient's norm, the loss, how many targets count in
+   it (`loss_weights`), signals, how many parameters somebody did not use, and whether ranks that share a batch had the
+   same one, and the same gradients of what they share.
 3. A gradient that is not finite ends the step without an update.
 4. Parameters that no rank used are left alone; all others are updated, clipped together. An optimizer that sums
    gradients itself does so before: what it raises leaves everything as it was. Islands meet where it is time.
@@ -16,6 +16,7 @@ own on a thread (`late`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from speedlab.engine.step.accumulation import Accumulation
 from speedlab.engine.step.communicating import kept_by, sums_itself, updates_unused
+from speedlab.engine.step.loss_weights import Count, LossWeights, none_counts, some_unknown
 from speedlab.engine.step.random_streams import RandomStreams
 from speedlab.engine.step.same_data import SameData
 from speedlab.engine.step.same_gradients import SameGradients
@@ -32,6 +34,7 @@ from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.totals import (
     Totals,
     find_non_finite,
+    loss_of_no_targets,
     sum_totals,
     too_large_to_exchange,
     updated_non_finite,
@@ -63,6 +66,8 @@ class Step:
         self.totals: Totals | None = None
         """Of the last step."""
         self._state, self._streams = state, streams
+        self.weights = LossWeights(state)
+        """What the losses of the present step weigh."""
         self.data = SameData(state.mesh)
         """What the micro-batches of the present step were made of."""
         self._same_gradients = SameGradients(state.mesh, state.zeros)
@@ -94,6 +99,17 @@ class Step:
         """Factor on the loss of a micro-batch, so that gradients are means over the global batch, and over ranks that
         have the same loss of one batch."""
         return self._state.loss_scale.value / (self.micro_batches.size * self._state.layout.replicas)
+
+    def scales(self, counts: Sequence[Count], *, again: bool = False) -> list[float | Tensor]:
+        """The same for losses that are means over so many targets: as `LossWeights.weigh`."""
+        weights = self.weights.weigh(counts, micro_batches=self._whole_step, again=again)
+        return [self.scale * weight for weight in weights]
+
+    @property
+    def _whole_step(self) -> int:
+        """Of a step, over all ranks of an island that are given different ones."""
+        layout = self._state.layout
+        return self.micro_batches.size * layout.data_size // layout.islands
 
     @property
     def at_boundary(self) -> bool:
@@ -202,6 +218,7 @@ class Step:
 
     def ended_micro_batch(self) -> None:
         self.micro_batches.end_micro_batch()
+        self.weights.ended_micro_batch()
 
     def reset(self) -> None:
         """Forget what the step has gathered: losses, gradients, the count."""
@@ -211,6 +228,7 @@ class Step:
             self._state.partitioned_optimizer.end_visits()
         self._state.stores.trim()
         self._losses.clear()
+        self.weights.forget()
         self.data.forget()
         self._same_gradients.forget()
         self._unseen_writes.forget()
@@ -308,7 +326,7 @@ class Step:
         return order[place + 1] if place + 1 < len(order) else None
 
     def _factor(self, totals: Totals, clip_norm: float | None) -> float:
-        factor = 1.0 / self._state.loss_scale.value
+        factor = totals.weight / self._state.loss_scale.value
         if sums_itself(self._state.optimizer):
             return factor
         if clip_norm is not None and totals.grad_norm > clip_norm:
@@ -318,6 +336,7 @@ class Step:
     def _sum_totals(self, signals: Sequence[float]) -> Totals:
         state = self._state
         losses = self._losses if state.mesh.counts_losses else []
+        counted = self.weights.take(self._whole_step)
         unused = sum(gradient.used.count(False) for gradient in state.partitioned_optimizer.gradients)
         squares = torch.zeros((), dtype=torch.float64, device=state.world.device)
         if self._fed:  # Else what stands there are the gradients of the step before.
@@ -334,12 +353,21 @@ class Step:
             difference=self.data.take(),
             gradients=self._same_gradients.take(),
             lost=self._unseen_writes.take(state.world.device),
+            counted=counted,
         )
 
     def _refuse(self, totals: Totals) -> None:
         """Raises, on all ranks, what no update shall be made of."""
         if not totals.same_data:
             raise self.data.error()
+        if totals.some_unknown:
+            raise some_unknown(self._state.global_step + 1)
+        if totals.none_counts:
+            raise none_counts(self._state.global_step + 1)
+        if totals.finite and math.isnan(totals.loss):
+            raise loss_of_no_targets(
+                self._state.everyone, self._losses, step=self._state.global_step + 1, updated=self._in_backward
+            )
         if totals.differing:
             raise self._same_gradients.error(self._state.global_step + 1, updated=self._in_backward)
         if totals.written:

@@ -12,6 +12,7 @@ from torch import Tensor
 from speedlab.comm import Group, check_peers
 from speedlab.config.errors import more_in
 from speedlab.engine.step.errors import NonFiniteError
+from speedlab.engine.step.loss_weights import Counted
 from speedlab.engine.step.same_data import SAME
 from speedlab.offload import visit
 from speedlab.parallel.zero import Flat
@@ -22,7 +23,16 @@ class Totals:
     """What one reduction over the ranks told about a step."""
 
     loss: float
-    """Mean of the losses that were given to `backward`, over micro-batches and ranks."""
+    """Mean of the losses that were given to `backward`, over the targets that count in them, or over micro-batches and
+    ranks."""
+    counted: int
+    """How many targets counted in the step; 0 if it is a mean over micro-batches."""
+    none_counts: bool
+    """Whether no target counts in the whole step of an island."""
+    some_unknown: bool
+    """Whether some losses of the step are means over a known number of targets, and others not."""
+    weight: float
+    """What the gradient is to be multiplied with, to be the mean over the targets that count."""
     grad_norm: float
     """Global norm of the gradient before clipping; of several islands, this rank's own."""
     signals: tuple[float, ...]
@@ -56,20 +66,23 @@ def sum_totals(
     difference: Tensor | None,
     gradients: Tensor | None,
     lost: Tensor | None,
+    counted: Counted | None,
 ) -> Totals:
     """`losses`: of this rank's micro-batches, as far as they count; `squares`: the sum over its own elements of the
     gradient, which is `scale` times too large; `island`: this rank's, and of how many, each with a gradient of its own;
     `unused`, `written`: as of `Totals`, on this rank; `difference`: as `SameData.take` gives it;
-    `gradients`: as `SameGradients.take` does; `lost`: as `UnseenWrites.take` does."""
+    `gradients`: as `SameGradients.take` does; `lost`: as `UnseenWrites.take` does;
+    `counted`: as `LossWeights.take` does."""
     device = squares.device
-    # What the host knows goes to the device in one copy, which does not wait.
-    told = torch.tensor([len(losses), unused, written, *signals], dtype=torch.float64).to(device, non_blocking=True)
-    zero = torch.zeros_like(squares)
-    loss = torch.stack([loss.double() for loss in losses]).sum() if losses else zero
     own_island, islands = island
-    of_islands = [squares if index == own_island else zero for index in range(islands)]
+    known, targets, weighted = _weighted(losses, counted, squares)
+    # What the host knows goes to the device in one copy, which does not wait.
+    numbers = [len(losses), known, unused, written, *signals]
+    told = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+    zero = torch.zeros_like(squares)
+    of_islands = [each if index == own_island else zero for each in (squares, targets) for index in range(islands)]
     looked = [zero if found is None else found for found in (difference, lost)]
-    measured = torch.stack([*of_islands, loss, *looked])
+    measured = torch.stack([*of_islands, weighted, *looked])
     vector = torch.cat([measured, zero.new_zeros(2) if gradients is None else gradients, told])
     # The one point of a step where the host waits for the device: clipping, the overflow decision and the control
     # words of the run need these numbers before the update. Ranks then sum them over the host's connections, so that
@@ -77,12 +90,18 @@ def sum_totals(
     own = vector.cpu()
     check_peers()  # Where a peer has left, what should have come over the device never did.
     every = everyone.sum_scalars(own).tolist()
-    totals, (loss_sum, other_data, lost_writes, differing, unseen, *known) = every[:islands], every[islands:]
-    count, left_alone, too_early, *summed = known
-    total = totals[own_island]
+    totals, counts, rest = every[:islands], every[islands : 2 * islands], every[2 * islands :]
+    loss_sum, other_data, lost_writes, differing, unseen, count, known, left_alone, too_early, *summed = rest
+    total, own_count = totals[own_island], counts[own_island]
+    factor = None if counted is None or not known else counted.factor
+    weight = 1.0 if factor is None else factor / max(1.0, own_count)
     return Totals(
-        loss=loss_sum / max(1.0, count),
-        grad_norm=math.sqrt(total) / scale if total >= 0 else math.nan,
+        loss=loss_sum / max(1.0, sum(counts) if known else count),
+        counted=int(sum(counts)),
+        none_counts=known == count > 0 and min(counts) == 0,
+        some_unknown=0 < known < count,
+        weight=weight,
+        grad_norm=math.sqrt(total) * weight / scale if total >= 0 else math.nan,
         signals=tuple(summed),
         finite=math.isfinite(sum(totals)),
         unused=int(left_alone),
@@ -92,6 +111,27 @@ def sum_totals(
         unseen=int(unseen),
         lost=int(lost_writes),
     )
+
+
+def _weighted(losses: Sequence[Tensor], counted: Counted | None, like: Tensor) -> tuple[int, Tensor, Tensor]:
+    """(of how many losses the targets are counted, how many targets count, the sum of losses by what they weigh), the
+    last two on the device of `like`."""
+    if not losses:
+        return 0, torch.zeros_like(like), torch.zeros_like(like)
+    stacked = torch.stack([loss.double() for loss in losses])
+    if counted is None:
+        return 0, torch.zeros_like(like), stacked.sum()
+    known = [count for count in counted.losses if count is not None]
+    if len(known) < len(losses):  # Refused if other losses are counted; else all weigh the same.
+        return len(known), torch.zeros_like(like), stacked.sum()
+    weights, added = _vector(known, like), _vector(counted.added, like)
+    return len(known), added.sum(), (stacked * weights).sum()
+
+
+def _vector(numbers: Sequence[float | Tensor], like: Tensor) -> Tensor:
+    if any(isinstance(number, Tensor) for number in numbers):
+        return torch.stack([torch.as_tensor(number, dtype=like.dtype, device=like.device) for number in numbers])
+    return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
 def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[Flat], *, step: int) -> NonFiniteError:
@@ -120,6 +160,19 @@ def too_large_to_exchange(norm: float, *, step: int) -> NonFiniteError:
         f"back to a checkpoint; {more_in('loss')}",
         step=step,
         ranks=[],
+        tensors=[],
+    )
+
+
+def loss_of_no_targets(everyone: Group, losses: Sequence[Tensor], *, step: int, updated: bool) -> NonFiniteError:
+    """The error of a loss that is not a number, of which the gradient is finite. Collective."""
+    ranks, _ = _whose_loss(everyone, losses, [])
+    what = "Parameters have changed: go back to a checkpoint" if updated else "No parameter has changed"
+    return NonFiniteError(
+        f"step {step}: {_where(ranks)}, and the gradient is, as of a micro-batch without any target that counts (all "
+        f"-100). {what}. Use engine.train_batch, set loss_over to 'tokens', or leave such micro-batches out",
+        step=step,
+        ranks=ranks,
         tensors=[],
     )
 

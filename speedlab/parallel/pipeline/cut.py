@@ -29,14 +29,10 @@ class StageModule(nn.Module):
     is_last: bool
     behind: list[nn.Module]
     """What stands behind the blocks: on the last stage, the final norm and the head."""
-    shifts_targets: bool
-    """Whether the targets of tokens are these tokens, which the model itself shifts by one."""
 
 
 class GPTStage(StageModule):
     """A pipeline stage of the built-in GPT."""
-
-    shifts_targets = False
 
     def forward(self: Any, x: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         if self.is_first:
@@ -53,13 +49,13 @@ class GPTStage(StageModule):
 class DecoderStage(StageModule):
     """A pipeline stage of a Hugging Face decoder."""
 
-    shifts_targets = True
-
     def forward(self: Any, x: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
         inputs = {"input_ids" if self.is_first else "inputs_embeds": x, "position_ids": positions, "use_cache": False}
         if not self.is_last:
             return self.base_model(**inputs)[0]
-        output = super().forward(**inputs, labels=targets)  # type: ignore[call-arg]  # the model's own forward
+        # The model's own forward moves labels by one place, but not those that are given as moved.
+        inputs |= {"labels": targets, "shift_labels": targets}
+        output = super().forward(**inputs)  # type: ignore[call-arg]  # of nn.Module, as a type checker sees it
         return output.logits if targets is None else output.loss
 
 

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import Group, Transfer
-from speedlab.models.documents import labels_of
 from speedlab.parallel.pipeline.cut import StageModule
 from speedlab.parallel.pipeline.schedules import Action, Kind, forward_plan, training_plan
 from speedlab.parallel.pipeline.stage import PipelineStage
@@ -54,8 +53,9 @@ class _Step:
     positions: Sequence[Tensor | None]
     shape: tuple[int, ...]
     """Of what goes between stages."""
-    scale: float
-    losses: list[Tensor] = field(default_factory=list)
+    scales: Sequence[float | Tensor]
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    """By micro-batch, where the last stage is."""
     made: dict[int, Tensor] = field(default_factory=dict)
     """What this rank has computed and not sent yet, by stage."""
 
@@ -97,7 +97,6 @@ class Pipeline:
         self._group = group
         self._device, self._dtype = group.device, dtype
         self._hidden, self._own_length = stages[0].hidden, own_length
-        self._shifts_targets = stages[0].shifts_targets
         self._on_forward, self._phase = on_forward, phase
         self._timeline = Timeline(group.device)
         for number, stage in self._stages.items():
@@ -131,22 +130,28 @@ class Pipeline:
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def train(
-        self, tokens: Tensor, targets: Tensor, positions: Tensor | None = None, *, micro_batches: int, scale: float
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        positions: Tensor | None = None,
+        *,
+        micro_batches: int,
+        scales: Sequence[float | Tensor],
     ) -> list[Tensor]:
-        """Forward and backward of all micro-batches; gradients of loss × `scale` are in the flats, summed over the dp
-        ranks, when this returns.
+        """Forward and backward of all micro-batches; gradients of the sum of loss × scale are in the flats, summed over
+        the dp ranks, when this returns.
 
         `tokens`, `targets`, `positions` of documents: (A·B, T) int64, the same on all pipeline ranks, in A =
-        `micro_batches` equal parts. Hugging Face models make targets of the tokens themselves, and those given do not
-        count.
+        `micro_batches` equal parts. Target t belongs to output t, also of Hugging Face's models.
+        `scales`: of each micro-batch, what its loss is multiplied with; only read where the last stage is.
         Returns the losses by micro-batch where the last stage is, [] elsewhere.
         Raises ValueError where the schedule does not exist for so many micro-batches.
         """
         plan = self._training_plan(micro_batches)
         inputs = _parts(tokens, micro_batches)
-        labels = _parts(self._labels(tokens, targets, positions), micro_batches)
+        labels = _parts(targets, micro_batches)
         places = _parts_of(positions, micro_batches)
-        step = _Step(inputs, labels, places, self._activation_shape(inputs[0]), scale)
+        step = _Step(inputs, labels, places, self._activation_shape(inputs[0]), scales)
         self._take_tags(micro_batches)
         last = {a.stage: a for a in plan if a.kind in self._last_kinds(a.stage)}
         self._timeline.begin()
@@ -161,7 +166,7 @@ class Pipeline:
         except Exception:
             self.abandon()
             raise
-        return step.losses
+        return [step.losses[k] for k in sorted(step.losses)]
 
     def _carry_out(self, action: Action, step: _Step, *, sync: bool) -> None:
         """In a function of its own, whose names let go of what they stand for when it ends."""
@@ -173,11 +178,11 @@ class Pipeline:
         elif kind is Kind.FORWARD:
             result = self._forward(action, step.inputs[k], step.labels[k], step.positions[k])
             if self._stages[number].module.is_last:
-                step.losses.append(result)
+                step.losses[k] = result
             else:
                 step.made[number] = result
         else:
-            gradient = self._backward(action, scale=step.scale, sync=sync)  # 2
+            gradient = self._backward(action, scale=step.scales[k], sync=sync)  # 2
             if gradient is not None:
                 step.made[number] = gradient
 
@@ -188,11 +193,6 @@ class Pipeline:
             return Kind.BACKWARD, Kind.BACKWARD_WEIGHT
         return (Kind.BACKWARD, Kind.BACKWARD_INPUT) if first_half else (Kind.BACKWARD,)
 
-    def _labels(self, tokens: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
-        if not self._shifts_targets:
-            return targets
-        return tokens if positions is None else labels_of(tokens, positions)
-
     def _forward(self, action: Action, tokens: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
         _, number, k = action
         stage = self._stages[number]
@@ -202,7 +202,7 @@ class Pipeline:
             with self._timeline.span("F", number, k):
                 return stage.forward(k, given, targets if stage.module.is_last else None, positions)
 
-    def _backward(self, action: Action, *, scale: float, sync: bool) -> Tensor | None:
+    def _backward(self, action: Action, *, scale: float | Tensor, sync: bool) -> Tensor | None:
         kind, number, k = action
         stage = self._stages[number]
         if kind is not Kind.BACKWARD and not stage.halves[kind is Kind.BACKWARD_WEIGHT]:
@@ -232,7 +232,7 @@ class Pipeline:
         (B, T, V); [] elsewhere. `tokens`, `targets`, `positions` as in `train`, of any size."""
         plan = forward_plan(pp=self.pp, chunks=len(self._stages), micro_batches=micro_batches)[self.index]
         inputs = _parts(tokens, micro_batches)
-        labels = _parts_of(None if targets is None else self._labels(tokens, targets, positions), micro_batches)
+        labels = _parts_of(targets, micro_batches)
         places = _parts_of(positions, micro_batches)
         shape = self._activation_shape(inputs[0])
         self._take_tags(micro_batches)

@@ -58,7 +58,9 @@ class PipelineStage:
         made: Tensor = self.module(given, targets, positions)
         return made
 
-    def backward(self, micro_batch: int, gradient: Tensor | None, *, scale: float, sync: bool) -> Tensor | None:
+    def backward(
+        self, micro_batch: int, gradient: Tensor | None, *, scale: float | Tensor, sync: bool
+    ) -> Tensor | None:
         """The whole backward; returns the gradient of what was given. `gradient`: of what was made; None on the last
         stage, where loss × `scale` is differentiated."""
         micro = self._micros.pop(micro_batch)
@@ -68,7 +70,7 @@ class PipelineStage:
         self.zero.end_backward(leave_root=True)
         return None if micro.given is None else micro.given.grad
 
-    def backward_input(self, micro_batch: int, gradient: Tensor | None, *, scale: float) -> Tensor | None:
+    def backward_input(self, micro_batch: int, gradient: Tensor | None, *, scale: float | Tensor) -> Tensor | None:
         """The first half; returns the gradient of what was given.
 
         Of what stands behind the blocks, it computes gradients of parameters too: a head that makes them together with
@@ -116,7 +118,7 @@ class PipelineStage:
 
         self.zero.backward_by_unit(compute, sync=sync, leave_root=True)
 
-    def _root(self, made: Tensor, gradient: Tensor | None, scale: float) -> tuple[Tensor, Tensor | None]:
+    def _root(self, made: Tensor, gradient: Tensor | None, scale: float | Tensor) -> tuple[Tensor, Tensor | None]:
         return (made * scale, None) if self.module.is_last else (made, gradient)
 
     def forget(self) -> None:
