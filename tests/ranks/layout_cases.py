@@ -105,7 +105,7 @@ def bert() -> nn.Module:
 def labels_loss(model: Any, batch: tuple[Tensor, ...]) -> Tensor:
     """Of Hugging Face models: the mean over the given targets, target t for output t."""
     tokens, targets = batch
-    if model.config.is_encoder_decoder:
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return model(tokens, labels=targets).loss
     return F.cross_entropy(model(tokens).logits.float().flatten(0, 1), targets.flatten())
 

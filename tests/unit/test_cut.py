@@ -118,8 +118,10 @@ def test_families_of_transformers(kind, tied) -> None:
     """Every family on the list: the same bits as the whole model, loss and logits."""
     model = tiny(kind, tied=tied).eval()
     stages = cut(model, (1, 2, 1))
-    whole = model(TOKENS, labels=TOKENS, use_cache=False)
-    assert torch.equal(through(stages, TOKENS, TOKENS), whole.loss)
+    targets = TOKENS.roll(1)
+    whole = model(TOKENS, labels=targets, shift_labels=targets, use_cache=False)
+    assert torch.equal(through(stages, TOKENS, targets), whole.loss)
+    torch.testing.assert_close(whole.loss, nn.functional.cross_entropy(whole.logits.flatten(0, 1), targets.flatten()))
     assert torch.equal(through(stages, TOKENS), whole.logits)
 
 

@@ -119,9 +119,9 @@ class WholeModel:
         return args, kwargs if targets is None else with_one_counted(kwargs, targets)
 
     def _backward(self, loss: Tensor, count: Count, *, again: bool = False, retain_graph: bool = False) -> None:
-        (scale,) = self._step.scales([count], again=again)
         due = self._step.sync and (self._step.at_boundary or self._zero.residency.gradients_go)
         with self._clock.phase("backward"):
+            (scale,) = self._step.scales([count], again=again)
             self._zero.begin_backward(sync=due)
             self._step.in_backward = True
             try:
@@ -198,7 +198,7 @@ class PipelineStages:
         context: ContextParallel,
     ) -> None:
         """`split_backward`: see `Pipeline`; `context`: of each of the stages."""
-        self._state, self._step, self._context = state, step, context
+        self._state, self._step, self._clock, self._context = state, step, clock, context
         parallel, mesh = state.config.parallel, state.mesh
         self._group = mesh["pp"]
         self._pipeline = Pipeline(
@@ -269,7 +269,8 @@ class PipelineStages:
             )
         self._check_length(parts[0][0].shape[1])
         given = [self._state.to_device(torch.cat(each)) for each in zip(*parts, strict=True)]
-        scales = step.scales(counts)
+        with self._clock.phase("forward"):
+            scales = step.scales(counts)
         losses = self._pipeline.train(*given, micro_batches=step.micro_batches.size, scales=scales)
         step.ended_backward(losses)
         step.micro_batches.ended = step.micro_batches.size - 1

@@ -42,19 +42,22 @@ def mean_loss(
     vector = torch.zeros(5, dtype=torch.float64, device=mesh.device)
     for loss, count in found if mesh.counts_losses else []:
         known = over_targets and count is not None
-        weight = torch.as_tensor(count if known else 1.0, dtype=vector.dtype, device=vector.device)
+        weight = count if known and count is not None else 1.0
+        # A count on the host is a number, so that nothing waits for its copy; one on a device stays there.
+        weight = float(weight) if not isinstance(weight, Tensor) or weight.is_cpu else weight.double()
         vector[0] += loss.double() * weight
         vector[1] += weight
-        vector[2 if known else 3] += 1
+        vector[2] += known
+        vector[3] += 1
     difference = data.take()
     if difference is not None:
         vector[4] = difference
-    loss_sum, total, counted, others, differing = mesh.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait.
+    loss_sum, total, counted, every, differing = mesh.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait.
     if difference is not None and differing != SAME:
         raise data.error()
-    if not counted and not others:
+    if not every:
         raise ValueError("evaluate: no micro-batch was given; give at least one")
-    if counted and others:
+    if 0 < counted < every:
         raise ValueError(
             "evaluate: some micro-batches say how many targets count, others do not; give all of them labels or "
             "targets, or set loss_over to 'micro_batches'"
