@@ -33,6 +33,7 @@ from speedlab.cluster.supervisor import spawn
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
 from speedlab.cluster.wanted import BACKENDS, Wanted
 from speedlab.config import ConfigError, GivenConfig, config_of
+from speedlab.config.errors import briefly
 from speedlab.hardware import Device
 from speedlab.network import LinkRate
 
@@ -293,8 +294,8 @@ class Cluster(Handle):
                 None takes the GPT of the configuration. Its forward is one of these:
                 - `forward(tokens, targets)`, both (B, T) int64, gives the loss, or an output with `.loss`; with
                   data.documents 'separate' it also takes `positions`, where each token stands in its document;
-                - `forward(input_ids=..., labels=...)` gives an output with `.loss`, as Hugging Face's models do, which
-                  shift the labels themselves: both are the tokens;
+                - `forward(input_ids=..., labels=...)` gives an output with `.loss`, as Hugging Face's models do; they
+                  get the targets as labels, at the right places;
                 - any other, together with `loss`.
             loss: `loss(model, batch)` calls the model and gives the mean loss of a micro-batch, one number; `batch` is
                 (tokens, targets), and with data.documents 'separate' (tokens, targets, positions). Not under a
@@ -312,8 +313,8 @@ class Cluster(Handle):
 
         if loss is not None and not callable(loss):
             raise ConfigError(
-                f"loss: {loss!r} cannot be called; give a function f(model, batch) that calls the model and gives the "
-                "mean loss, or none where the model's forward gives it"
+                f"loss: {briefly(loss)} cannot be called; give a function f(model, batch) that calls the model "
+                "and gives the mean loss, or none where the model's forward gives it"
             )
         given = {"model": model, "loss": loss, "tp_plan": tp_plan}
         return start_run(self, config_of(config), **{key: value for key, value in given.items() if value is not None})

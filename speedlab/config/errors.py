@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -58,6 +60,25 @@ def nearest_keys(key: str, own: Collection[str], inner: Mapping[str, Sequence[st
     if close := difflib.get_close_matches(key, inner, n=1, cutoff=0.75):
         return inner[close[0]]
     return difflib.get_close_matches(key, own, n=1, cutoff=0.4)
+
+
+_SHOWN_ELEMENTS = 3
+_SHOWN_LETTERS = 200
+
+
+def briefly(value: object) -> str:
+    """A value in a message: at most three elements of it are read, and those of other classes than Python's are not."""
+    if isinstance(value, str | bytes):
+        return repr(value if len(value) <= _SHOWN_LETTERS else value[:_SHOWN_LETTERS])
+    if value is None or isinstance(value, int | float | type):
+        return repr(value)
+    kind = type(value)
+    if kind in (list, tuple, set, frozenset, dict):
+        whole: Any = value
+        shown = [briefly(each) for each in itertools.islice(whole, _SHOWN_ELEMENTS)]
+        rest = "" if len(whole) <= _SHOWN_ELEMENTS else ", …"
+        return f"a {kind.__name__} of {len(whole)} ({', '.join(shown)}{rest})" if whole else f"an empty {kind.__name__}"
+    return f"a {kind.__name__}"
 
 
 def unknown_key(key: str, own: Collection[str], inner: Mapping[str, Sequence[str]]) -> str:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from speedlab.config.errors import ConfigError, explain, unknown_key
+from speedlab.config.errors import ConfigError, briefly, explain, unknown_key
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a finite collection of Python's or NumPy's, or a class."""
+    known = isinstance(value, str | bytes | Sequence | Set | Mapping | type | BaseModel)
+    return known or type(value).__module__.partition(".")[0] == "numpy"
 
 
 class Part(BaseModel):
@@ -60,8 +66,12 @@ class Part(BaseModel):
             # Python counts True as 1, and so does pydantic; in a configuration it is a slip.
             return f"{key} is {str(value).lower()}, but it is not a yes-or-no field"
         if (part := cls.part_of(key)) is not None and not isinstance(value, Mapping | part):
-            example = f"{key}={json.dumps(part._example(value))}"
-            return f"{key} is {value!r}, but it has fields of its own; give them, for instance {example}"
+            example = f"{key}={json.dumps(part._example(value if isinstance(value, str | int | float) else None))}"
+            return f"{key} is {briefly(value)}, but it has fields of its own; give them, for instance {example}"
+        several = hasattr(type(value), "__getitem__") or hasattr(type(value), "__iter__")
+        if part is None and several and not _is_plain(value):
+            # pydantic would read a whole data set, which may have no end, to see whether it is a list.
+            return f"{key} is {briefly(value)}; give a value that a file can hold: text, numbers, or a list of them"
         return ""
 
     @classmethod

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ def asked_groups(model: nn.Module, model_parameters: Any) -> Groups | None:
     """
     if model_parameters is None:
         return None
-    given = list(model_parameters)
+    given = list(_checked(model_parameters))
     groups = [each for each in given if isinstance(each, Mapping)] or [{"params": given}]
     found: Groups = [
         {**{key: value for key, value in group.items() if key != "name"}, "params": list(_tensors(group["params"]))}
@@ -35,6 +35,18 @@ def asked_groups(model: nn.Module, model_parameters: Any) -> Groups | None:
             "same; set requires_grad=False of what shall not be"
         )
     return found if any(group.keys() - {"params"} for group in found) else None
+
+
+def _checked(given: Iterable[Any]) -> Iterator[Any]:
+    """The same; raises ConfigError at the first that cannot be one: a data set, for instance, may have no end."""
+    for each in given:
+        own = each[1] if isinstance(each, tuple) and len(each) == 2 else each
+        if not isinstance(own, nn.Parameter | Mapping):
+            raise ConfigError(
+                f"model_parameters: a {type(given).__name__} gives a {type(own).__name__}; give parameters of the "
+                "model, pairs of names and parameters, or groups of either"
+            )
+        yield each
 
 
 def _tensors(given: Tensor | Iterable[Any]) -> Iterable[Tensor]:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from cuda_ops import torch_attention, warm
 from speedlab.comm import Traffic, World, join
@@ -425,7 +425,8 @@ def _epochs(data: Dataset[Any] | None, batch: Batch, layout: Layout, rank: int, 
     """This rank's order of the data; checked before anything is built."""
     if data is None:
         return None
-    if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+    # An IterableDataset may have a length, and inherits a method for items that only raises.
+    if not isinstance(data, Sized) or not hasattr(data, "__getitem__") or isinstance(data, IterableDataset):
         raise ConfigError(
             f"training_data: a {type(data).__name__} has no length or no items by number, so that its order cannot be "
             "shared out; give a map-style dataset, or make a loader of your own"

@@ -51,10 +51,13 @@ class LossWeights:
         """What the engine's calls of the present micro-batch were given."""
         self.has_loss = False
         """Whether a loss of the present micro-batch has its weight."""
+        self._is_whole = False
+        """Whether the step is given as a whole."""
 
     def begin_whole_step(self) -> None:
         """`train_batch` has all micro-batches of this step."""
         self.is_on = self._state.config.loss_over != "micro_batches"
+        self._is_whole = True
 
     def ended_micro_batch(self) -> None:
         self._forwards.clear()
@@ -65,10 +68,12 @@ class LossWeights:
         self.ended_micro_batch()
         self._losses.clear()
         self._added.clear()
-        self.is_on = self._in_own_loop
+        self.is_on, self._is_whole = self._in_own_loop, False
 
     def saw_forward(self, count: Count) -> None:
         """The engine was called with so many targets that count."""
+        if self.has_loss:
+            self.ended_micro_batch()  # A loop that counts its backwards by itself calls no `step` in between.
         self._forwards.append(count)
 
     def of_backward(self, declared: Count) -> Count:
@@ -103,24 +108,29 @@ class LossWeights:
         counts = [float(each) if isinstance(each, Tensor) and each.is_cpu else each for each in counts]
         if self._state.config.optimizer.in_backward and any(each is not None and float(each) == 0 for each in counts):
             raise none_counts(self._state.global_step + 1)  # One micro-batch is the whole step, and updates at once.
-        if self._state.counted_per_micro_batch is None and micro_batches > 1:
+        alone = self._is_alone(micro_batches)
+        if self._state.counted_per_micro_batch is None and not alone:
             self._agree(counts[0])
         self.has_loss = True
         self._losses += counts
         if not again:
             self._added += [each for each in counts if each is not None]
         reference = self._state.counted_per_micro_batch
-        if micro_batches == 1 or not reference:
+        if alone or not reference:
             return [1.0] * len(counts)
         return [1.0 if each is None else each / reference for each in counts]
 
     def take(self, micro_batches: int) -> Counted | None:
         """What the reduction that ends the step takes; None if the step is a mean over micro-batches."""
-        reference = self._state.counted_per_micro_batch
-        if not self.is_on or (micro_batches > 1 and not reference):
+        reference, alone = self._state.counted_per_micro_batch, self._is_alone(micro_batches)
+        if not self.is_on or not (alone or reference):
             return None
-        factor = None if micro_batches == 1 else (reference or 0.0) * micro_batches
+        factor = None if alone else (reference or 0.0) * micro_batches
         return Counted(list(self._losses), list(self._added), factor)
+
+    def _is_alone(self, micro_batches: int) -> bool:
+        """Whether the step has one loss, which weighs 1. In a loop of one's own several backwards may add up."""
+        return micro_batches == 1 and (self._is_whole or self._state.config.optimizer.in_backward)
 
     def _agree(self, count: Count) -> None:
         """Find r. Collective over all ranks, and the only time that a step waits for counts on a device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 from weakref import WeakSet
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from speedlab.config import ConfigError
+from speedlab.config.errors import briefly
 from speedlab.layout import Layout
 from speedlab.models.documents import IGNORED, check_documents, check_positions
 from speedlab.models.hugging_face import packing_problem
@@ -193,10 +195,10 @@ def _described(value: Any) -> str:
         return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
     kind = type(value).__name__
     if isinstance(value, Mapping):
-        return f"a {kind} with {', '.join(map(repr, value)) or 'nothing'}"
+        return f"a {kind} with {', '.join(map(briefly, islice(value, 3))) or 'nothing'}"
     loss: Any = getattr(value, "loss", len)
     if not callable(loss):
-        return f"a {kind} whose .loss is {_described(loss) if isinstance(loss, Tensor) else repr(loss)}"
+        return f"a {kind} whose .loss is {_described(loss) if isinstance(loss, Tensor) else briefly(loss)}"
     if isinstance(value, list | tuple):
         return f"a {kind} of {len(value)}"
     return f"{value!r}" if isinstance(value, int | float | None) else f"a {kind}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from speedlab.config.errors import briefly
 from speedlab.parallel.zero.quantized import stays_whole
 
 UnitChoice = Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
@@ -149,7 +150,8 @@ def _chosen_blocks(model: nn.Module, choice: UnitChoice) -> list[list[nn.Module]
     if not found:
         kinds = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(
-            f"units: {choice!r} matches no module of {type(model).__name__}; its module classes are {', '.join(kinds)}"
+            f"units: {briefly(choice)} matches no module of {type(model).__name__}; its module classes are "
+            f"{', '.join(kinds)}"
         )
     return [found]
 
