@@ -134,7 +134,7 @@ class Prover:
                 for module in state.modules:
                     module.train()
                 # A pipeline computes all micro-batches of a step in one call.
-                self._driver.train([batch] * (self._step.accumulation if state.layout.pp > 1 else 1))
+                self._driver.train([batch] * (self._step.micro_batches.size if state.layout.pp > 1 else 1))
                 observation.see_gradients()
             except Exception:
                 self._driver.abandon()

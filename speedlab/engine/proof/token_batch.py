@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from speedlab.models.documents import IGNORED, document_starts
+from speedlab.models.labels import Labels, label_rule
 
 _TOKEN_NAMES = ("input_ids", "tokens")
 _TARGET_NAMES = ("shift_labels", "targets", "labels")
@@ -79,13 +80,6 @@ def token_batch(batch: Any, model: nn.Module) -> TokenBatch:
     raise NoTokensError(f"the batch is a {type(batch).__name__}, not (tokens, targets) or a dict with input_ids")
 
 
-def shifts_labels(model: nn.Module) -> bool:
-    """Whether a model that takes `labels` compares the output at t with the label at t + 1, as causal models of
-    transformers do. Models for masked tokens compare at t."""
-    names = [kind.__name__ for kind in type(model).__mro__]
-    return not any("MaskedLM" in name for name in names)
-
-
 def _of_pair(batch: Any) -> TokenBatch:
     tokens, targets, *more = batch
     _check(tokens, targets)
@@ -108,7 +102,7 @@ def _of_mapping(batch: Mapping[str, Any], model: nn.Module) -> TokenBatch:
         raise NoTokensError("the batch is a dict without input_ids and labels")
     tokens, labels = batch[tokens_name], batch[targets_name]
     _check(tokens, labels)
-    shifts = targets_name == "labels" and shifts_labels(model)
+    shifts = targets_name == "labels" and label_rule(model) is not Labels.ALIGNED
     positions_name = next((name for name in _POSITION_NAMES if isinstance(batch.get(name), Tensor)), "")
     positions = batch[positions_name] if positions_name else None
     if positions is not None and positions.shape != tokens.shape:

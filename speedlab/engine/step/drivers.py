@@ -93,6 +93,7 @@ class WholeModel:
         self._state, self._step, self._clock, self._dtype, self._loss_function = state, step, clock, dtype, loss
         (self._zero,) = state.zeros
         self._module = state.module
+        self._weighs_evaluations = state.config.loss_over != "micro_batches"
         self._running_statistics = [b for module in state.modules for b in _running_statistics(module)]
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -167,7 +168,8 @@ class WholeModel:
                 batch.pop("num_items_in_batch", None)
                 batch = keep_separate(self._module, batch)  # Before anything is on a device, where looks would wait.
             targets = targets_of(self._module, batch)
-            if targets is not None and self._state.config.loss_over != "micro_batches":
+            weighs = self._step.weights.is_on if torch.is_grad_enabled() else self._weighs_evaluations
+            if targets is not None and weighs:
                 batch = with_one_counted(batch, targets)
             loss = loss_of(self._module, map_tensors(batch, self._cast), None)
             return loss, None if targets is None else targets.number
