@@ -341,6 +341,8 @@ class Engine(DeepSpeedNames):
             with self._kernels.under_way():
                 yield
         except BaseException as error:
+            for part in self.zeros:
+                part.leave_forwards()
             # An interrupt must not wait for peers: what is under way stays as it is until `reconnect`.
             waits_for_nobody = isinstance(error, Exception) or self.world.size == 1
             if waits_for_nobody and self._driver.abandon():

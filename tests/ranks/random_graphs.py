@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,7 +23,9 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import speedlab
+from speedlab.comm import Joined
 from speedlab.engine.step.errors import NonFiniteError
+from speedlab.parallel.zero.flat import Flat
 
 Result = tuple[dict[str, Tensor], list[Tensor]]
 """Parameters at the end, and inputs' gradients by step (and rank)."""
@@ -35,6 +39,12 @@ block, which its caller uses."""
 SIDES = ["none", "hook", "inner hook", "stored", "stored view in place", "cache", "list"]
 """What else leaves it and counts in the loss: what a user's hook on the block or on a layer of it kept, a loss stored
 on the module, an activation that a later block reads, a tensor appended to an argument."""
+DETACHED = ["none", "none", "none", "first", "last"]
+"""Where a block multiplies with a detached parameter, whose gradient waits for nothing: backward reads what is first
+last."""
+CUSTOM = ["none", "none", "none", "attribute", "view", "detached"]
+"""How a custom autograd function keeps its parameter: as an attribute, as an attribute that is a view, or so with
+nothing that a hook sees and no gradient for it."""
 RECOMPUTED = ["none", "none", "block", "reentrant", "inside", "config"]
 """By whom the block is recomputed: its caller, with or without reentrance, itself in a part, the engine."""
 
@@ -46,10 +56,8 @@ class BlockPlan:
     recomputed: str
     frozen: str
     """"none", "some" or "all" of its parameters."""
-    detached: bool
-    """Whether it also multiplies with a detached parameter."""
-    custom: bool
-    """Whether it has a custom autograd function, which keeps its parameter as an attribute."""
+    detached: str
+    custom: str
     calls: int
 
 
@@ -84,8 +92,8 @@ def graph(seed: int) -> Graph:
                 side=side,
                 recomputed=recomputed if output != "generator" else "none",
                 frozen=draw.choice(["none", "none", "none", "some", "all"]),
-                detached=draw.random() < 0.25,
-                custom=draw.random() < 0.25,
+                detached=draw.choice(DETACHED),
+                custom=draw.choice(CUSTOM),
                 # Reentrant recomputation gives a parameter a gradient for each call, which is refused at every stage.
                 calls=draw.choice([1, 1, 1, 2]) if recomputed != "reentrant" else 1,
             )
@@ -123,6 +131,19 @@ class Scale(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         (x,) = ctx.saved_tensors
         return grads[0] * ctx.w, (grads[0] * x).sum(0)
+
+
+class ScaleByView(torch.autograd.Function):
+    """The same, which saves nothing and keeps a view of the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.x, ctx.w = x.detach(), w.view(1, -1)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        return grads[0] * ctx.w, (grads[0] * ctx.x).sum(0) if ctx.needs_input_grad[1] else None
 
 
 class Block(nn.Module):
@@ -165,15 +186,27 @@ class Block(nn.Module):
         yield y
 
     def _compute(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        scaled = Scale.apply(x, self.scale) if self.plan.custom else x * self.scale
+        if self.plan.detached == "first":
+            x = x + 0.1 * (torch.tanh(x) * self.shift.detach().view(1, -1))
+        scaled = self._scale(x)
         if self.plan.recomputed == "inside" and torch.is_grad_enabled():
             h = checkpoint(self._inside, scaled, use_reentrant=False)
         else:
             h = self._inside(scaled)
         y = x + 0.5 * self.down(h)
-        if self.plan.detached:
+        if self.plan.detached == "last":
             y = y + 0.1 * (h @ self.up.weight.detach())
         return y, h
+
+    def _scale(self, x: Tensor) -> Tensor:
+        match self.plan.custom:
+            case "attribute":
+                return Scale.apply(x, self.scale)
+            case "view":
+                return ScaleByView.apply(x, self.scale)
+            case "detached":
+                return ScaleByView.apply(x, self.scale.detach()) * self.scale
+        return x * self.scale
 
     def _inside(self, x: Tensor) -> Tensor:
         return torch.tanh(self.up(x) + (x * self.shift).sum(-1, keepdim=True))
@@ -181,7 +214,7 @@ class Block(nn.Module):
     def _leave_by_side(self, x: Tensor, h: Tensor, side: list[Tensor] | None) -> None:
         match self.plan.side:
             case "stored":
-                self.stored.append((h * h).mean() + (self.scale * x).square().mean())
+                self.stored.append((h * h).mean() + (self.scale * x).square().mean() + self._scale(x).sum(0).mean())
             case "stored view in place":
                 view = self.down(h).view(-1)
                 view *= 0.5
@@ -341,16 +374,26 @@ def train_engine(plan: Graph, seed: int, stage: int) -> Result:
 
 def differences(seeds: list[int], stages: list[int]) -> list[str]:
     """A line for each graph and stage whose parameters, or inputs' gradients, are not those of the plain loop. Where
-    plain torch refuses a graph, the engine has to refuse it as well."""
+    plain torch refuses a graph, the engine has to refuse it as well. A read of released parameters gives NaN, if their
+    memory is this rank's."""
     wrong = []
     for seed in seeds:
         plan = graph(seed)
         wanted = _outcome(lambda plan=plan, seed=seed: train_plain(plan, seed, dist.get_world_size()))
         for stage in stages:
-            found = _outcome(lambda plan=plan, seed=seed, stage=stage: train_engine(plan, seed, stage))
+            with patch.object(Flat, "release", filled_and_released):
+                found = _outcome(lambda plan=plan, seed=seed, stage=stage: train_engine(plan, seed, stage))
             if problem := _problem(wanted, found):
                 wrong.append(f"graph({seed}) at stage {stage}: {problem}\n{plan}")
     return wrong
+
+
+def filled_and_released(flat: Flat, release: Callable[[Flat], None] = Flat.release) -> None:
+    """Release the flat; its memory is NaN, so that a read of it is seen."""
+    with torch.no_grad():
+        if not isinstance(flat._coming, Joined):  # That one's memory is that of peers' shards.
+            flat.full.fill_(math.nan)
+    release(flat)
 
 
 def _outcome(train: Callable[[], Result]) -> Result | str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,15 +18,29 @@ from torch.utils.checkpoint import checkpoint
 import speedlab
 from ranks.conftest import PoolOf
 from ranks.pool import Pool
-from ranks.random_graphs import ALLOWED, ROWS, STEPS, WIDTH, data, differences, graph, net
+from ranks.random_graphs import (
+    ALLOWED,
+    ROWS,
+    STEPS,
+    WIDTH,
+    Scale,
+    ScaleByView,
+    data,
+    differences,
+    filled_and_released,
+    graph,
+    net,
+)
+from speedlab.parallel.zero.flat import Flat
 
 
 @contextmanager
-def engine_of(module: nn.Module, stage: int) -> Iterator[Any]:
+def engine_of(module: nn.Module, stage: int, **more: Any) -> Iterator[Any]:
     config = {
         "zero": {"stage": stage, "bucket_bytes": 1},
         "precision": {"dtype": "float32"},
         "batch": {"micro_size": ROWS},
+        **more,
     }
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
@@ -144,6 +160,71 @@ def in_hooks(forward: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Ten
 @pytest.mark.parametrize("way", ["checkpoint", "hooks inside"])
 def test_the_callers_own_hooks_see_every_tensor(two: Pool, way: str, stage: int) -> None:
     for wanted, found in two.run(around_the_module, way, stage):
+        assert found == pytest.approx(wanted, abs=ALLOWED)
+
+
+class Custom(Pair):
+    """A block that calls itself, or that has a custom autograd function, which keeps a parameter as an attribute."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.stored = way, torch.zeros(())
+
+    def forward(self, x: torch.Tensor, again: bool = True) -> torch.Tensor:
+        match self.way:
+            case "recursion":
+                y = super().forward(self(x, again=False) if again else x)
+            case "attribute":
+                y = super().forward(x)
+                self.stored = Scale.apply(y, self.scale.view(-1)).sum()
+            case "view":
+                y = super().forward(x)
+                self.stored = ScaleByView.apply(y, self.scale).sum()
+            case "detached":  # Its backward comes after all gradients of the block.
+                y = super().forward(Scale.apply(x, self.scale.detach()))
+            case _:  # The same for a tensor that autograd saves, below the hooks of torch.utils.checkpoint.
+                y = super().forward(x + 0.1 * torch.tanh(x @ self.up.weight.detach().T) @ self.up.weight.detach())
+        return y
+
+
+def with_custom_functions(way: str) -> tuple[list[float], list[float]]:
+    """Losses of a plain loop over one micro-batch, and of an engine at stage 3."""
+
+    def losses(module: Any, blocks: nn.ModuleList, step: Callable[[torch.Tensor], None]) -> list[float]:
+        found = []
+        for number in range(STEPS):
+            output = module(data(graph(0), number, 0)).square().mean()
+            loss = output + sum(0.1 * block.stored for block in blocks)  # type: ignore[misc]  # a tensor
+            step(loss)
+            found.append(loss.item())
+        return found
+
+    torch.manual_seed(3)
+    plain, module = Whole(), Whole()
+    plain.blocks = nn.ModuleList(Custom(way) for _ in range(4))
+    module.blocks = copy.deepcopy(plain.blocks)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+
+    def plain_step(loss: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    wanted = losses(plain, plain.blocks, plain_step)
+    checkpointing = "block" if way == "checkpoint" else "none"
+    released = patch.object(Flat, "release", filled_and_released)
+    with released, engine_of(module, 3, activation={"checkpointing": checkpointing}) as engine:
+
+        def engine_step(loss: torch.Tensor) -> None:
+            engine.backward(loss)
+            engine.step()
+
+        return wanted, losses(engine, module.blocks, engine_step)
+
+
+@pytest.mark.parametrize("way", ["recursion", "attribute", "view", "detached", "checkpoint"])
+def test_late_reads_find_unsharded_parameters(pool_of: PoolOf, way: str) -> None:
+    for wanted, found in pool_of(2, "gloo").run(with_custom_functions, way):
         assert found == pytest.approx(wanted, abs=ALLOWED)
 
 

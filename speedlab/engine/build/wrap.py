@@ -63,7 +63,7 @@ class BlockWrapper:
                 # Drawn by torch's generator, what is dropped depends on no layout.
                 forward = torch.compile(forward, options={"fallback_random": True})
             if checkpointing != "none":
-                again = _unsharded(forward, zero, unit)
+                again = _unsharded(forward, module, zero, unit)
                 forward = _checkpointed(again, module, selective=checkpointing == "selective")
             if checkpointing != "none" and inputs is not None:
                 forward = inputs.around(forward, module, names[module])
@@ -108,16 +108,17 @@ def _forward_of(module: Any, own: Any = None) -> Any:
     return type(module).forward.__get__(module) if own is None else own
 
 
-def _unsharded(forward: Any, zero: Zero, unit: Unit) -> Any:
-    """`forward`, which a backward can also enter through a side output of its block."""
-    this = weakref.ref(zero)
+def _unsharded(forward: Any, module: nn.Module, zero: Zero, unit: Unit) -> Any:
+    """`forward` of the unit's `module`, which a backward can also enter through a side output."""
+    this, hooked = weakref.ref(zero), weakref.ref(module)
 
     @functools.wraps(forward)
     def unsharded(*args: Any, **kwargs: Any) -> Any:
-        zero = this()
-        if zero is not None:
-            zero.unshard_again(unit)
-        return forward(*args, **kwargs)
+        zero, module = this(), hooked()
+        if zero is None or module is None:
+            return forward(*args, **kwargs)
+        with zero.checkpointed(unit, module):
+            return forward(*args, **kwargs)
 
     return unsharded
 

@@ -36,8 +36,19 @@ def name_module(error: BaseException, models: Iterable[nn.Module], *, step: int,
     error.speedlab_step = step  # type: ignore[attr-defined]  # read by the cluster's error transport
     error.speedlab_module = found  # type: ignore[attr-defined]  # likewise
     error.add_note(f"rank {rank}, step {step}" + (f", in {found}" if found else ""))
-    if words := words_on_dtypes(error, models):
+    if words := words_on_dtypes(error, models) or _words_on_transforms(error):
         error.add_note(words)
+
+
+def _words_on_transforms(error: BaseException) -> str:
+    """What to do if torch.func met the hooks on saved tensors; nothing for other errors."""
+    if "yet support saved tensor hooks" not in str(error):
+        return ""
+    return (
+        "torch.func.grad, vjp and jacrev cannot run in a forward whose parameters are partitioned (ZeRO stage 3) or "
+        "offloaded, or inside torch.utils.checkpoint. Use torch.autograd.grad inside the block, or a stage below 3 "
+        "without checkpointing"
+    )
 
 
 _NARROW, _WIDE = re.compile(r"BFloat16\b|\bHalf\b|\bb?float16\b"), re.compile(r"\b(Float|float|float32)\b")

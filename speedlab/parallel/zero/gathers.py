@@ -87,7 +87,7 @@ class Gathers:
         self.close()
         self.current, self._for_part = which, None
         for unit in self.units:
-            unit.called = False  # Whatever has raised is over.
+            unit.calls = 0  # Whatever has raised is over.
         if which is Pass.FORWARD and torch.is_grad_enabled():
             self._seen = []
             self.forwards += 1

@@ -5,10 +5,9 @@ modified in place, an activation that a user's hook kept, a loss stored on the m
 or a generator. So, while parameters are partitioned or offloaded, every tensor that autograd saves in a forward passes
 through a pack hook and an unpack hook (torch.autograd.graph.saved_tensors_hooks):
 
-1. pack notes the unit whose memory the tensor shares, and the unit whose forward is running.
-2. unpack unshards the first of the two, or else the second one if this backward has not reached it yet: a custom
-   autograd function can keep a parameter as an attribute, which no hook sees.
-3. torch does not look for in-place modifications if there are hooks, so unpack does.
+1. pack notes the unit whose memory the tensor shares, if any; unpack unshards it.
+2. torch does not look for in-place modifications if there are hooks, so unpack does.
+3. A custom autograd function can keep a parameter as an attribute, which no hook sees: `functions.py`.
 
 Hooks that the caller entered before (save_on_cpu, torch.utils.checkpoint around the whole module) get every tensor, as
 they would without these.
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from speedlab.parallel.zero.functions import watch_functions
 from speedlab.parallel.zero.unit import Unit
 
 _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -31,8 +31,8 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Unshard(Protocol):
-    """Called with a unit's index before autograd reads a tensor: a part of the unit's parameters if `reads_parameters`,
-    else another one that its forward saved. `version` is `SavedTensors.version` at the forward."""
+    """Called with a unit's index before autograd reads its parameters; unless `reads_parameters`, before a custom
+    function of its forward runs, which may read them. `version` is `SavedTensors.version` at the forward."""
 
     def __call__(self, index: int, version: int, *, reads_parameters: bool) -> None: ...
 
@@ -48,11 +48,10 @@ class SavedTensors:
         self._unshard: Callable[[], Unshard | None] = weakref.WeakMethod(unshard)  # type: ignore[arg-type]  # a method
         self._indices: dict[int, int] = {}
         """Of units, by the storage of their flat parameters."""
-        self._active: _Hooks | None = None
-        """The hooks that were entered and not left."""
-        self._entered_by: nn.Module | None = None
-        self.running: int | None = None
-        """The index of the unit whose forward is running."""
+        self._entered: list[tuple[nn.Module, _Hooks | None]] = []
+        """Modules whose forwards are running, and the hooks that each entered."""
+        self.running: list[int] = []
+        """The indices of the units whose forwards are running, one inside the other."""
         self.version = 0
         """Raised with every change of the parameters."""
 
@@ -61,6 +60,8 @@ class SavedTensors:
         self._indices = {
             flat.full.untyped_storage()._cdata: index for index, unit in enumerate(units) for flat in unit.flats
         }
+        if self._indices:
+            watch_functions(self)
 
     def index_of(self, tensor: Tensor) -> int | None:
         """Return the index of the watched unit whose parameters share memory with `tensor`; None for other tensors."""
@@ -70,29 +71,42 @@ class SavedTensors:
             return None
 
     def enter(self, module: nn.Module, *, recomputing: bool) -> None:
-        """Enter the hooks at the outermost `module` of a forward; inner ones change nothing.
+        """A forward of `module` begins: enter the hooks, unless they are the innermost ones. Below hooks that the model
+        entered itself (torch.utils.checkpoint around a block) they are entered again.
 
         `recomputing`: the forward runs inside a backward. There torch.utils.checkpoint has hooks of its own, which must
         see the same tensors as in the first forward.
         """
-        if self._active is not None or not self._indices or not torch.is_grad_enabled():
+        if not self._indices:
             return
-        outer = _active_hooks()
-        if recomputing and outer is not None:
-            return
-        self._active, self._entered_by = self._hooks(outer), module
-        saved_tensors_hooks(*self._active).__enter__()
+        hooks, outer = None, _active_hooks()
+        if torch.is_grad_enabled() and not (recomputing and outer is not None) and not self._is_own(outer):
+            hooks = self._hooks(outer)
+            saved_tensors_hooks(*hooks).__enter__()
+        self._entered.append((module, hooks))
+
+    def _is_own(self, hooks: _Hooks | None) -> bool:
+        return hooks is not None and any(own == hooks for _, own in reversed(self._entered))
 
     def leave(self, module: nn.Module) -> None:
-        """Leave the hooks if `module` entered them."""
-        if module is self._entered_by:
-            self.reset()
+        """A forward of `module` is over: leave the hooks if it entered them."""
+        if self._entered and self._entered[-1][0] is module:
+            _, hooks = self._entered.pop()
+            if hooks is not None:
+                _leave(hooks)
+
+    def ended(self, index: int) -> None:
+        """The forward of a unit has returned; one inside it may have raised."""
+        while self.running and self.running.pop() != index:
+            pass
 
     def reset(self) -> None:
         """Leave the hooks, if any: no forward is running. Ctrl-C ends a forward without calling its modules' hooks."""
-        active, self._active, self._entered_by, self.running = self._active, None, None, None
-        if active is not None and _active_hooks() == active:
-            saved_tensors_hooks(*active).__exit__()
+        outermost = next((hooks for _, hooks in self._entered if hooks is not None), None)
+        self._entered.clear()
+        self.running.clear()
+        if outermost is not None:
+            _leave(outermost)
 
     def _hooks(self, outer: _Hooks | None) -> _Hooks:
         """Return the hooks for one forward inside the `outer` ones."""
@@ -100,16 +114,15 @@ class SavedTensors:
         def pack(tensor: Tensor) -> Any:
             own = self.index_of(tensor)
             if outer is not None:
-                return outer[0](tensor), None, own, self.running, self.version
+                return outer[0](tensor), None, own, self.version
             # An output of the node itself would keep its own graph alive, so the graph is left out.
             kept = tensor.detach()
-            return kept, kept._version, own, self.running, self.version
+            return kept, kept._version, own, self.version
 
         def unpack(packed: Any) -> Tensor:
-            kept, written, own, running, version = packed
-            index = running if own is None else own
-            if index is not None:
-                self._read(index, version, reads_parameters=own is not None)
+            kept, written, own, version = packed
+            if own is not None:
+                self.read(own, version, reads_parameters=True)
             if outer is not None:
                 return outer[1](kept)
             if kept._version != written:
@@ -118,7 +131,8 @@ class SavedTensors:
 
         return pack, unpack
 
-    def _read(self, index: int, version: int, *, reads_parameters: bool) -> None:
+    def read(self, index: int, version: int, *, reads_parameters: bool) -> None:
+        """Autograd is about to read what `Unshard` says."""
         unshard = self._unshard()
         if unshard is not None:
             unshard(index, version, reads_parameters=reads_parameters)
@@ -131,6 +145,18 @@ class SavedTensors:
 
 def _active_hooks() -> _Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]  # has no stub
+
+
+def _leave(hooks: _Hooks) -> None:
+    """Leave the hooks, and those above them, which Ctrl-C can leave behind; nothing if they were left already."""
+    above = list[_Hooks]()
+    while (top := _active_hooks()) is not None:
+        saved_tensors_hooks(*top).__exit__()
+        if top == hooks:
+            return
+        above.append(top)
+    for each in reversed(above):
+        saved_tensors_hooks(*each).__enter__()
 
 
 def _refuse_modified(tensor: Tensor, expected: int) -> None:

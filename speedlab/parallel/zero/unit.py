@@ -46,8 +46,9 @@ class Unit:
         self.missing = self.trainable_count
         """Gradients that this backward pass has not produced yet."""
         self.gradients = [flat.gradient for flat in flats if flat.gradient is not None]
-        self.called = False
-        """Whether one of its modules is under way in a forward, so that its parts need no care of their own."""
+        self.calls = 0
+        """How many forwards of its modules are running, one inside the other; while there is one, its parts need no
+        care of their own."""
         self.open_calls: list[RemovableHandle] = []
         """Hooks on calls whose input gradients are still to come; kept where frozen parameters are needed to the
         end."""
@@ -89,7 +90,7 @@ class Unit:
             self.watch.came(self)
 
     def release(self) -> None:
-        self.called = False
+        self.calls = 0
         if self.gathers is not None:
             self.finish_gather()
             if self.watch is not None:

@@ -20,8 +20,8 @@ order on all ranks. A unit that is needed again after its release is gathered ag
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -169,7 +169,7 @@ class Zero:
 
         def after(unit_index: int, hooked: nn.Module, module_is_last: bool) -> Callable[..., None]:
             def hook(zero: Zero, module: nn.Module, args: Any, output: Any) -> None:
-                zero._after_forward(zero.units[unit_index], output, module_is_last)
+                zero._after_forward(unit_index, output, module_is_last)
 
             return hook_of(self, hooked, hook)
 
@@ -249,13 +249,16 @@ class Zero:
                 self._watch_call(unit, watched)
         gathers.enter(unit, alone=alone)
         gathers.require(unit)  # 1
-        unit.called = not alone
+        unit.calls += not alone
         self._saved.enter(module, recomputing=self.current is Pass.BACKWARD)
         if unit is not gathers.root:
-            self._saved.running = unit_index
+            self._saved.running.append(unit_index)
 
-    def _after_forward(self, unit: Unit, output: Any, module_is_last: bool) -> None:
-        unit.called, self._saved.running = False, None
+    def _after_forward(self, unit_index: int, output: Any, module_is_last: bool) -> None:
+        unit = self.units[unit_index]
+        unit.calls = max(0, unit.calls - 1)
+        if unit is not self.gathers.root:
+            self._saved.ended(unit_index)
         if torch.is_grad_enabled():
             for tensor in tensors_of(output):
                 if tensor.grad_fn is not None:
@@ -267,7 +270,7 @@ class Zero:
             return  # Recomputation inside backward: the parameters are needed at once.
         if unit is self.gathers.root:
             self.gathers.end_forward()
-        elif self.parameters_come and module_is_last and not self._is_needed_after(unit, output):
+        elif self.parameters_come and module_is_last and not unit.calls and not self._is_needed_after(unit, output):
             unit.release()  # 2
 
     def _is_needed_after(self, unit: Unit, output: Any) -> bool:
@@ -280,7 +283,7 @@ class Zero:
     def _before_part(self, unit_index: int, part: nn.Module, inputs: Any) -> bool:
         """Whether the part was called alone, so that its output has to be looked at."""
         unit = self.units[unit_index]
-        if unit.called:
+        if unit.calls:
             return False
         if self.current is Pass.BACKWARD:  # Its block is computed again, without its hooks.
             self.gathers.require(unit)
@@ -290,9 +293,8 @@ class Zero:
 
     def _after_part(self, unit_index: int, part: nn.Module, output: Any) -> None:
         self._saved.leave(part)
-        unit = self.units[unit_index]
-        if not unit.called:
-            self._after_forward(unit, output, module_is_last=False)
+        if not self.units[unit_index].calls:
+            self._after_forward(unit_index, output, module_is_last=False)
 
     # ---- backward ----------------------------------------------------------------------------------------------------
 
@@ -317,22 +319,30 @@ class Zero:
             self.gathers.require(unit)  # 3
 
     def _before_read(self, index: int, version: int, *, reads_parameters: bool) -> None:
-        """Autograd is about to read a tensor that a forward of a unit saved: see `SavedTensors`."""
+        """Autograd is about to read parameters of a unit, or may: see `SavedTensors`."""
         if index >= len(self.units):  # The engine was destroyed.
             raise RuntimeError("backward: the engine of this loss was destroyed; run the forward again")
         unit = self.units[index]
-        if unit.gathers is not None and not unit.gathers:
-            return
-        if self.current is not Pass.BACKWARD:
-            if reads_parameters and unit.gathers is None:
-                refuse_gradient_elsewhere(unit.name)
-        elif reads_parameters or self.gathers.is_ahead(unit):
+        here = unit.gathers is not None  # Or coming.
+        if reads_parameters or (self.current is Pass.BACKWARD and (here or self.gathers.is_ahead(unit))):
             self._before_backward(unit, version)
+        if reads_parameters and self.current is not Pass.BACKWARD:
+            if not here:
+                refuse_gradient_elsewhere(unit.name)
+            unit.finish_gather()
 
-    def unshard_again(self, unit: Unit) -> None:
-        """Inside backward the unit's forward is about to run again, without its hooks."""
-        if self.current is Pass.BACKWARD:
+    @contextmanager
+    def checkpointed(self, unit: Unit, module: nn.Module) -> Iterator[None]:
+        """Around a forward of the unit's `module` inside torch.utils.checkpoint, which runs it again in backward,
+        without its hooks."""
+        recomputing = self.current is Pass.BACKWARD
+        if recomputing:
             self.gathers.require(unit)
+        self._saved.enter(module, recomputing=recomputing)
+        try:
+            yield
+        finally:
+            self._saved.leave(module)
 
     def _refuse_elsewhere(self, unit: Unit, gradients: Any) -> None:
         """Raises RuntimeError where a graph of the unit is gone through that would read what was released."""
@@ -468,13 +478,16 @@ class Zero:
             for parameter in flat.parameters:
                 clear_gradient(parameter)
         self._forget_calls()
-        self._saved.reset()
         try:
             self.gathers.abandon()
             if was is Pass.BACKWARD:
                 self.reductions.abandon(self.residency)
         except PeerLost:
             self._broken = True
+
+    def leave_forwards(self) -> None:
+        """After an exception: no forward is running, and the caller's own hooks on saved tensors are the innermost."""
+        self._saved.reset()
 
     def disconnect(self) -> None:
         """Let go of the connections. Transfers under way keep their memory until `reconnect`."""
