@@ -74,8 +74,9 @@ def a_loss_of_before_a_step(stage: int) -> list[str]:
     module, kept = net(graph(0), 0), list[torch.Tensor]()
     hook = module.head.register_forward_pre_hook(lambda _, args: kept.append(args[0]))
     with engine_of(module, stage) as engine:
+        engine(data(graph(0), 0, 0))
         engine.backward(engine(data(graph(0), 0, 0)))
-        loss = kept[-1].square().mean()
+        loss = kept[0].square().mean()
         engine.step()
         hook.remove()
         with pytest.raises(RuntimeError) as refused:
