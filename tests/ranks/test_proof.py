@@ -258,7 +258,7 @@ def prove_inside_a_step() -> str:
     engine.step()
     with pytest.raises(RuntimeError) as refused:
         engine.proof(batch)
-    engine.zero_grad()
+    engine.abandon_step()
     with pytest.raises(ValueError, match="there is none yet"):
         engine.proof()
     engine.destroy(keep_parameters=False)
