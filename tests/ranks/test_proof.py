@@ -302,7 +302,7 @@ def bits_of(build: Callable[[], nn.Module], stage: int, *, proves: bool) -> list
     torch.manual_seed(11)
     random.seed(11)
     np.random.seed(11)
-    config = {"zero": stage, "batch": {"micro_size": 2, "accumulation": 2}}
+    config = {"zero": stage, "batch": {"micro_size": 2, "accumulation": 2}, "loss_over": "tokens"}
     engine = engine_of(build, config)
     try:
         losses = []

@@ -106,9 +106,7 @@ def _losses(plan: Sequence[TokenBatch], driver: Driver, left: _Budget, has_count
         if not left.allows():
             return None
         try:
-            for made in driver.evaluate(batch.as_given()):
-                # Next to a loss is the number of targets that it is the mean of, or None: then it weighs as any other.
-                loss, count = made if isinstance(made, tuple) else (made, None)
+            for loss, count in driver.evaluate(batch.as_given()):
                 found.append(float(loss))
                 has_counts.append(count is not None)
         except Exception:

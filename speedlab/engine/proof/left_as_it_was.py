@@ -12,9 +12,6 @@ from speedlab.engine.checkpoint.random_state import random_tensors, random_words
 from speedlab.engine.step.state import TrainingState
 from speedlab.engine.step.step import Step
 
-_LEARNED = ("counted_per_micro_batch",)
-"""What a training learns of its first step's batches, and rounds by; a trial must not teach it."""
-
 
 @contextmanager
 def left_as_it_was(state: TrainingState, step: Step) -> Iterator[None]:
@@ -30,7 +27,8 @@ def left_as_it_was(state: TrainingState, step: Step) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if isinstance(buffer, Tensor)
     ]
-    kept = {name: getattr(state, name) for name in _LEARNED if hasattr(state, name)}
+    # A training learns it from the batches of its first step, and rounds by it: a trial must not teach it.
+    counted = state.counted_per_micro_batch
     before, step.only_looked_at = step.only_looked_at, True
     try:
         yield
@@ -40,8 +38,7 @@ def left_as_it_was(state: TrainingState, step: Step) -> Iterator[None]:
         raise
     finally:
         step.only_looked_at = before
-        for name, value in kept.items():
-            setattr(state, name, value)
+        state.counted_per_micro_batch = counted
         for module, mode in modes:
             module.training = mode
         _restore(buffers)

@@ -39,7 +39,7 @@ class ProofOnRequest:
         driver = self._driver_of(loss)
         prover = Prover(self._state, self._step, driver, form="full", tokenizer=tokenizer)
         prover.trial(batch)
-        weighted = getattr(self._state.config, "loss_over", None) == "tokens"
+        weighted = self._state.config.loss_over == "tokens"
         self._last = prover.prove([batch], weighted_by_tokens=weighted)
         prover.watch(passes=False)
         self._prover = prover

@@ -94,7 +94,7 @@ class FirstBatch:
     @property
     def _weighted(self) -> bool:
         """Whether a step of the run weights micro-batches by their counted tokens."""
-        return getattr(self._training.config, "loss_over", "micro_batches") != "micro_batches"
+        return self._training.config.loss_over != "micro_batches"
 
     def _new_prover(self, form: str) -> Prover:
         training = self._training
