@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,9 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ranks.conftest import PoolOf
-from ranks.pool import Pool
+from ranks.loops import Case, Trajectory, engine_for, engine_step
+from ranks.pool import Pool, _join
 from ranks.test_shared_backend import gather_whole, new_group, scatter_sum
 from speedlab.comm import Group, PeerLost, Traffic, activity
+from speedlab.comm.limits import give_timeout
 
 Act = Callable[[Any, int], Any]
 """What one rank calls: (group, number of ranks)."""
@@ -590,3 +593,35 @@ def test_random_sequences(ranks: Pool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4], indirect=True)
 def test_many_random_sequences(ranks: Pool) -> None:
     sequences_of_one_odd_rank(ranks, range(100, 300), 280)
+
+
+# ---- engines ---------------------------------------------------------------------------------------------------------
+
+
+def train_on_after_a_mismatch(stage: int, folder: Path) -> tuple[str, list[float]]:
+    """In step 1 rank 0 gathers the state and rank 1 makes the step, until a limit of time ends it; then the ranks meet
+    again, as a run does."""
+    case = Case(stage=stage, steps=3)
+    world: Any = dist.group.WORLD
+    world.limit(2)
+    give_timeout(2)
+    with contextlib.ExitStack() as stack:
+        stack.callback(give_timeout, None)
+        engine = stack.enter_context(engine_for(case))
+        losses = [engine_step(engine, case, 0)]
+        kind, _ = raised(engine.state_dict if dist.get_rank() == 0 else lambda: engine_step(engine, case, 1))
+        engine.disconnect()
+        give_timeout(None)
+        _join(folder / "again")
+        engine.reconnect()
+        losses += [engine_step(engine, case, step) for step in (1, 2)]
+    return kind, losses
+
+
+def test_an_engine_trains_on_after_a_mismatch(
+    two: Pool, plain: Callable[[Case, int], Trajectory], tmp_path: Path
+) -> None:
+    said = two.run(train_on_after_a_mismatch, 3, tmp_path, timeout=60)
+    assert all(kind in ("PeerLost", "CollectiveMismatch") for kind, _ in said), said
+    means = [sum(each) / 2 for each in zip(*(losses for _, losses in said), strict=True)]
+    assert means == pytest.approx(plain(Case(stage=3, steps=3), 2).losses, rel=1e-5)

@@ -11,7 +11,7 @@ than it must, however many ranks a host has. L ranks a host, H hosts, N elements
 | broadcast      | broadcast on the source's host | broadcast                                         | broadcast    |
 | barrier        | barrier                        | barrier                                           | barrier      |
 
-Before that, the ranks of each host compare the call in shared memory, then the leaders compare it (`meet`): 32 bytes to
+Before that, the ranks of each host compare the call in shared memory, then the leaders compare it (`meet`): 24 bytes to
 each other host, in their own trip. The ranks of a host whose leader finds a mismatch hear of it when they wait for it.
 
 Sums are taken in rank order within a host, then in the order of hosts: all ranks get the same bits, and so do an

@@ -288,9 +288,9 @@ class StagedGroup(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def _telling_peers(self, op: Op) -> Iterator[None]:
-        """Around the check of the arguments of a collective: where this rank refuses them, its peers must not wait for
-        it. The thread tells them, so that the caller need not wait for them, either; nobody is closed out if all ranks
-        have made the same mistake."""
+        """Around the check of the arguments of a collective. A rank that refuses them lets its peers know, which would
+        wait for it otherwise. The group's thread does that, so that the caller does not wait for the peers. The group
+        stays open if all ranks have made the same mistake."""
         try:
             yield
         except ValueError as error:
