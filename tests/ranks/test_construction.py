@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import speedlab
 from ranks import architectures
-from ranks.loops import sgd
+from ranks.loops import Case, problems, sgd, train_engine, train_plain
 from ranks.pool import Pool
+from ranks.test_peers import HF_FLOAT32, hugging_face_loss, units_of
 from speedlab.parallel import construct, construction
 
 CPU = torch.device("cpu")
@@ -320,3 +321,18 @@ def test_a_callable_that_fails_on_one_rank_fails_on_all(two: Pool) -> None:
     assert (kind, own) == ("ConfigError", "KeyError")
     assert "failed on rank 1" in text
     assert "no such file" in text
+
+
+# ---- blocks of several classes ---------------------------------------------------------------------------------------
+
+
+def test_blocks_of_several_classes_are_units(two: Pool) -> None:
+    """Jamba's list holds layers with attention and layers without."""
+    jamba = functools.partial(architectures.seeded, "jamba")
+    assert two.run(units_of, jamba)[0] == ["root", "model.layers.0", "model.layers.1"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_models_of_several_classes_train_as_plain(two: Pool, stage: int) -> None:
+    case = Case(stage=stage, build=functools.partial(architectures.seeded, "jamba"), loss=hugging_face_loss, steps=4)
+    assert problems(two.run(train_engine, case), train_plain(case, 2), HF_FLOAT32) == []

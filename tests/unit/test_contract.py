@@ -227,3 +227,23 @@ def larger_hugging_face() -> nn.Module:
         vocab_size=512, n_positions=8, n_embd=32, n_layer=1, n_head=2, attn_pdrop=0, bos_token_id=1, eos_token_id=1
     )
     return transformers.GPT2LMHeadModel(config)
+
+
+def mixtral() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+            vocab_size=512, num_local_experts=2, max_position_embeddings=16,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("given", ["function", "module"])
+def test_a_failure_of_fake_tensors_alone_does_not_blame_the_model(given: str) -> None:
+    """torch's fake grouped product takes bfloat16 only, and kernels take float32, too."""
+    config = CONFIG.model_copy(update={"precision": RunConfig(precision="float32").precision})
+    found = try_model(config, 2, device=CPU, model=mixtral if given == "function" else mixtral())
+    assert found["dtype"] == "float32"
+    assert found["parameters"] == sum(parameter.numel() for parameter in mixtral().parameters())
+    assert not found["untried"], "it was tried with real tensors"

@@ -139,3 +139,72 @@ def test_named_by_the_user_a_list_is_what_it_holds() -> None:
     plans = plan_units(model, ["blocks.1"])
     assert [plan.name for plan in plans] == [ROOT, "blocks.1"]
     assert plans[1].modules == list(model["blocks"][1])
+
+
+class Other(Pair):
+    """Another kind of block, with Pair as its base."""
+
+
+class Alone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.only = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.only(x)
+
+
+class Mixture(Alone):
+    """A block with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Pair() for _ in range(2))
+
+
+class Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class OtherStage(Stage):
+    pass
+
+
+class Tower(Alone):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(2))
+
+
+SEVERAL_CLASSES = {
+    "a class comes twice": ([Pair, Alone, Pair], ["0", "1", "2"]),
+    "they share a base class": ([Pair, Other], ["0", "1"]),
+    "two layers of one block": ([Pair, Alone], []),
+    "blocks with experts": ([Pair, Mixture, Pair, Mixture], ["0", "1", "2", "3"]),
+    "stages of a U-Net": ([Stage, OtherStage, Stage], [f"{s}.blocks.{b}" for s in range(3) for b in range(2)]),
+    "a stem, a body and a head": ([Alone, Tower, Alone], ["0", "2", "1.blocks.0", "1.blocks.1"]),
+    "bare layers between": ([Pair, lambda: nn.Linear(2, 2), Alone, Pair], ["0", "2", "3"]),
+}
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, lambda modules: nn.Sequential(*modules)], ids=["list", "sequential"])
+@pytest.mark.parametrize("name", SEVERAL_CLASSES)
+def test_units_of_lists_of_several_classes(name: str, kind: Any) -> None:
+    classes, expected = SEVERAL_CLASSES[name]
+    model = nn.Module()
+    model.layers = kind([make() for make in classes])
+    root, *plans = plan_units(model)
+    assert [plan.name.removeprefix("layers.") for plan in plans] == expected
+    held = [each for plan in [root, *plans] for each in plan.parameters]
+    assert sorted(held) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_layers_of_a_block_stay_together() -> None:
+    """As many write a transformer: a list of lists of attention and feed-forward."""
+    model = nn.ModuleDict({"layers": nn.ModuleList(nn.ModuleList([Pair(), Alone()]) for _ in range(2))})
+    assert [plan.name for plan in plan_units(model)] == [ROOT, "layers.0", "layers.1"]

@@ -6,7 +6,7 @@
 3. A micro-batch goes through it under fake tensors: `losses.loss_of` finds a loss, which depends on its parameters.
 
 Fake tensors cannot follow what depends on values, nor code outside of torch. A model is not refused for that: the
-answer says what could not be tried.
+answer says what could not be tried. If they fail otherwise, a small model is tried with real tensors before it is blamed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,9 @@ _UNTRIABLE_MODULES = ("torch._dynamo", "torch._inductor", "torch.fx.experimental
 _UNTRIABLE_TEXT = re.compile(r"fake ?tensor|fake impl|meta|data pointer|tensor subclass|triton", re.IGNORECASE)
 """What torch says where a fake tensor comes to code that needs values, and no class of exception tells."""
 
+_MOST_REAL_BYTES = 1 << 30
+"""A model of at most this size is tried with real tensors if fake ones fail."""
+
 _BYTES_TOKENS = 256
 
 
@@ -78,13 +81,15 @@ def try_model(
     layout, dtype = config.layout(engines, built_in=model is None), compute_dtype(config.precision, device)
     check_loss(loss, layout)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module = _made(model or (lambda: GPT(config.model)), config.seed, mode)
+    source: ModelSource = model or (lambda: GPT(config.model))
+    module = _made(source, config.seed, mode)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError(f"model: {type(module).__name__} has no parameter that can be trained")
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
     _check_layout(module, config, layout, tp_plan, device)
     BlockSparse(config.model.attention).within(module)
+    given = [(layer, key, tensor) for layer in module.modules() for key, tensor in _tensors_of(layer)]
     try:
         with mode, _without_traces_of_torch():
             _make_fake(module, device, dtype)
@@ -93,9 +98,20 @@ def try_model(
     except ConfigError:
         raise
     except Exception as error:
-        untried = _why_untried(error, module, config, layout)
+        if 0 < nbytes <= _MOST_REAL_BYTES and not _is_fakes(error):
+            for layer, key, tensor in given:
+                setattr(layer, key, tensor)
+            real = module if isinstance(model, nn.Module) else make_whole(source, config.seed)
+            if _works(real, config, layout, loss, device, dtype):
+                return {**_described(real, nbytes, dtype), "untried": ""}
+        is_fakes = _is_fakes(error) or (nbytes > _MOST_REAL_BYTES and _is_of_meta_kernel(error))
+        untried = _told(error) if is_fakes else _refused(error, module, config, layout)
+    return {**_described(module, nbytes, dtype), "untried": untried}
+
+
+def _described(module: nn.Module, nbytes: int, dtype: torch.dtype) -> dict[str, Any]:
     count = sum(parameter.numel() for parameter in module.parameters())
-    return {"parameters": count, "nbytes": nbytes, "dtype": str(dtype).removeprefix("torch."), "untried": untried}
+    return {"parameters": count, "nbytes": nbytes, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def _made(model: ModelSource, seed: int, mode: FakeTensorMode) -> nn.Module:
@@ -184,12 +200,41 @@ def _make_fake(module: nn.Module, device: torch.device, dtype: torch.dtype) -> N
     """Every parameter and buffer by its fake twin, parameters in the compute dtype. Called while tensors are fake."""
     twins = fake_twins(module, device)
     for layer in module.modules():
-        for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
-            if tensor is not None:
-                setattr(layer, key, twins[id(tensor)])
+        for key, tensor in _tensors_of(layer):
+            setattr(layer, key, twins[id(tensor)])
     dtypes = dtypes_of(module, dtype)
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtypes[id(parameter)])
+
+
+def _tensors_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
+    """The layer's own parameters and buffers."""
+    named = (*layer._parameters.items(), *layer._buffers.items())
+    return [(key, tensor) for key, tensor in named if tensor is not None]
+
+
+def _works(
+    module: nn.Module,
+    config: RunConfig,
+    layout: Layout,
+    loss: LossFunction | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> bool:
+    """Whether a micro-batch goes through the module with real tensors. Fake ones sometimes fail alone: torch's fake
+    grouped product, which transformers' experts call, takes bfloat16 only."""
+    try:
+        with torch.random.fork_rng([]):
+            dtypes = dtypes_of(module, dtype)
+            for parameter in module.parameters():
+                parameter.data = parameter.data.to(device, dtypes[id(parameter)])
+            for layer in module.modules():
+                for key, buffer in layer._buffers.items():
+                    layer._buffers[key] = None if buffer is None else buffer.to(device)
+            _forward(module, config, layout, loss, device)
+    except Exception:  # What fake tensors said is the reason that is told.
+        return False
+    return True
 
 
 def _check_vocabulary(name: str, tokens: Tensor, config: RunConfig) -> Callable[[nn.Module, Any], None]:
@@ -209,12 +254,21 @@ def _check_vocabulary(name: str, tokens: Tensor, config: RunConfig) -> Callable[
     return check
 
 
-def _why_untried(error: Exception, module: nn.Module, config: RunConfig, layout: Layout) -> str:
-    """Why fake tensors could not follow the model. Raises ConfigError for an error that is the model's own."""
-    text = str(error)
+def _is_fakes(error: Exception) -> bool:
+    """Whether the error is known to be of fake tensors alone."""
     theirs = type(error).__module__.startswith(_UNTRIABLE_MODULES)
-    if isinstance(error, _UNTRIABLE) or theirs or _UNTRIABLE_TEXT.search(text):
-        return _told(error)
+    return isinstance(error, _UNTRIABLE) or theirs or _UNTRIABLE_TEXT.search(str(error)) is not None
+
+
+def _is_of_meta_kernel(error: Exception) -> bool:
+    """Whether torch's description of an operation raised it over a dtype, which kernels may well take."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = any(frame.filename.endswith("torch/_meta_registrations.py") for frame in frames)
+    return inside and re.search(r"dtype|bfloat16|float32|bf16", str(error), re.IGNORECASE) is not None
+
+
+def _refused(error: Exception, module: nn.Module, config: RunConfig, layout: Layout) -> NoReturn:
+    """Raise ConfigError for an error that is the model's own."""
     micro_size = config.batch.resolve(layout.data_size).micro_size
     shape = f"({micro_size}, {config.data.sequence_length})"
     more = CONTRACT if isinstance(error, TypeError) else words_on_dtypes(error, [module])

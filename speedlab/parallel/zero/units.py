@@ -3,6 +3,7 @@ root unit."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,9 @@ UnitChoice = Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 """How a user names units: module classes, module names, or a predicate over (name, module)."""
 
 ROOT = "root"
+
+_THEIR_BLOCK = "GradientCheckpointingLayer"
+"""The base class of transformers' blocks."""
 
 
 @dataclass
@@ -31,7 +35,8 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
     """Cut `model` into units: the root unit first, then blocks in the order in which the model registers them.
 
     1. Blocks are what `choice` says, or the children of every list of two or more modules of one class (outermost
-    first), or of one module that has no such list inside. Nobody calls a list: in a list of lists the blocks are those
+    first), or of one module that has no such list inside; of several classes if one comes twice, or if they have a base
+    class of their own. Nobody calls a list: in a list of lists the blocks are those
     that the inner ones repeat, or, where they repeat nothing, the modules of each inner one together.
     2. Neighbours of one list are merged while their parameters stay within `bucket_bytes`.
     3. A parameter that several blocks share, or that stands outside all blocks, belongs to the root unit.
@@ -70,7 +75,7 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
 
 
 def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
-    """Every outermost list of modules that repeats one class, each as a list of its children that hold parameters."""
+    """Every outermost list of blocks, each as a list of its children that hold parameters."""
     found: list[list[nn.Module]] = []
 
     def visit(module: nn.Module) -> None:
@@ -86,14 +91,36 @@ def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The modules of one class that a list repeats; none where it is no list of blocks."""
+    """The blocks that a list repeats, of one class or of several; empty if it is no list of blocks."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     holding = [child for child in module.children() if _has_parameters(child) and takes_hooks(child)]
     # A list of bare layers (Sequential(Linear, ReLU, Linear)) is no list of blocks.
     composite = [child for child in holding if any(True for _ in child.children())]
-    repeats = len({type(child) for child in composite}) == 1
-    return composite if repeats and (len(composite) >= 2 or _is_one_block(module, composite)) else []
+    counts = Counter(type(child) for child in composite)
+    if len(counts) > 1:
+        return _blocks_of_classes(composite, counts)
+    return composite if counts and (len(composite) >= 2 or _is_one_block(module, composite)) else []
+
+
+def _blocks_of_classes(composite: list[nn.Module], counts: Counter[type[nn.Module]]) -> list[nn.Module]:
+    """The blocks of a list of several classes, as of models that mix attention with other layers.
+
+    Two layers of one block (attention and feed-forward) are in such lists, too. So a class has to come twice, or the
+    classes have to share a base class of their own. A child that holds blocks itself (a tower, a stage of a U-Net) is
+    left to its own lists, unless its class comes twice next to plain blocks (experts) or transformers calls it a block.
+    """
+    bases = set.intersection(*(set(kind.__mro__) - set(nn.ModuleList.__mro__) for kind in counts))
+    own = {
+        base for base in bases if base.__module__ not in ("typing", "abc", "builtins") and issubclass(base, nn.Module)
+    }
+    if max(counts.values()) < 2 and not own:
+        return []
+    if any(base.__name__ == _THEIR_BLOCK for base in own):
+        return composite
+    plain = [child for child in composite if not _repeated_blocks(child)]
+    blocks = [child for child in composite if child in plain or (plain and counts[type(child)] >= 2)]
+    return blocks if len(blocks) >= 2 else []
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
