@@ -6,7 +6,7 @@
 3. A micro-batch goes through it under fake tensors: `losses.loss_of` finds a loss, which depends on its parameters.
 
 Fake tensors cannot follow what depends on values, nor code outside of torch. A model is not refused for that: the
-answer says what could not be tried. If they fail otherwise, a small model is tried with real tensors before it is blamed.
+answer says what could not be tried. If they fail otherwise, a small model is tried with real tensors before any blame.
 """
 
 from __future__ import annotations
