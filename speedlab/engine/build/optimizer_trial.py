@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim import Optimizer
 
 from speedlab.config import ConfigError
@@ -107,6 +108,8 @@ class Subject:
 
 def try_optimizer(subject: Subject, device: torch.device) -> Forms:
     """Train small tensors on `device` in each form. Found once for each `key` in a process."""
+    if isinstance(torch.empty(0, device=device), FakeTensor):
+        device = torch.device("cpu")  # Fake tensors have no values to compare.
     key = None if subject.key is None else (subject.key, device)
     if key in _known:
         return _known[key]
@@ -475,6 +478,7 @@ def _nothing_changes(device: torch.device) -> Iterator[None]:
     ours, numpy = random.getstate(), sys.modules.get("numpy")
     theirs = None if numpy is None else numpy.random.get_state()
     with ExitStack() as stack:
+        stack.enter_context(unset_fake_temporarily())
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
