@@ -49,7 +49,7 @@ def findings_of(
     *,
     weighted_by_tokens: bool,
     budget_seconds: float | None,
-    step_seconds: float,
+    forward_seconds: float,
 ) -> list[Finding]:
     """As of `Prover.prove`. Collective."""
     everyone, view = state.everyone, views[0] if views else None
@@ -59,7 +59,7 @@ def findings_of(
     trial = document_separation.trial_of(views, later)
     plans = [] if trial is None else trial.batches, batch_cut.parts_of(view)
     given = everyone.collect([*map(len, plans), batch_cut.counted_in(views), view.positions is not None])
-    left = _Budget(everyone.collect, budget_seconds, step_seconds / 3 * _share_of_forward(state, views))
+    left = _Budget(everyone.collect, budget_seconds, forward_seconds * _share_of_forward(state, views))
     losses, has_counts = [], []
     with left_as_it_was(state, step), torch.no_grad():
         for module in state.modules:

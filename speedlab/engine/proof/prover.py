@@ -150,15 +150,15 @@ class Prover:
         *,
         weighted_by_tokens: bool,
         budget_seconds: float | None = None,
-        step_seconds: float = 0.0,
+        forward_seconds: float = 0.0,
         with_update: bool = False,
         later: Iterable[Batch] = (),
     ) -> Proof:
         """The findings of all ranks, the same on each. Collective.
 
         `batches`: this rank's micro-batches of a step, the first one the observed one. `budget_seconds`: forwards are
-        left out if they would take longer; `step_seconds`: what the step took. `with_update`: whether an update was
-        watched. `later`: micro-batches to look for two documents in one sequence, if `batches` have none.
+        left out if they would take longer; `forward_seconds`: what its forwards took. `with_update`: whether an
+        update was watched. `later`: micro-batches to look for two documents in one sequence, if `batches` have none.
         """
         began, findings = time.perf_counter(), []
         views, reason = self._views(batches)
@@ -193,7 +193,7 @@ class Prover:
                 self._views_of(later),
                 weighted_by_tokens=weighted_by_tokens,
                 budget_seconds=budget_seconds,
-                step_seconds=step_seconds,
+                forward_seconds=forward_seconds,
             ),
         )
         findings += made_forwards or []

@@ -60,7 +60,7 @@ class FirstBatch:
 
     def after_step(self, seconds: float) -> tuple[str, str, dict[str, Any]] | None:
         """What a watched step has shown: an event's kind, text and details; None if none was watched. Collective, after
-        a step with an update that took `seconds`."""
+        a step with an update whose forwards took `seconds`."""
         prover, self._prover = self._prover, None
         if prover is None:
             return None
@@ -73,7 +73,7 @@ class FirstBatch:
                 self._batches(self._training.engine.global_step - 1),
                 weighted_by_tokens=self._weighted,
                 budget_seconds=None if full else _FORWARDS_SECONDS,
-                step_seconds=seconds,
+                forward_seconds=seconds,
                 with_update=True,
                 later=self._later(self._training.engine.global_step),
             )

@@ -49,7 +49,10 @@ class Loop:
         done = engine.global_step
         updated = done > step  # Else it was skipped, and what is due at this number is done.
         self._reporter.record(costs, heldout=self._evaluate_if_due(done) if updated else None, traced=traced)
-        if updated and (proved := training.first_batch.after_step(costs.seconds)) is not None:
+        if (
+            updated
+            and (proved := training.first_batch.after_step(costs.phases.get("forward", costs.seconds / 3))) is not None
+        ):
             kind, text, details = proved
             self._reporter.event(kind, text, **details)
         if slow := self._slow_disk.after_step(training.config.offload, costs):
