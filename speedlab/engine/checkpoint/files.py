@@ -44,7 +44,9 @@ class Files:
 
     def copy(self, entry: dict[str, Any], kind: str, stretch: Stretch, into: Tensor) -> None:
         """Copy a stretch of state `kind` of a parameter, whose `entry` the manifest has."""
-        sources, is_complex = sources_of(entry), entry["states"].get(kind, "").startswith("complex")
+        sources = sources_of(entry)
+        # What an optimizer keeps beside gradients has no dtypes in the manifest, and is real.
+        is_complex = "complex" in entry.get("states", {}).get(kind, "")
         same = [source for source in sources if source.stretch.part == stretch.part]
         for source in same or sources:
             found = list(blocks(entry["shape"], source.stretch, stretch))
