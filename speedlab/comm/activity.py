@@ -246,7 +246,8 @@ def enter_world() -> None:
         _state.gave_up = False
         own_note.forget()
     if dist.get_world_size() > 1 and _is_there(store):
-        _state.publisher = _Publisher(store, dist.get_rank(), dist.get_world_size())
+        with suppress(RuntimeError):  # A store of the user's own class may have no second connection.
+            _state.publisher = _Publisher(store, dist.get_rank(), dist.get_world_size())
 
 
 def leave_world() -> None:

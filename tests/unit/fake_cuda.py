@@ -34,6 +34,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 import speedlab.comm.group as group_module
+import speedlab.engine.step.entry as entry_module
+import speedlab.parallel.zero.inspect as inspect_module
 from speedlab.comm import Group, leave
 from speedlab.comm.transports.choose import Link
 from speedlab.engine.step.totals import sum_totals
@@ -186,3 +188,5 @@ def _group_patches() -> Iterator[Any]:
     yield mock.patch.object(group_module, "link_of", fabric)
     yield mock.patch.object(Group, "share", lambda self, value, source=0: told(value))
     yield mock.patch.object(Group, "collect", lambda self, value: [told(value) for _ in range(self.size)])
+    for module in (entry_module, inspect_module):
+        yield mock.patch.object(module, "exchange_numbers", lambda own, ranks: [list(own) for _ in ranks])
