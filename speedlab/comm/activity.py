@@ -211,8 +211,8 @@ def _advice(notes: Sequence[Note]) -> str:
         return ""
     if _tells_forwards(notes):
         return (
-            " All ranks must call the module equally often while its parameters are partitioned. In generate, "
-            "synced_gpus=True makes ranks that have finished go on calling the module."
+            " All ranks must call the module equally often while its parameters are partitioned. With "
+            "generate(synced_gpus=True), ranks that have finished go on calling the module."
         )
     if len({note.text for note in known}) > 1:
         return " All ranks must make the same calls of the engine, in the same order."

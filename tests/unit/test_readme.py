@@ -14,6 +14,7 @@ from telemetry_samples import make_folder, make_record
 from speedlab import cli
 from speedlab.cluster.home import known_clusters
 from speedlab.telemetry.folder import Status
+from speedlab.telemetry.proof import Proof, write_proof
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.writer import RecordWriter
 
@@ -45,6 +46,7 @@ def console(monkeypatch, tmp_path: Path) -> Path:
     with RecordWriter(folder, 0, stream_hz=10) as writer:
         for step in (1, 2):
             writer.write(make_record(step))
+    write_proof(folder.path, Proof(step=0, form="cheap", seconds=0.1, findings=()))
     folder.write_status(Status(state=RunState.FINISHED, step=2, steps=2))
     return tmp_path
 

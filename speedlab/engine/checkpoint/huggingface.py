@@ -102,8 +102,9 @@ def _export(path: Path, folder: Path, config: Any, dtype: torch.dtype | None, sh
     manifest = read_manifest(path)
     if not_plain := manifest.get("not_plain"):
         raise CheckpointError(
-            f"{folder}: {not_plain[0]} is quantised or complex, and an export has plain weights; write adapters by "
-            "model.save_pretrained(folder, state_dict=engine.state_dict()), or export a model of plain weights"
+            f"{folder}: {not_plain[0]} is quantised or complex, and an export has plain weights; "
+            "write the adapters alone, by PEFT's save_pretrained(folder, state_dict=state) with the dict that "
+            "engine.state_dict() returns, or export a model of plain weights"
         )
     for name, expected in manifest["files"].items():
         check_file(path / name, expected, hashed=True)

@@ -101,7 +101,8 @@ class FlatParameter(nn.Parameter):
             raise RuntimeError(
                 f"{place.slot.name}: a post-accumulate hook reads .grad, which the engine takes first. "
                 "parameter.register_hook gets this rank's gradient, multiplied as the loss is (1 / (accumulation × "
-                "ranks), and float16's loss scale); optimizer.register_step_pre_hook sees the sums over the ranks"
+                "ranks), and float16's loss scale); a hook of optimizer.register_step_pre_hook(hook) sees the sums "
+                "over the ranks"
             )
         return super().register_post_accumulate_grad_hook(hook)
 
@@ -244,7 +245,7 @@ def _refuse_gradient_write(name: str) -> NoReturn:
     """`.grad` of the parameter `name` is set by hand."""
     raise RuntimeError(
         f"{name}: .grad was set by hand, and no update of the engine uses it. Let engine.backward compute the gradient "
-        "of a loss; change what an update uses in a hook of optimizer.register_step_pre_hook"
+        "of a loss; change what an update uses by optimizer.register_step_pre_hook(hook)"
     )
 
 

@@ -43,6 +43,6 @@ def refuse_shape(name: str, before: torch.Size, now: torch.Size) -> NoReturn:
     """Values of another shape were put in the place of the parameter `name`."""
     raise RuntimeError(
         f"{name} has shape {tuple(now)}, and had {tuple(before)} at initialize, for which its gradients and optimizer "
-        "states are made. Change shapes before initialize, as model.resize_token_embeddings does, or call "
-        "engine.destroy(), change them, and call initialize again"
+        "states are made. Change shapes before initialize, as model.resize_token_embeddings(size) does, or "
+        "call engine.destroy(), change them, and call initialize again"
     )
