@@ -6,6 +6,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if on_gpu and not cuda_devices():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device here"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_world_outlives_its_module() -> Iterator[None]:
+    """The world of one which `initialize` has made in the process of the tests, where a module calls it there."""
+    yield
+    if "speedlab.comm" in sys.modules:
+        sys.modules["speedlab.comm"].leave()
 
 
 def pytest_collection_finish() -> None:

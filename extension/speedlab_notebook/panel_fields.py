@@ -18,8 +18,20 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Parallelism": ("parallel", "outer", "batch"),
     "ZeRO & memory": ("zero", "offload", "activation"),
     "Precision": ("precision",),
-    "Optimizer": ("optimizer", "schedule", "clip_norm"),
-    "Run": ("name", "folder", "steps", "seed", "compile", "eval", "checkpoint", "recover", "proof", "telemetry"),
+    "Optimizer": ("optimizer", "schedule", "loss_over", "clip_norm"),
+    "Run": (
+        "name",
+        "folder",
+        "steps",
+        "seed",
+        "compile",
+        "timeout_seconds",
+        "eval",
+        "checkpoint",
+        "recover",
+        "proof",
+        "telemetry",
+    ),
 }
 """Tab -> the parts and fields of RunConfig it shows. Every field of RunConfig is in exactly one."""
 
@@ -54,6 +66,7 @@ _LABELS = {
     "telemetry.trace_every_steps": "trace every",
     "eval.every_steps": "evaluate every",
     "checkpoint.every_steps": "save every",
+    "timeout_seconds": "wait for ranks",
     "recover.attempts": "bring back",
     "recover.from": "back from",
 }
@@ -65,6 +78,8 @@ _PLACEHOLDERS = {
     "offload.folder": "the run's own",
     "name": "run-1, run-2, …",
     "clip_norm": "never clips",
+    "loss_over": "tokens",
+    "timeout_seconds": "the cluster's, else 1800",
     "model.ffn_tile": "all at once",
     "model.attention.mask": "of 'custom' only",
 }

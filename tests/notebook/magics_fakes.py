@@ -88,6 +88,7 @@ class FakeCluster:
         device: str = "auto",
         backend: str | None = None,
         link: str | None = None,
+        timeout_seconds: float | None = None,
     ) -> None:
         if engines not in (None, 2):
             raise ClusterError(f"cluster {name!r} runs with 2 engines, and {engines} were asked for; stop it first")
@@ -95,6 +96,7 @@ class FakeCluster:
         self.token = f"token-of-{name}"
         self.running = True
         self.asked = (engines, device, backend)
+        self.timeout_seconds = timeout_seconds
         self.devices = [DEVICE, DEVICE]
         self.link = LinkRate.parse(link) if link else None
         self.size = 2

@@ -3,7 +3,6 @@ session."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -63,12 +62,10 @@ def compiling_pool_of() -> Iterator[PoolOf]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def no_world_outlives_its_module(pools: Pools) -> Iterator[None]:
-    """Pools' groups, and the world of one that an engine has joined which a test has made in its own process."""
+def no_group_outlives_its_module(pools: Pools) -> Iterator[None]:
+    """The groups of pools."""
     yield
     pools.rest()
-    if "speedlab.comm" in sys.modules:
-        sys.modules["speedlab.comm"].leave()
 
 
 GLOO = [(2, "gloo"), (4, "gloo")]

@@ -221,7 +221,7 @@ def test_an_interrupt_ends_a_cell_that_waits_for_its_batch() -> None:
 def test_a_look_loads_no_checkpoint() -> None:
     step = object.__new__(Step)
     step.only_looked_at = True
-    engine: Any = SimpleNamespace(_step=step)
+    engine: Any = SimpleNamespace(_step=step, global_step=3)
     with pytest.raises(RuntimeError, match=r"load_checkpoint: this cell .* run\.resume\(\) do the rest"):
         Engine.load_checkpoint(engine, "checkpoints")
 
