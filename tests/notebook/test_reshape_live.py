@@ -150,9 +150,11 @@ def test_what_cannot_be_is_refused_and_changes_nothing(cluster: Cluster, plain: 
     assert losses(run) == pytest.approx(plain, rel=1e-6)
 
 
-def test_a_change_that_fails_is_undone(cluster: Cluster, plain: list[float], tmp_path: Path) -> None:
+def test_a_change_that_fails_is_undone(cluster: Cluster, tmp_path: Path) -> None:
     """The model's maker raises on one rank while the new layout is built."""
     config = configuration(tmp_path, "undone", zero=2)
+    kept = cluster.train(config.replace(name="kept"), model=fragile_gpt(config))
+    kept.wait(120)
     run = cluster.train(config, model=fragile_gpt(config))
     run.pause().wait(60)
     cluster.execute("import os; os.environ['FRAGILE'] = '1'", ranks=[2]).result()
@@ -161,7 +163,7 @@ def test_a_change_that_fails_is_undone(cluster: Cluster, plain: list[float], tmp
     cluster.execute("import os; os.environ.pop('FRAGILE', None)", ranks=[2]).result()
     run.resume().wait(60)
     run.wait(120)
-    assert losses(run) == pytest.approx(plain, rel=1e-6)
+    assert losses(run) == pytest.approx(losses(kept), rel=1e-6)
     assert run.present_config.parallel.tp == 1
 
 
@@ -171,13 +173,10 @@ def fragile_gpt(config: RunConfig) -> Any:
     def make() -> Any:
         import os
 
-        import torch
-
         from speedlab.models import GPT
 
         if os.environ.pop("FRAGILE", None):
             raise MemoryError(f"no room on rank {os.environ['RANK']}")
-        with torch.device("meta"):  # As the built-in one is made, so that it has its values.
-            return GPT(config.model)
+        return GPT(config.model)
 
     return make

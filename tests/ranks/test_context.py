@@ -369,10 +369,16 @@ def uncounted(layout: Layout) -> tuple[float, float, float]:
 
 
 def test_a_micro_batch_without_a_counted_target_has_no_gradient(pool_of: PoolOf) -> None:
+    """It adds nothing to the loss either: loss and gradient are those of the other micro-batch."""
+    model, (tokens, targets) = long_gpt(), rows_of(48, 0, 0)
+    plain = torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten())
+    plain.backward()
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     (alone,) = pool_of(1).run(uncounted, Layout(), timeout=60)
+    assert alone[0] == pytest.approx(plain.item(), rel=1e-5)
+    assert alone[1] == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-5)
     for loss, norm, left in pool_of(2).run(uncounted, Layout(cp=2), timeout=60):
-        assert loss != loss
-        assert alone[0] != alone[0]
+        assert loss == pytest.approx(alone[0], rel=1e-5)
         assert norm == pytest.approx(alone[1], rel=1e-5)
         assert left == pytest.approx(alone[2], rel=1e-6)
 
