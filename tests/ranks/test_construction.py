@@ -318,7 +318,7 @@ def refusal(build: Callable[[], nn.Module]) -> tuple[str, str]:
 
 def test_a_callable_that_fails_on_one_rank_fails_on_all(two: Pool) -> None:
     (kind, text), (own, _) = two.run(refusal, fails_on_one)
-    assert (kind, own) == ("ConfigError", "KeyError")
+    assert (kind, own) == ("PeerLost", "KeyError")
     assert "failed on rank 1" in text
     assert "no such file" in text
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from speedlab.comm import Group
+from speedlab.comm import Group, PeerLost
 from speedlab.config import ConfigError
 from speedlab.parallel import Construction, construct, seeded
 
@@ -24,7 +24,8 @@ def make_everywhere(
 ) -> tuple[nn.Module, Construction | None]:
     """The module, and how to compute those of its parameters that were left on `meta`. Collective.
 
-    Raises on all ranks alike if the call fails on one: what it raised there, ConfigError on the others.
+    Raises on all ranks if the call fails on one: what it raised there, PeerLost with the rank and the cause on the
+    others.
     """
     made, failed = None, None
     try:
@@ -36,7 +37,7 @@ def make_everywhere(
         raise failed
     for rank, problem in zip(everyone.ranks, problems, strict=True):
         if problem:
-            raise ConfigError(f"model: {name_of(source)}() failed on rank {rank} ({problem}); it has to work on all")
+            raise PeerLost(f"model: {name_of(source)}() failed on rank {rank} ({problem}); it has to work on all ranks")
     assert made is not None  # Nothing was raised.
     return made
 
