@@ -13,8 +13,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from types import SimpleNamespace
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, cast
 
 import torch
@@ -29,7 +28,7 @@ from speedlab.engine.step.losses import LossFunction, loss_of
 from speedlab.engine.step.memory import activation_trace
 from speedlab.engine.step.precision import compute_dtype, dtypes_of
 from speedlab.layout import padded_numel
-from speedlab.parallel.zero import UnitChoice, Zero, map_tensors, plan_units
+from speedlab.parallel.zero import UnitChoice, UnitPlan, Zero, map_tensors, plan_units
 from speedlab.parallel.zero.flat import trainable_in_low_precision
 from speedlab.placement import EIGHT_BITS, ITEM_BYTES, Holders, Where
 from speedlab.planner.away import PAGE_BYTES, state_places
@@ -181,6 +180,17 @@ def _memory(
 # ---- activations -----------------------------------------------------------------------------------------------------
 
 
+class _Whole:
+    """What `BlockWrapper` uses of a Zero, for a module that is on this rank as a whole."""
+
+    def __init__(self, module: nn.Module, units: list[UnitPlan]) -> None:
+        self.module, self.units = module, units
+
+    def checkpointed(self, unit: UnitPlan, module: nn.Module) -> AbstractContextManager[None]:
+        """Nothing has to be unsharded."""
+        return nullcontext()
+
+
 def _peak(
     module: nn.Module,
     config: RunConfig,
@@ -190,9 +200,9 @@ def _peak(
     loss: LossFunction | None,
 ) -> int:
     """The most bytes of a forward and backward in training."""
-    wrapped = SimpleNamespace(module=module, units=plan_units(module, units, bucket_bytes=config.zero.bucket_bytes))
+    whole = _Whole(module, plan_units(module, units, bucket_bytes=config.zero.bucket_bytes))
     BlockWrapper(
-        [cast(Zero, wrapped)],  # All that it reads of a Zero are its module and those of its units.
+        [cast(Zero, whole)],
         checkpointing=config.activation.checkpointing,
         compile=False,
         device=torch.device("cpu"),

@@ -189,9 +189,10 @@ def _without_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         made = func(*args, **kwargs)
     if allowed:
         return made
-    absent = made.as_subclass(_Absent)
-    absent.parameter_name = _first_name(args, kwargs)
-    return absent
+    # Not by as_subclass, a node of autograd: pipelines look for a parameter's accumulator right below the view.
+    made.__class__ = _Absent
+    made.parameter_name = _first_name(args, kwargs)
+    return made
 
 
 def _first_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
