@@ -7,6 +7,7 @@ import math
 import random
 import re
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +26,9 @@ _LOWEST_PORT, _END_PORT = 20_000, 30_000
 no socket tells."""
 _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _BLOCKS_TRIED = 100
+
+_ROUTE_SECONDS = 0.05
+"""Between two looks for a route."""
 
 _REFUSED = frozenset({errno.ECONNREFUSED, errno.ECONNRESET})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
@@ -168,11 +172,32 @@ def try_to_reach(place: Endpoint, own_host: str, seconds: float = CONNECT_SECOND
     ConnectionRefusedError: the host answers, but nothing listens there (yet). Anything else is the network's.
     """
     try:
-        socket.create_connection((place.address, place.port), seconds).close()
+        _connect(place, seconds)
     except OSError as error:
         kind = ConnectionRefusedError if error.errno in _REFUSED else OSError
         return kind(f"{own_host} cannot reach {place.words}: {_reason(error, place, seconds)}")
     return None
+
+
+def _connect(place: Endpoint, seconds: float) -> None:
+    """Connect and close. A link that has just come back has no route until the neighbour's hardware address is known
+    again: 'no route to host' counts only when it lasts for `seconds`, as no answer does. Raises OSError."""
+    deadline = time.monotonic() + seconds
+    remaining, no_route = seconds, None
+    while True:
+        try:
+            socket.create_connection((place.address, place.port), remaining).close()
+            return
+        except TimeoutError as error:
+            raise no_route or error from None
+        except OSError as error:
+            if error.errno != errno.EHOSTUNREACH:
+                raise
+            no_route = error
+        time.sleep(_ROUTE_SECONDS)
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise no_route
 
 
 def _reason(error: OSError, place: Endpoint, seconds: float) -> str:

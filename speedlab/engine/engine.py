@@ -468,8 +468,8 @@ class Engine(DeepSpeedNames):
             zero.reconnect()
         self.islands.reconnect()
         self._prepare_exchanges()
-        if self._step.under_way:
-            self._step.reset()
+        # Always: a first backward that was cut off has left counts of targets that no other mark of the step tells of.
+        self._step.reset()
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 

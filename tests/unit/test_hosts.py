@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import socket
@@ -343,7 +345,7 @@ def test_a_port_is_reached_or_the_reason_is_said(monkeypatch: pytest.MonkeyPatch
     refused = try_to_reach(place, "me")
     assert isinstance(refused, ConnectionRefusedError)
     for error, words in (
-        (TimeoutError(), "no answer within 2 s. A firewall drops what comes in there, or the link to h is down"),
+        (TimeoutError(), "no answer within 0.1 s. A firewall drops what comes in there, or the link to h is down"),
         (PermissionError(13, "denied"), "a firewall forbids it"),
         (OSError(113, "No route to host"), "No route to host. h is down, or no link leads there"),
         (socket.gaierror(-2, "Name or service not known"), "the name is not known (Name or service not known)"),
@@ -353,9 +355,24 @@ def test_a_port_is_reached_or_the_reason_is_said(monkeypatch: pytest.MonkeyPatch
             raise error
 
         monkeypatch.setattr(socket, "create_connection", fail)
-        problem = try_to_reach(place, "me", 2)
+        problem = try_to_reach(place, "me", 0.1)
         assert not isinstance(problem, ConnectionRefusedError)
         assert str(problem).startswith(f"me cannot reach h (127.0.0.1) at TCP port {place.port}: {words}")
+
+
+def test_a_link_that_has_just_come_back_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    connects, calls = socket.create_connection, itertools.count()
+
+    def connect(*arguments: Any) -> socket.socket:
+        if next(calls) < 2:
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+        return connects(*arguments)
+
+    monkeypatch.setattr(socket, "create_connection", connect)
+    with network.listen("127.0.0.1") as server:
+        place = Endpoint(host="h", address="127.0.0.1", port=server.getsockname()[1])
+        assert try_to_reach(place, "me") is None
+    assert next(calls) == 3
 
 
 def test_interfaces_and_endpoints() -> None:
