@@ -204,7 +204,8 @@ class Engine(DeepSpeedNames):
             if engine is not None and engine._step.micro_batches.backwards and not engine.config.optimizer.in_backward:
                 engine._step.refuse_to_forget("optimizer.zero_grad")
                 engine._step.reset()
-            own(*args, **kwargs)
+            with nullcontext() if engine is None else engine._step.gradients_shown():
+                own(*args, **kwargs)
 
         # As a scheduler does with `step`: optimizers of all classes come here.
         self.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # `destroy` takes it off

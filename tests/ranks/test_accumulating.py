@@ -259,6 +259,61 @@ def test_clipping_the_modules_gradients_is_refused(two: Pool, stage: int) -> Non
         assert (stepped, norm, plain) == (True, 0.0, True)
 
 
+def looking_at_masters(stage: int, form: str) -> list[Any]:
+    """The same for the tensors of the optimizer's groups, some of which are empty on a rank of a stage above 0."""
+    case, model = Case(stage=stage, accumulation=2), models.transformer()
+    of_matrices = {"params": [model.get_parameter("blocks.0.up.weight")]}
+    others = {"params": [p for p in model.parameters() if p is not of_matrices["params"][0]], "lr": 0.01}
+    optimizer: Any = {
+        "config": None,
+        "instance": torch.optim.AdamW([of_matrices, others]),
+        "callable": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+        "delayed": torch.optim.AdamW,
+    }[form]
+    config = case.config()
+    if form == "delayed":
+        config |= {"offload": {"optimizer": "host", "delayed_update": 1}, "precision": {"dtype": "bfloat16"}}
+    said: list[str] = []
+    with engine_for(case, model=model, optimizer=optimizer, config=config) as engine:
+        groups = engine.optimizer.param_groups
+        if form == "instance":
+            assert optimizer.param_groups is groups
+        for step in range(3):
+            sizes = [len(group["params"]) for group in groups]
+            assert all(p.grad is None for group in groups for p in group["params"])
+            for micro in range(2):
+                engine.backward(loss_of(engine, case, step, micro))
+                for group in groups:
+                    said += clip_in_every_way(group["params"])
+                assert engine.step() == bool(micro)
+                engine.optimizer.zero_grad()  # Finds nothing, as in loops that clear before each backward.
+            assert sizes == [len(group["params"]) for group in groups]
+        assert all(type(p) is Tensor for group in groups for p in group["params"])
+    return said
+
+
+def clip_in_every_way(masters: list[Tensor]) -> list[str]:
+    return [
+        refused(lambda: nn.utils.clip_grad_norm_(masters, 1.0)),
+        refused(lambda: nn.utils.clip_grad_value_(masters, 1.0)),
+        refused(lambda: torch._foreach_norm([p.grad for p in masters if p.grad is not None])),
+        refused(lambda: [p.grad.mul_(0.5) for p in masters if p.grad is not None]),
+        refused(lambda: [setattr(p, "grad", None) for p in masters]),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("form", "stage"),
+    [*(("config", stage) for stage in range(4)), ("instance", 3), ("callable", 1), ("delayed", 2)],
+)
+def test_clipping_the_optimizers_gradients_is_refused(two: Pool, stage: int, form: str) -> None:
+    ours, theirs = two.run(looking_at_masters, stage, form)
+    assert ours == theirs
+    for text in ours:
+        assert text.startswith("optimizer.param_groups: .grad was used between engine.backward and engine.step")
+        assert "clip_norm" in text
+
+
 def clipped_by_value(stage: int) -> dict[str, Tensor]:
     """Through the hook that the refusal names."""
     case = Case(stage=stage, steps=3)

@@ -32,7 +32,7 @@ from speedlab.engine.step.fused import FusedOptimizer, LooksAtParameters
 from speedlab.engine.step.late import LateUpdate, Twin
 from speedlab.engine.step.optimizer_states import OptimizerStates, Scalars
 from speedlab.engine.step.parameter_sums import ParameterSums
-from speedlab.engine.step.segments import has_kernels, owned_ranges
+from speedlab.engine.step.segments import has_kernels, owned_ranges, updating_on_this_thread
 from speedlab.engine.step.update import Update, engine_hook, has_hooks
 from speedlab.engine.step.visits import publishing
 from speedlab.parallel.zero import Flat, Gradient
@@ -280,7 +280,7 @@ class PartitionedOptimizer:
             group = self.flats[0].gather_group
             if group.device.type == "cuda":  # New threads begin with the first one.
                 torch.cuda.set_device(group.device)
-            with group.traffic.beside_the_step():
+            with group.traffic.beside_the_step(), updating_on_this_thread():
                 update.make(factor, unused)
 
     @torch.no_grad()
@@ -345,6 +345,11 @@ class PartitionedOptimizer:
     def _loaded(self, *_: object) -> None:
         """A hook behind the inner optimizer's load_state_dict."""
         self._states.adopt_anew()
+
+    def hold_gradients(self, held: bool) -> None:
+        """Whether the tensors in the optimizer's groups refuse `.grad` from now on: between a backward and the update
+        gradients are in the engine, and clipping those tensors would do nothing."""
+        self._states.hold(held)
 
     # ---- states: what `OptimizerStates` says of them -----------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedlab.engine.step.fused import step_device
-from speedlab.engine.step.segments import Segment, cut, elementwise
+from speedlab.engine.step.segments import HeldMaster, Segment, cut, elementwise
 from speedlab.engine.step.visits import leave, visit
 from speedlab.parallel.zero import Flat
 from speedlab.placement import Holders, Residency
@@ -55,6 +55,10 @@ class OptimizerStates:
         """Views of those that the optimizer was given, by name, for masters of segments."""
         if self._begins_with_states:
             self.adopt_anew()
+        self._held = False
+        """Whether masters refuse `.grad`."""
+        self._in_empty_groups = torch.empty(0)
+        """The tensor of a group of which this rank has nothing, while masters are held: ranks refuse alike."""
 
     def _cut(self, flat: Flat) -> list[Segment]:
         return cut(flat, self._begins[flat.name], apart=self._apart)
@@ -68,10 +72,28 @@ class OptimizerStates:
 
     def forget(self) -> None:
         """Drop every tensor."""
+        self.hold(False)
         self.segments.clear()
         self._states.clear()
         self._adopted.clear()
         self.flats.clear()
+
+    def hold(self, held: bool) -> None:
+        """Let the masters in the optimizer's groups refuse `.grad`, as long as it would be None and gradients are in
+        the engine; with False, no longer."""
+        if held is self._held:
+            return
+        self._held = held
+        kind = HeldMaster if held else Tensor
+        for segments in self.segments.values():
+            for segment in segments:
+                segment.master.__class__ = kind
+        self._in_empty_groups.__class__ = kind
+        for group in self.inner.param_groups:
+            if held and not group["params"]:
+                group["params"].append(self._in_empty_groups)
+            elif not held and group["params"] and group["params"][0] is self._in_empty_groups:
+                group["params"].clear()
 
     def of(self, flat: Flat) -> dict[str, Tensor]:
         """Elementwise states of `flat` over its state range, by name ('exp_avg', …). Empty before the first step."""

@@ -1,8 +1,14 @@
-"""Segments: the stretches of a flat that one optimizer group updates alike."""
+"""Segments: the stretches of a flat that one optimizer group updates alike.
+
+Between a backward and the update their masters are of a class that refuses `.grad`, which is None then: clipping them
+would do nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +16,54 @@ import torch
 from torch import Tensor
 
 from speedlab.parallel.zero import Flat
+from speedlab.parallel.zero.parameter import asked_by_torch, gradient_of, refuse_gradient_read, set_gradient
+
+_thread = threading.local()
+"""`updates`: whether this thread makes an update, next to the backward of another step."""
+
+
+@contextmanager
+def updating_on_this_thread() -> Iterator[None]:
+    """Inside, `.grad` of a `HeldMaster` is torch's: an update that is late reads gradients of its own step."""
+    _thread.updates = True
+    try:
+        yield
+    finally:
+        _thread.updates = False
+
+
+class HeldMaster(Tensor):
+    """A master between a backward and the update. An instance changes its class there and back, because torch's
+    optimizers choose their fast form by the exact type of tensors."""
+
+    # As nn.Parameter has it: results of functions are plain tensors.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # made in C++
+
+    @property
+    def grad(self) -> Tensor | None:  # type: ignore[override]  # torch's is an attribute that C++ makes
+        if not getattr(_thread, "updates", False) and not asked_by_torch():
+            refuse_gradient_read("optimizer.param_groups")
+        found: Tensor | None = gradient_of(self)
+        return found
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if not getattr(_thread, "updates", False) and not asked_by_torch():
+            refuse_gradient_read("optimizer.param_groups")
+        set_gradient(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A plain tensor."""
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)
 
 
 @dataclass(frozen=True)

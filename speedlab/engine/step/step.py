@@ -17,8 +17,8 @@ own on a thread (`late`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -197,6 +197,15 @@ class Step:
                 "micro-batches have to be run again"
             )
 
+    @contextmanager
+    def gradients_shown(self) -> Iterator[None]:
+        """Inside, `.grad` of the tensors in the optimizer's groups is torch's, which is None in a step."""
+        self._state.partitioned_optimizer.hold_gradients(False)
+        try:
+            yield
+        finally:
+            self._state.partitioned_optimizer.hold_gradients(self._fed)
+
     def _under_way(self) -> str:
         return f"micro-batch {self.micro_batches.ended + 1} of {self.micro_batches.size} of a step is under way"
 
@@ -215,6 +224,7 @@ class Step:
         """Gradients of these losses, one of a micro-batch each, are in the flats."""
         self._losses += [loss.detach() for loss in losses]
         self._fed = True
+        self._state.partitioned_optimizer.hold_gradients(True)
 
     def ended_micro_batch(self) -> None:
         self.micro_batches.end_micro_batch()
@@ -224,6 +234,7 @@ class Step:
         """Forget what the step has gathered: losses, gradients, the count."""
         for zero in self._state.zeros:
             zero.clear_gradients()
+        self._state.partitioned_optimizer.hold_gradients(False)
         if self._in_backward:
             self._state.partitioned_optimizer.end_visits()
         self._state.stores.trim()
@@ -266,6 +277,7 @@ class Step:
                 state.islands.before_update()
                 # Ctrl-C may cut an exchange off when some of what it keeps is new; what it raises leaves all as it was.
                 state.updating = state.updating or exchanged
+                state.partitioned_optimizer.hold_gradients(False)
                 factor = state.partitioned_optimizer.exchange(self._factor(totals, clip_norm), unused)
             except Exception:
                 state.updating = self._in_backward and state.updating

@@ -54,12 +54,12 @@ def find(parameter: Tensor) -> Place | None:
 
 # The accessors of torch, which the engine itself uses: they pass by the classes below.
 gradient_of = cast(Any, torch.Tensor.grad).__get__
-_set_gradient = cast(Any, torch.Tensor.grad).__set__
+set_gradient = cast(Any, torch.Tensor.grad).__set__
 
 
 def clear_gradient(parameter: Tensor) -> None:
     """Set `.grad` to None."""
-    _set_gradient(parameter, None)
+    set_gradient(parameter, None)
 
 
 _OF_TORCH = ("torch._", "torch.distributed.", "torch.fx", "torch.export")
@@ -73,18 +73,18 @@ class FlatParameter(nn.Parameter):
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]  # torch's is an attribute that C++ makes
         found: Tensor | None = gradient_of(self)
-        if found is None and (place := find(self)) is not None and _holds_gradient(place) and not _asked_by_torch():
-            _refuse_gradient_read(place.slot.name)
+        if found is None and (place := find(self)) is not None and _holds_gradient(place) and not asked_by_torch():
+            refuse_gradient_read(place.slot.name)
         return found
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        if (place := find(self)) is not None and place.flat.trainable and not _asked_by_torch():
+        if (place := find(self)) is not None and place.flat.trainable and not asked_by_torch():
             if value is not None:
                 _refuse_gradient_write(place.slot.name)
             if _holds_gradient(place):
-                _refuse_gradient_read(place.slot.name)
-        _set_gradient(self, value)
+                refuse_gradient_read(place.slot.name)
+        set_gradient(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -212,8 +212,8 @@ def _holds_gradient(place: Place) -> bool:
     return gradient is not None and bool(gradient.used[place.index])
 
 
-def _asked_by_torch() -> bool:
-    """Whether the code that has asked for an attribute of a parameter is torch's own, for its own needs."""
+def asked_by_torch() -> bool:
+    """Whether torch's own code asks, for its own needs. Called by the property that was asked for."""
     frame = sys._getframe(2)
     asks: str = frame.f_globals.get("__name__", "")
     # `Module.to` and its like move a gradient with its parameter; None stays None.
@@ -232,7 +232,7 @@ def _refuse_absent(parameter: Tensor, who: str) -> None:
         )
 
 
-def _refuse_gradient_read(name: str) -> NoReturn:
+def refuse_gradient_read(name: str) -> NoReturn:
     """`.grad` of the parameter `name` is asked for, or cleared, while the engine holds its gradient."""
     raise RuntimeError(
         f"{name}: .grad was used between engine.backward and engine.step, where the gradient is in the engine and "
