@@ -116,7 +116,17 @@ def reduce_over_hosts(dtype_name: str, hosts: str) -> list[Tensor]:
     return seen
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "int64", "uint8"])
+DTYPES = ["float32", "bfloat16", "float16", "float64", "int64", "uint8"]
+
+
+def on_half_of_the_hosts(dtypes: list[str]) -> pytest.MarkDecorator:
+    """Each dtype on two of `HOSTS`, each of these with half of the dtypes; the rest is nightly."""
+    grid = itertools.product(HOSTS, dtypes)
+    points = thinned(grid, lambda hosts, dtype: (HOSTS.index(hosts) + dtypes.index(dtype)) % 2 == 0)
+    return pytest.mark.parametrize(("spanning", "dtype"), points, indirect=["spanning"])
+
+
+@on_half_of_the_hosts(DTYPES)
 def test_reductions(spanning: Pool, pool_of: PoolOf, dtype: str) -> None:
     by_rank = spanning.run(reduce_over_hosts, dtype, spanning.hosts)
     for rank in range(1, 4):
@@ -128,7 +138,7 @@ def test_reductions(spanning: Pool, pool_of: PoolOf, dtype: str) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
+@on_half_of_the_hosts(["float32", "bfloat16", "bool"])
 def test_copies(spanning: Pool, dtype: str) -> None:
     spanning.run(copy_everywhere, dtype)
 
@@ -290,7 +300,7 @@ def test_engine(check: Any, twice_two: Pool, stage: int) -> None:
     check(twice_two, [case, replace(case, accumulation=2, clip_norm=0.3, checkpointing="block")], FLOAT32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_half_of_the_hosts(["float32", "bfloat16"])
 def test_stages_give_the_same_bits(spanning: Pool, dtype: str) -> None:
     """Sums are taken in one order at every stage, here too."""
     cases = [Case(stage=stage, dtype=dtype, optimizer=adamw, clip_norm=0.3, steps=4) for stage in STAGES]

@@ -6,11 +6,13 @@ counts a parameter twice, or misses one, is found as a wrong training.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from grids import thinned
 
 from ranks.conftest import PoolOf
 from ranks.layout_cases import (
@@ -81,15 +83,22 @@ def half_of(schedules: list[str], layout: Layout, number: int) -> list[str]:
     return [schedule for place, schedule in enumerate(schedules) if (place + layout.tp + layout.pp // 4 + number) % 2]
 
 
+def is_default(layout: Layout, stage: int) -> bool:
+    """Whether `make test` has this stage: of layouts with one data rank, where nothing is partitioned, two stages."""
+    return layout.dp > 1 or stage in ((1, 2) if layout.pp == 4 else (0, 3))
+
+
 def test_every_schedule_meets_every_layout_and_every_stage() -> None:
     pipelines = [layout for layout in factorisations(4) if layout.pp > 1]
-    met = {(str(a), stage, s) for a in pipelines for stage in STAGES for s in half_of(SCHEDULES, a, stage)}
+    points = [(layout, stage) for layout in pipelines for stage in STAGES if is_default(layout, stage)]
+    met = {(str(a), stage, s) for a, stage in points for s in half_of(SCHEDULES, a, stage)}
     assert {(layout, schedule) for layout, _, schedule in met} == {(str(a), s) for a in pipelines for s in SCHEDULES}
     assert {(stage, schedule) for _, stage, schedule in met} == {(stage, s) for stage in STAGES for s in SCHEDULES}
 
 
-@pytest.mark.parametrize("layout", factorisations(4), ids=str)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("layout", "stage"), thinned(itertools.product(factorisations(4), STAGES), is_default), ids=str
+)
 def test_float32(pool_of: PoolOf, plain: PlainOf, layout: Layout, stage: int) -> None:
     schedules = half_of(schedules_of(layout), layout, stage)
     cases = [LayoutCase(layout=layout, schedule=schedule, stage=stage) for schedule in schedules]

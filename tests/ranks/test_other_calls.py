@@ -95,16 +95,25 @@ def check(
             assert seconds < MOST_SECONDS, text
 
 
-@pytest.mark.parametrize(("backend", "stage"), [("shared", 3), ("gloo", 3), ("gloo", 1)])
-def test_a_call_of_one_rank_alone(pool_of: PoolOf, tmp_path: Path, backend: str, stage: int) -> None:
-    names = ["save_checkpoint", "state_dict", "evaluate"]
-    if stage == 3:
-        names += ["forward without gradients", "gather"]
-    said = [f"rank 0 is in {name} after step 1; rank 1 is in step 2 (train_batch)" for name in names]
-    if stage == 3:
-        said[3] = "is in step 2 (forward without gradients)"
-        said[4] = "rank 0 is in gather; rank 1 is in step 2 (train_batch)"
-    check(pool_of, tmp_path, backend, stage, [(name, "update") for name in names], said)
+_SAID = "rank 0 is in {} after step 1; rank 1 is in step 2 (train_batch)"
+ALONE = {
+    **{name: _SAID.format(name) for name in ("save_checkpoint", "state_dict", "evaluate")},
+    "forward without gradients": "is in step 2 (forward without gradients)",
+    "gather": "rank 0 is in gather; rank 1 is in step 2 (train_batch)",
+}
+"""What rank 0 calls while rank 1 makes a step, and a part of what both hear."""
+
+
+@pytest.mark.parametrize(
+    ("backend", "stage", "names"),
+    [
+        ("shared", 3, ["save_checkpoint", "forward without gradients", "gather"]),  # Each but a forward takes 3 s.
+        ("gloo", 1, ["state_dict", "evaluate"]),
+        *(pytest.param(backend, 3, list(ALONE), marks=pytest.mark.nightly) for backend in ("shared", "gloo")),
+    ],
+)
+def test_a_call_of_one_rank_alone(pool_of: PoolOf, tmp_path: Path, backend: str, stage: int, names: list[str]) -> None:
+    check(pool_of, tmp_path, backend, stage, [(name, "update") for name in names], [ALONE[name] for name in names])
 
 
 @pytest.mark.parametrize("backend", ["shared", "gloo"])
