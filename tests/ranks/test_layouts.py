@@ -146,29 +146,31 @@ def test_variants(pool_of: PoolOf, plain: PlainOf, layout: Layout) -> None:
 def test_sparse_attention(pool_of: PoolOf, plain: PlainOf) -> None:
     """Against dense attention with a mask, under every stage and axis."""
     options: list[dict[str, Any]] = [
-        {"layout": Layout(dp=4), "stage": 0, "accumulation": 2},
-        {"layout": Layout(dp=4), "stage": 3, "accumulation": 2, "checkpointing": "block"},
+        {"layout": Layout(dp=2), "stage": 0, "accumulation": 2},
+        {"layout": Layout(dp=2), "stage": 3, "accumulation": 2, "checkpointing": "block"},
         {"layout": Layout(tp=2, dp=2), "stage": 1, "accumulation": 1},
         {"layout": Layout(tp=2, dp=2), "stage": 3, "sequence": True, "batch": even_tokens},
         {"layout": Layout(pp=2, dp=2), "stage": 2, "schedule": "zero-bubble"},
         {"layout": Layout(tp=2, pp=2), "stage": 1, "checkpointing": "block"},
     ]
     cases = [LayoutCase(**{"build": sparse_gpt, "batch": long_tokens, **each}) for each in options]
-    check(pool_of, plain, cases, FLOAT32, timeout=120, build=masked_gpt)
+    check(pool_of, plain, cases[:2], FLOAT32, timeout=120, build=masked_gpt)
+    check(pool_of, plain, cases[2:], FLOAT32, timeout=120, build=masked_gpt)
 
 
 def test_feed_forward_in_tiles(pool_of: PoolOf, plain: PlainOf) -> None:
     """Against whole layers, under every stage and axis: a parameter's gradient is received once in a backward."""
     options: list[dict[str, Any]] = [
-        {"layout": Layout(dp=4), "stage": 0, "accumulation": 2},
-        {"layout": Layout(dp=4), "stage": 2, "accumulation": 1},
-        {"layout": Layout(dp=4), "stage": 3, "accumulation": 2, "checkpointing": "block"},
+        {"layout": Layout(dp=2), "stage": 0, "accumulation": 2},
+        {"layout": Layout(dp=2), "stage": 2, "accumulation": 1},
+        {"layout": Layout(dp=2), "stage": 3, "accumulation": 2, "checkpointing": "block"},
         {"layout": Layout(tp=2, dp=2), "stage": 3, "sequence": True, "batch": _eight_tokens},
         {"layout": Layout(pp=2, dp=2), "stage": 2, "schedule": "zero-bubble"},
         {"layout": Layout(tp=2, pp=2), "stage": 1, "checkpointing": "block"},
     ]
     cases = [LayoutCase(**{"build": tiled_gpt, **each}) for each in options]
-    check(pool_of, plain, cases, FLOAT32, timeout=120, build=whole_gpt)
+    check(pool_of, plain, cases[:3], FLOAT32, timeout=120, build=whole_gpt)
+    check(pool_of, plain, cases[3:], FLOAT32, timeout=120, build=whole_gpt)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+from grids import thinned
 
 from ranks import models
 from ranks.conftest import GLOO, Check, on_both_backends
@@ -52,15 +53,16 @@ def grid(stage: int, dtype: str) -> list[Case]:
         for stage in STAGES
         for number, dtype in enumerate(["float32", "bfloat16"])
         for size, backend in ([(2, "shared"), (4, "shared")] if (stage + number) % 2 == 0 else [(1, "shared"), *GLOO])
+        if (size, backend) != (4, "gloo") or stage == 3
     ],
     indirect=["ranks"],
 )
 def test_plain_loop(check: Check, ranks: Pool, stage: int, dtype: str) -> None:
-    """On 1 and 4 ranks the half of the grid that clips, on 2 ranks the other half; on gloo the other way round. In a
-    half every two values meet: so at each stage and precision all of the grid is run, in turn through shared memory and
-    on gloo."""
+    """On 4 ranks the half of the grid that clips, on 2 ranks the other half; on gloo the other way round; on one rank,
+    which is quick, all. In a half every two values meet: so at each stage and precision all of the grid is run, in turn
+    through shared memory and on gloo."""
     half = (ranks.size == 2) == (ranks.backend == "gloo")
-    cases = [case for case in grid(stage, dtype) if (case.clip_norm is not None) == half]
+    cases = [case for case in grid(stage, dtype) if ranks.size == 1 or (case.clip_norm is not None) == half]
     check(ranks, cases, FLOAT32 if dtype == "float32" else BFLOAT16)
 
 
@@ -79,8 +81,14 @@ def test_merged_units(check: Check, two: Pool, stage: int) -> None:
     check(two, [Case(stage=stage, bucket_bytes=size, accumulation=2) for size in (2**20, 12_000)], FLOAT32)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, *GLOO], indirect=True, ids=["dp2", "dp4", "dp2-gloo", "dp4-gloo"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    thinned(
+        itertools.product([2, 4, *GLOO], ["float32", "bfloat16"]),
+        lambda ranks, dtype: (ranks in (2, GLOO[1])) == (dtype == "float32"),
+    ),
+    indirect=["ranks"],
+)
 def test_stages_give_the_same_bits(ranks: Pool, dtype: str) -> None:
     """Sums are taken in rank order at every stage, so not even rounding tells the stages apart."""
     cases = [Case(stage=stage, dtype=dtype, optimizer=adamw, clip_norm=0.3) for stage in STAGES]
