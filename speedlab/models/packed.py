@@ -8,18 +8,24 @@ is given. So in training
 2. an `attention_mask` next to packed positions is left out if it hides nothing that the documents do not hide. Else
    the batch is refused.
 
+Fake tensors have no values, so transformers would take every traced batch for a packed one: `packed_if_given`.
+
 B sequences, T tokens.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from speedlab.config import ConfigError
 from speedlab.models.documents import document_begins, document_starts
@@ -28,6 +34,9 @@ from speedlab.models.labels import is_transformers, owner_of
 
 _SEPARATE_BY_THEMSELVES = ("cu_seq_lens_q", "seq_idx")
 """Arguments that say in another way where documents begin (`DataCollatorWithFlattening`)."""
+
+_replacing = Lock()
+"""One thread at a time replaces a function of transformers, or the wrong one would be put back."""
 
 _configs: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
@@ -46,6 +55,33 @@ def without_cache(model: nn.Module) -> Iterator[None]:
     finally:
         for config in on:
             config.use_cache = True
+
+
+@contextmanager
+def packed_if_given(batch: Any) -> Iterator[None]:
+    """Let transformers take fake positions for packed documents only if they are among the tensors of `batch`.
+
+    transformers reads the values of positions, and cannot read those of fake tensors. Then it makes a mask even for
+    positions that the model itself counts from 0. A real batch has no such mask, and another attention kernel.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if not hasattr(masks, "find_packed_sequence_indices"):
+        yield
+        return
+    given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
+    with _replacing:
+        find = masks.find_packed_sequence_indices
+
+        def found(position_ids: Tensor) -> Tensor | None:
+            if isinstance(position_ids, FakeTensor) and position_ids.untyped_storage()._cdata not in given:
+                return None
+            return find(position_ids)
+
+        masks.find_packed_sequence_indices = found
+        try:
+            yield
+        finally:
+            masks.find_packed_sequence_indices = find
 
 
 def keep_separate(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:

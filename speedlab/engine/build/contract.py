@@ -40,6 +40,7 @@ from speedlab.engine.step.losses import CONTRACT, LossFunction, check_loss, loss
 from speedlab.engine.step.precision import compute_dtype, dtypes_of
 from speedlab.layout import Layout, layer_counts
 from speedlab.models import GPT
+from speedlab.models.packed import packed_if_given
 from speedlab.parallel import Materializer
 from speedlab.parallel.context import check_model
 from speedlab.parallel.pipeline import block_costs
@@ -186,7 +187,8 @@ def _forward(
         if isinstance(layer, nn.Embedding)
     ]
     module.train()
-    found = loss_of(module, batch, loss)
+    with packed_if_given(batch):
+        found = loss_of(module, batch, loss)
     for hook in hooks:
         hook.remove()
     if not found.requires_grad:

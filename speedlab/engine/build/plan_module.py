@@ -28,6 +28,7 @@ from speedlab.engine.step.losses import LossFunction, loss_of
 from speedlab.engine.step.memory import activation_trace
 from speedlab.engine.step.precision import compute_dtype, dtypes_of
 from speedlab.layout import padded_numel
+from speedlab.models.packed import packed_if_given
 from speedlab.parallel.zero import UnitChoice, UnitPlan, Zero, map_tensors, plan_units
 from speedlab.parallel.zero.flat import trainable_in_low_precision
 from speedlab.placement import EIGHT_BITS, ITEM_BYTES, Holders, Where
@@ -220,6 +221,7 @@ def _peak(
     batch = map_tensors(batch, lambda t: t.to(dtype) if t.dtype == torch.float32 else t)
     module.train()
     with ExitStack() as stack:
+        stack.enter_context(packed_if_given(batch))
         trace = stack.enter_context(activation_trace(known))
         result = loss_of(module, batch, loss)
         result.backward()
