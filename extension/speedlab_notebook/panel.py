@@ -281,17 +281,30 @@ class Panel(widgets.VBox):
         self._view.show_line(self._view.status, self.status_text)
         self._view.show_changes(changes_line(self.changes))
         self._view.show_proof(self._run.proof())
-        waiting, state = self._run.waiting, self._run.state
+        waiting, state, engines_run = self._run.waiting, self._run.state, self._run.engines_run
         offered = {
-            word: not self._train.activity and self._run.has_engines and state in states
+            word: not self._train.activity
+            and (self._run.has_engines if word == "resume" else engines_run)
+            and state in states
             for word, (states, _) in WORDS.items()
         }
         offered["train"] = self._can_train()
         offered["stop"] |= self._train.is_starting
         offered["apply"] = offered.pop("reshape") and "reshape" not in waiting and any(c.live for c in self.changes)
         offered |= self._edits.offered
-        for word, button in self.buttons.items():
-            button.disabled = not offered[word] or word in waiting
+        for word in self.buttons:
+            is_offered = offered[word] and word not in waiting
+            self._view.offer(word, None if is_offered else self._why_not(word))
+
+    def _why_not(self, word: str) -> str:
+        """Why a control word is not offered."""
+        if self._train.activity or self.run is None:
+            return self._train.activity or "there is no run; Train starts one"
+        if word in self._run.waiting:
+            return "the ranks have not answered the last request yet"
+        if not self._run.engines_run:
+            return "the engines of the run have ended"
+        return f"the run is {self._run.state}" if self._run.state is not None else "the run is just being read"
 
     def _can_train(self) -> bool:
         if (

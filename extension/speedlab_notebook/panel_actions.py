@@ -49,15 +49,38 @@ def run_line(run: Run) -> str:
     return " · ".join(filter(None, [line, unsaved_text(run)]))
 
 
+def request_line(word: str) -> str:
+    """What follows after a control word was posted, by the name of its button."""
+    if word == "prove":
+        return (
+            "proof: asked for; the ranks check the next batch after the step that is being computed, and training "
+            "waits for them"
+        )
+    return f"{word}: asked for; the ranks act after the step that is being computed"
+
+
+def proof_problem(event: Event) -> str:
+    """Which checks of a proof raised errors, or why the proof could not be written; '' if nothing failed."""
+    failed = event.details.get("failed")
+    parts = [f"proof at step {event.step:,}:"]
+    if isinstance(failed, list) and failed:
+        parts.append(f"{len(failed)} check{'s' if len(failed) > 1 else ''} failed. {failed[0]}")
+    if problem := event.details.get("problem"):
+        parts.append(str(problem))
+    return " ".join(parts) if len(parts) > 1 else ""
+
+
 def answer_line(event: Event) -> str:
     """What the ranks answered to a control word: 'checkpoint step-000120, 36.1 MiB, at step 120 in 0.2 s'."""
     size, seconds = event.details.get("bytes"), event.details.get("seconds")
-    parts = [f"{event.kind} {event.text}".strip()]
+    # The panel shows the findings in a table; the next step adds to them, so their text here would be out of date.
+    parts = ["proof made"] if event.kind == "proof" else [f"{event.kind} {event.text}".strip()]
     if isinstance(size, int | float):
         parts.append(bytes_text(size))
-    where = f"at step {event.step:,}" if "step" not in event.text else ""
+    where = f"at step {event.step:,}" if event.kind == "proof" or "step" not in event.text else ""
     took = f"in {seconds_text(seconds)}" if isinstance(seconds, int | float) and seconds >= _WORTH_TELLING else ""
-    return ", ".join(parts) + "".join(f" {part}" for part in (where, took) if part)
+    line = ", ".join(parts) + "".join(f" {part}" for part in (where, took) if part)
+    return f"{line}; the findings are below" if event.kind == "proof" else line
 
 
 class Watch:

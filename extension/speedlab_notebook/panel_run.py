@@ -23,6 +23,8 @@ from speedlab_notebook.panel_actions import (
     RESTING_LOOK_SECONDS,
     Watch,
     answer_line,
+    proof_problem,
+    request_line,
 )
 from speedlab_notebook.panel_changes import live_batch, live_config
 
@@ -75,6 +77,11 @@ class PanelRun:
         return self.run is not None and self.run.cluster is not None
 
     @property
+    def engines_run(self) -> bool:
+        """Whether these engines still run. Without them only resume works: engines that run now take the run."""
+        return self.has_engines and self.run is not None and self.run.has_engines
+
+    @property
     def waiting(self) -> set[str]:
         """Words that were posted and not yet answered."""
         return {pending.word for pending in self._pending}
@@ -112,11 +119,13 @@ class PanelRun:
         try:
             pending = word(self.run)
         except TROUBLE as error:
-            self._panel.tell_error(error)
+            with self._lock:
+                self._panel.tell_error(error)
+                self._panel.show_run()  # Engines of a run that has ended may be gone; no thread has looked since.
             return
         with self._lock:
             self._pending.append(pending)
-            self._panel.tell(f"{pending.word}: asked for; the ranks act after the step that is being computed")
+            self._panel.tell(request_line(pending.word))
             self._panel.show_run()
         self.watch.start()
 
@@ -177,5 +186,8 @@ class PanelRun:
             except TROUBLE as error:
                 self._panel.tell_error(error)
             else:
-                self._panel.tell(answer_line(event))
+                if problem := proof_problem(event):
+                    self._panel.tell_error(RunError(problem))
+                else:
+                    self._panel.tell(answer_line(event))
             self._pending.remove(pending)

@@ -100,8 +100,9 @@ class View:
         style = looks.html(
             "speedlab-hidden", value=f"<style>{(_HERE / 'panel.css').read_text(encoding='utf-8')}</style>"
         )
-        foot = looks.box([self.effect, self.summary, row, self.changes_row], "speedlab-foot")
-        return [style, self.keys, tools, body, foot, self.message, self.proof]
+        # The answer to a button stays in sight next to the button, also if the panel is longer than the page.
+        foot = looks.box([self.effect, self.summary, row, self.changes_row, self.message], "speedlab-foot")
+        return [style, self.keys, tools, body, foot, self.proof]
 
     def on_click(self, handlers: Mapping[str, Callable[[], object]]) -> None:
         """What buttons do, by their names."""
@@ -131,8 +132,15 @@ class View:
             self.proof.value = ""
             return
         is_open = " open" if proof.needs_a_look or proof.form == "full" else ""
-        summary = f"<summary>{escape(proof.headline)}</summary>"
-        self.proof.value = f'<details class="speedlab-told"{is_open}>{summary}{proof._repr_html_()}</details>'
+        summary = f"<summary>{proof.headline_html}</summary>"
+        self.proof.value = f'<details class="speedlab-told"{is_open}>{summary}{proof.findings_html()}</details>'
+
+    def offer(self, word: str, why_not: str | None) -> None:
+        """Enable a button, or disable it and give the reason, if there is one, in its tooltip."""
+        button = self.buttons[word]
+        button.disabled = why_not is not None
+        if word in WORDS:
+            button.tooltip = f"{WORDS[word][1]}. Not now: {why_not}" if why_not else WORDS[word][1]
 
     def show_changes(self, text: str) -> None:
         """The row that tells differences to the run; '' takes it away."""

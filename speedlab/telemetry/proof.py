@@ -39,17 +39,22 @@ class Severity(StrEnum):
 
 
 _MARKS = {Severity.OK: "✓", Severity.SUSPICIOUS: "▲", Severity.WRONG: "✕", Severity.NOT_CHECKED: "–"}
-_COLORS = {Severity.OK: "#2e7d32", Severity.SUSPICIOUS: "#b26a00", Severity.WRONG: "#c62828", Severity.NOT_CHECKED: ""}
+_COLORS = {Severity.OK: "#2e7d32", Severity.SUSPICIOUS: "#e69f00", Severity.WRONG: "#c62828", Severity.NOT_CHECKED: ""}
+"""Of the bar next to a severity. Its text keeps the page's color, which a dark theme can read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The result of one check. `kind` names the check; `section` is the guide's section about it."""
+    """The result of one check. `kind` names the check; `section` is the guide's section about it.
+
+    failed: the check itself raised an error, which the text names.
+    """
 
     kind: str
     severity: Severity
     text: str
     section: str = ""
+    failed: bool = False
 
     @property
     def link(self) -> str:
@@ -109,6 +114,11 @@ class Proof:
         return ", ".join(f"{count} {severity}" for severity, count in counts.items() if count) or "nothing was checked"
 
     @property
+    def failed(self) -> list[Finding]:
+        """The findings of checks that raised an error."""
+        return [finding for finding in self.findings if finding.failed]
+
+    @property
     def headline(self) -> str:
         """'proof of the first batch: 8 ok', or of the batch of a later step."""
         which = "the first batch" if self.step == 0 else f"the batch of step {self.step + 1:,}"
@@ -124,9 +134,12 @@ class Proof:
 
     @property
     def cost(self) -> str:
-        """'cheap form, 0.41 s, 0.68 % of the first minute'."""
+        """'cheap form, 0.41 s, 0.68 % of the first minute'; without the share for a batch of a later step."""
+        cost = f"{self.form} form, {seconds_text(self.seconds)}"
+        if self.step:
+            return cost
         share = self.seconds / _FIRST_MINUTE_SECONDS
-        return f"{self.form} form, {seconds_text(self.seconds)}, {share:.2%} of the first minute".replace("%", " %")
+        return f"{cost}, {share:.2%} of the first minute".replace("%", " %")
 
     def with_findings(self, findings: Iterable[Finding], *, more_seconds: float = 0.0) -> Proof:
         """The same proof with these findings in the place of those of the same kinds."""
@@ -159,18 +172,21 @@ class Proof:
 
     __repr__ = __str__
 
+    @property
+    def headline_html(self) -> str:
+        """The headline, and what the checks took."""
+        return f"<b>{escape(self.headline)}</b> <small>({escape(self.cost)})</small>"
+
     def _repr_html_(self) -> str:
+        return f"<div>{self.headline_html}</div>{self.findings_html()}"
+
+    def findings_html(self) -> str:
+        """Everything below the headline."""
         rows = "".join(map(_finding_html, self.findings))
-        parts = [
-            f"<div><b>{escape(self.headline)}</b> <small>({escape(self.cost)})</small></div>",
-            f'<table class="speedlab-proof">{rows}</table>',
-        ]
+        parts = [f'<table class="speedlab-proof">{rows}</table>']
         if self.groups:
-            head = "".join(f"<th>{escape(name)}</th>" for name in _GROUP_HEAD)
-            body = "".join(
-                f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _group_cells(group))}</tr>"
-                for group in self.groups
-            )
+            head = _group_row_html("th", _GROUP_HEAD)
+            body = "".join(_group_row_html("td", _group_cells(group)) for group in self.groups)
             parts.append(f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>")
         if self.counted_text:
             marked = "".join(
@@ -204,6 +220,7 @@ class Proof:
                     severity=Severity(each["severity"]),
                     text=_text(each["text"]),
                     section=_text(each["section"]),
+                    failed=_flag(each.get("failed", False)),
                 )
                 for each in data["findings"]
             ),
@@ -265,9 +282,19 @@ def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
 
 
+def _group_row_html(tag: str, cells: Sequence[str]) -> str:
+    sides = ("left", *["right"] * (len(cells) - 1))
+    shown = (
+        f'<{tag} style="text-align:{side};padding:1px 12px 1px 3px">{escape(cell)}</{tag}>'
+        for side, cell in zip(sides, cells, strict=True)
+    )
+    return f"<tr>{''.join(shown)}</tr>"
+
+
 def _finding_html(finding: Finding) -> str:
     color = _COLORS[finding.severity]
-    style = f' style="color:{color}"' if color else ""
+    bar = f"border-left:4px solid {color or 'transparent'}"
+    style = f' style="text-align:left;white-space:nowrap;padding:1px 10px 1px 6px;{bar}"'
     link = f"<br><small>more: <code>{escape(finding.link)}</code></small>" if finding.link else ""
     more = link if finding.severity is not Severity.OK else ""
     state = f"<td{style}>{_MARKS[finding.severity]}&nbsp;{escape(finding.severity)}</td>"

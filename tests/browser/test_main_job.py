@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lab_page import START, STOP, TRAIN, Notebook, goes_on, step_of
+from lab_page import START, STOP, TRAIN, Notebook, goes_on, picture, step_of
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
@@ -159,4 +159,52 @@ def test_the_dashboard_goes_on_while_a_cell_blocks_after_a_reload_and_after_a_re
     goes_on(page, outputs.locator(".speedlab-dash"))
     assert outputs.locator(".speedlab-panel").count() == 1
     assert "the run is stopped" in notebook.run(6, count=2).inner_text()
+    assert broken == []
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("_engines_end")
+def test_the_proof_button_shows_a_result_and_names_what_fails_on_a_rank(page, lab) -> None:
+    broken: list[str] = []
+    page.on("pageerror", lambda error: broken.append(str(error)))
+    fault = """
+def fail(self, batch):
+    import os
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("a fault of this test")
+def break_trial():
+    from speedlab.engine.proof import Prover
+    Prover._pass = fail
+cluster.submit(break_trial).result(60)
+"""
+    cells = [START, TRAIN.replace("NAME", "proved"), "%speedlab panel", STOP, fault, "%speedlab stop --yes"]
+    notebook = Notebook(page, lab, "proof.ipynb", cells)
+    notebook.run(0)
+    assert "Error" not in "".join(notebook.run(1).all_inner_texts())
+    panel = notebook.run(2).locator(".speedlab-panel")
+    button, message = panel.locator("button.speedlab-prove"), panel.locator(".speedlab-message")
+    proof = panel.locator(".speedlab-proof-of-run")
+    proof.get_by_text("proof of the first batch: 8 ok").wait_for()
+
+    # While it trains: the message says what is asked for, the result is open, and the next update is added to it.
+    button.click()
+    message.get_by_text("proof made at step").wait_for()
+    proof.get_by_text("proof of the batch of step").wait_for()
+    proof.get_by_text("all 14 trainable tensors with a gradient moved in update").wait_for()
+    picture(panel, "proof-while-it-trains")
+
+    # After the end a fault on one rank is an error with the rank's name, and the panel can be used again.
+    assert "the run is stopped" in notebook.run(3).inner_text()
+    assert "Error" not in notebook.run(4).inner_text()
+    button.click()
+    message.get_by_role("alert").get_by_text("rank 1: RuntimeError: a fault of this test").wait_for()
+    proof.get_by_text("the trial failed: rank 1: RuntimeError: a fault of this test").first.wait_for()
+    picture(panel, "proof-that-fails")
+
+    # Without engines the button gives the reason.
+    assert "stopped" in notebook.run(5).inner_text()
+    button.click()
+    message.get_by_role("alert").get_by_text("has no engines here and cannot prove").wait_for()
+    panel.locator('button.speedlab-prove:disabled[title*="engines of the run have ended"]').wait_for()
+    picture(panel, "proof-without-engines")
     assert broken == []

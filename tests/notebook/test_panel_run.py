@@ -201,16 +201,43 @@ def test_the_proof_of_the_run_is_shown_and_asked_for(panel: Panel) -> None:
     wait_for(lambda: "prove" in offered(panel))
     panel.buttons["prove"].click()
     assert [pending.word for pending in run.posted] == ["prove"]
+    assert panel.message_text.startswith("proof: asked for; the ranks check the next batch")
+    assert "not answered" in panel.buttons["prove"].tooltip
     write_proof(run.folder.path, Proof(step=7, form="full", seconds=0.1, findings=(found,)))
     run.event(Event(kind="proof", step=7, time=2.0, text="1 ok"))
     run.posted[0].answer = Event(kind="proof", step=7, time=2.0, text="1 ok", details={"seconds": 0.25})
     wait_for(lambda: "proof of the batch of step 8" in html(panel, "proof"))
     assert '<details class="speedlab-told" open>' in html(panel, "proof")
-    wait_for(lambda: panel.message_text == "proof 1 ok at step 7 in 250 ms")
+    wait_for(lambda: panel.message_text == "proof made at step 7 in 250 ms; the findings are below")
+    wait_for(lambda: "Not now" not in panel.buttons["prove"].tooltip)
+    assert html(panel, "proof").count("proof of the batch of step 8") == 1
     (run.folder.path / "proof.json").write_text("[")
     run.event(Event(kind="proof", step=8, time=3.0, text="1 ok"))
     wait_for(lambda: "proof.json" in panel.message_text)
     assert html(panel, "proof") == ""
+
+
+def test_failed_checks_of_a_proof_are_an_error_that_names_the_first(panel: Panel) -> None:
+    assert panel.buttons["prove"].tooltip.endswith("Not now: there is no run; Train starts one")
+    run = train(panel)
+    wait_for(lambda: "prove" in offered(panel))
+    panel.buttons["prove"].click()
+    details = {"failed": ["documents: the check failed: rank 1: ValueError: <b>", "gradients: the same"]}
+    run.posted[0].answer = Event(kind="proof", step=7, time=2.0, text="3 ok, 4 not checked", details=details)
+    wait_for(lambda: "2 checks failed" in panel.message_text)
+    assert panel.message_text.endswith("2 checks failed. documents: the check failed: rank 1: ValueError: <b>")
+    assert "speedlab-error" in html(panel, "message")
+    panel.buttons["prove"].click()
+    details = {"problem": "the proof could not be written: no space"}
+    run.posted[1].answer = Event(kind="proof", step=1007, time=2.0, text="7 ok", details=details)
+    wait_for(lambda: panel.message_text == "proof at step 1,007: the proof could not be written: no space")
+    run.has_engines, run.refusal = False, RunError("run 'mine' has no engines here and cannot prove")
+    panel.buttons["prove"].click()
+    assert panel.message_text == "run 'mine' has no engines here and cannot prove"
+    assert panel.buttons["prove"].tooltip.endswith("Not now: the engines of the run have ended")
+    run.has_engines = True
+    run.now(RunState.FAILED, "text")
+    wait_for(lambda: panel.buttons["prove"].tooltip.endswith("Not now: the run is failed"))
 
 
 def test_a_word_that_is_refused_is_told(panel: Panel) -> None:

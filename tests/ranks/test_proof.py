@@ -237,6 +237,8 @@ def prove_what_fails() -> tuple[dict[str, str], str, str, int]:
     try:
         proof = engine.proof(packed(engine.mesh.data_index))
         engine.train_batch([packed(engine.mesh.data_index)])
+        assert [finding.kind for finding in proof.failed] == ["documents", "batch cut"]
+        assert proof["batch cut"].text == proof["documents"].text
         return severities(proof), proof["documents"].text, proof["gradients"].text, engine.global_step
     finally:
         engine.destroy(keep_parameters=False)
@@ -404,7 +406,7 @@ def advance_with_a_fault(run: str, owner: type, name: str) -> str:
 @pytest.mark.parametrize(
     ("owner", "name", "kinds"),
     [
-        (WholeModel, "evaluate", {"documents"}),
+        (WholeModel, "evaluate", {"documents", "batch cut"}),
         (Prover, "_update", {"first update"}),
         (Observation, "start", {"counted tokens", "first update"}),
         (Prover, "_counted", {"counted tokens"}),

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+import speedlab.engine.proof.batch_cut as batch_cut
 import speedlab.engine.proof.counted_tokens as counted_tokens
 import speedlab.engine.proof.document_separation as document_separation
 import speedlab.engine.proof.dtypes as dtypes
@@ -76,6 +78,7 @@ class Prover:
         self._seconds = 0.0
         self._problem = ""
         """Why no update can be watched."""
+        self._trial_failed = False
 
     # ---- watching --------------------------------------------------------------------------------------------------
 
@@ -115,19 +118,21 @@ class Prover:
         """Forward and backward of a batch without an update. What fails is told by the findings. Collective."""
         began = time.perf_counter()
         self.observation = Observation(self._state, self._step)
+        if self._state.config.optimizer.in_backward:
+            self.observation.reason = "optimizer.in_backward updates parameters in backward, so only a step shows them"
+            return
         try:
             self._attempt(lambda: self._pass(batch))
         except PeerLost:
             raise
         except Exception as error:
+            self._trial_failed = True
             self.observation.gradients.clear()
             self.observation.reason = f"the trial failed: {_told(error)}"
         self._seconds += time.perf_counter() - began
 
     def _pass(self, batch: Batch) -> None:
         state, observation = self._state, self.observation
-        if state.config.optimizer.in_backward:
-            raise RuntimeError("optimizer.in_backward updates parameters in backward, so only a real step shows it")
         with left_as_it_was(state, self._step):
             observation.start(passes=True)
             try:
@@ -172,8 +177,7 @@ class Prover:
             except PeerLost:
                 raise
             except Exception as error:
-                text = f"the check failed: {_told(error)}"
-                findings.append(Finding(kind=kind, severity=Severity.NOT_CHECKED, text=text, section=section))
+                findings.append(_check_failed(kind, section, error))
                 return None
 
         def add(kind: str, section: str, work: Callable[[], Finding]) -> None:
@@ -196,6 +200,8 @@ class Prover:
                 forward_seconds=forward_seconds,
             ),
         )
+        if made_forwards is None:  # The same forwards show how the loss depends on the cut of the batch.
+            findings.append(replace(findings[-1], kind=batch_cut.KIND, section=batch_cut.SECTION))
         findings += made_forwards or []
         made = check(parameter_groups.KIND, parameter_groups.SECTION, self._groups)
         if made is not None:
@@ -228,7 +234,7 @@ class Prover:
         except PeerLost:
             raise
         except Exception as error:
-            found = _not_checked(first_update.KIND, first_update.SECTION, f"the check failed: {_told(error)}")
+            found = _check_failed(first_update.KIND, first_update.SECTION, error)
         return proof.with_findings([found], more_seconds=time.perf_counter() - began)
 
     def _views(self, batches: Sequence[Batch]) -> tuple[list[TokenBatch], str]:
@@ -272,7 +278,8 @@ class Prover:
         facts = self.observation.gradients
         if not self._anywhere(bool(facts) or not self._state.partitioned_optimizer.flats):
             reason = self.observation.reason or "no backward was seen"
-            return _not_checked(parameter_groups.NO_GRADIENT, parameter_groups.NO_GRADIENT_SECTION, reason)
+            kind, section = parameter_groups.NO_GRADIENT, parameter_groups.NO_GRADIENT_SECTION
+            return _not_checked(kind, section, reason, failed=self._trial_failed)
         names = self._nowhere({name: used for name, (used, _) in facts.items()})
         return parameter_groups.without_gradient(names, _trainable(groups))
 
@@ -380,8 +387,12 @@ def _trainable(groups: Sequence[ParameterGroup]) -> int:
     return sum(group.tensors for group in groups if group.learning_rate is not None)
 
 
-def _not_checked(kind: str, section: str, text: str) -> Finding:
-    return Finding(kind=kind, severity=Severity.NOT_CHECKED, text=text, section=section)
+def _not_checked(kind: str, section: str, text: str, *, failed: bool = False) -> Finding:
+    return Finding(kind=kind, severity=Severity.NOT_CHECKED, text=text, section=section, failed=failed)
+
+
+def _check_failed(kind: str, section: str, error: Exception) -> Finding:
+    return _not_checked(kind, section, f"the check failed: {_told(error)}", failed=True)
 
 
 def _size(tokenizer: Any) -> int | None:

@@ -124,7 +124,12 @@ class FirstBatch:
             try:
                 write_proof(self._training.folder.path, proof)
             except (OSError, RunFolderError) as error:
-                problem = f"; it could not be written: {error}"
+                problem = f"the proof could not be written: {error}"
         looks = [f"{finding.kind}: {finding.text}" for finding in proof.needs_a_look]
-        text = "; ".join([f"{proof.counts} ({proof.cost})", *looks])
-        return "proof", text + problem, {"proof_seconds": proof.seconds, "to_look_at": len(looks)}
+        text = "; ".join([f"{proof.counts} ({proof.cost})", *looks, *([problem] if problem else [])])
+        details: dict[str, Any] = {"proof_seconds": proof.seconds, "to_look_at": len(looks)}
+        if proof.failed:
+            details["failed"] = [f"{finding.kind}: {finding.text}" for finding in proof.failed]
+        if problem:
+            details["problem"] = problem
+        return "proof", text, details
