@@ -21,7 +21,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from speedlab.comm.errors import CollectiveMismatch, PeerLost, reason_of, tells_of_lost_peer, tells_of_timeout
+from speedlab.comm.errors import (
+    CollectiveMismatch,
+    PeerLost,
+    clear_frames,
+    reason_of,
+    tells_of_lost_peer,
+    tells_of_timeout,
+)
 from speedlab.comm.limits import timeout_seconds
 from speedlab.comm.own_note import LEFT, own_note
 from speedlab.comm.shared.memory import Process
@@ -187,6 +194,7 @@ def lost_peers(waiting: str) -> Iterator[None]:
     except RuntimeError as error:
         if not tells_of_lost_peer(error):
             raise
+        clear_frames(error)
         if isinstance(error, CollectiveMismatch):  # It names what each rank does.
             raise
         if isinstance(error, PeerLost):

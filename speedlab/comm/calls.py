@@ -29,10 +29,10 @@ def exchange_numbers(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]
     """
     rows = torch.zeros(len(ranks), len(own), dtype=torch.int64)
     if len(ranks) > 1:
-        rank, group = dist.get_rank(), wires(_CHANNEL, tuple(ranks)).group
+        rank, known = dist.get_rank(), wires(_CHANNEL, tuple(ranks))
         rows[ranks.index(rank)] = torch.tensor(own)
         with lost_peers(f"rank {rank} waited for"):
-            dist.all_reduce(rows, group=group)
+            dist.all_reduce(rows, group=known.group)
     else:
         rows[0] = torch.tensor(own)
     return rows.tolist()

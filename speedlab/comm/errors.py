@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import traceback
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -58,6 +60,31 @@ def tells_of_lost_peer(error: BaseException) -> bool:
 def tells_of_timeout(error: BaseException) -> bool:
     """Whether an error of which `tells_of_lost_peer` says so comes of a limit of time, not of a closed connection."""
     return _LATE.search(str(error)) is not None
+
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def without_frames(error: _Error) -> _Error:
+    """Return a copy of an error, to be kept and raised later. The error itself holds the frames it was raised through,
+    and with them tensors and connections.
+
+    The copy is made without the constructor of its class, whose arguments are not known.
+    """
+    copy = type(error).__new__(type(error), *error.args)
+    vars(copy).update(vars(error))
+    if notes := getattr(error, "__notes__", None):
+        copy.__notes__ = list(notes)  # type: ignore[attr-defined]  # of every exception since Python 3.11
+    return copy
+
+
+def clear_frames(error: BaseException) -> None:
+    """Clear the frames that an error has left by now, and those of its causes. Their local variables would keep the
+    connections of an exchange open for as long as anyone holds the error: peers would wait for this rank in vain."""
+    each: BaseException | None = error
+    while each is not None:
+        traceback.clear_frames(each.__traceback__)
+        each = each.__cause__
 
 
 def reason_of(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -93,6 +92,7 @@ class Group:
             made = choose(link, self._wires, self.size, self.index, device, self.traffic.buffers)
             if made is not None:
                 made.sums_early = self._line is None  # Over a pretended link nothing is there before it has arrived.
+                self._wires.held_by(made)
             self._transports[device.type] = made
         return self._transports[device.type]
 
@@ -262,7 +262,7 @@ class Group:
         if self.size > 1 and total.numel() > 0:
             summed = sum_wide if self._rounds_often(total) else dist.all_reduce
             nbytes = 2 * (self.size - 1) * total.nbytes // self.size
-            finish = partial(summed, total, group=self._wires.group)
+            finish = lambda: summed(total, group=self._wires.group)  # noqa: E731  # held here, it must not hold the group
             self._started(finish, total.device, "all_reduce", nbytes).wait()
         return total
 
@@ -294,7 +294,7 @@ class Group:
         if own.numel() > 0:
             summed = scatter_sum_wide if self._rounds_often(slices) else scatter_sum
             nbytes = (self.size - 1) * own.nbytes
-            finish = partial(summed, own.view(-1), slices.view(-1), group=self._wires.group)
+            finish = lambda: summed(own.view(-1), slices.view(-1), group=self._wires.group)  # noqa: E731  # as in `sum`
             self._started(finish, own.device, "reduce_scatter", nbytes).wait()
         return own
 
@@ -320,18 +320,18 @@ class Group:
         between them in the same order.
         """
         tensor = tensor.contiguous()
+        line, own = self._line, self._wires  # An error keeps this frame, where no variable may hold the group.
         with self._explained():
-            group = self._wires.group
-            work = group.send([tensor], peer, tag) if self._line is None else self._line.send(group, tensor, peer, tag)
+            work = own.group.send([tensor], peer, tag) if line is None else line.send(own.group, tensor, peer, tag)
         # The memory lives until then.
         finish = lambda: (wait_for(work, tensor), tensor)  # noqa: E731  # one expression
         return self._started(finish, tensor.device, "send", tensor.nbytes, over=work.is_completed, booked=True)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
         """Start to fill contiguous `tensor` with what `peer` (an index in the group) sends under `tag`."""
+        line, own = self._line, self._wires  # As in `send`.
         with self._explained():
-            group, line = self._wires.group, self._line
-            work = group.recv([tensor], peer, tag) if line is None else line.receive(group, tensor, peer, tag)
+            work = own.group.recv([tensor], peer, tag) if line is None else line.receive(own.group, tensor, peer, tag)
         return self._started(lambda: wait_for(work, tensor), tensor.device)
 
     def take_tags(self, count: int) -> int:
@@ -436,7 +436,7 @@ class Group:
                 finish()
 
         device = device or self.device
-        return Transfer(
+        transfer = Transfer(
             explained,
             self.traffic,
             device,
@@ -447,3 +447,6 @@ class Group:
             stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
             over=over,
         )
+        if device.type == "cpu" and self._wires is not None:
+            self._wires.held_by(transfer)
+        return transfer

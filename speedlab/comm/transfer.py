@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from speedlab.comm.errors import PeerLost, clear_frames, without_frames
 from speedlab.comm.traffic import Traffic
 
 
@@ -45,14 +46,30 @@ class Transfer:
         """Whether there is nothing left to wait for, as far as can be told without waiting."""
         return self._finish is None or self._over()
 
+    def cut(self) -> None:
+        """This rank has left the world: nothing comes any more. What is under way holds connections, which close only
+        when it is gone. (A GPU's are aborted, and its kernels may write until then.)"""
+        if self._device.type != "cpu":
+            return
+        self._over = _is_over
+        if self._finish is not None:
+            self._finish = None
+            self._error = PeerLost("this rank has left the world of ranks in which the transfer was started")
+
     def wait(self) -> None:
         """Wait until it is over. A second time there is nothing to wait for; one that failed fails again."""
         if self._error is not None:
-            raise self._error
+            raise without_frames(self._error)
         if self._finish is not None:
             finish, self._finish = self._finish, None
             try:
                 self._traffic.waited(finish, self._device, self.link)
             except BaseException as error:
-                self._error = error
+                finish, self._over = None, _is_over
+                clear_frames(error)
+                self._error = without_frames(error)
                 raise
+
+
+def _is_over() -> bool:
+    return True

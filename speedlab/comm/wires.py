@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import os
+import weakref
 import zlib
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from speedlab.comm.activity import lost_peers
+from speedlab.comm.errors import PeerLost
 from speedlab.comm.group_limits import limit_group, limited_store
 from speedlab.comm.limits import limit_of_a_group
 from speedlab.comm.over_hosts import STORE, bound_silence
+
+
+class Holder(Protocol):
+    """An object that holds works of a process group."""
+
+    def cut(self) -> None:
+        """Let go of them: this rank has left the world."""
 
 
 class Wires:
@@ -25,8 +34,27 @@ class Wires:
     _NUMBERS, _SIZES = 2**18, 2**12
 
     def __init__(self, group: Any) -> None:
-        self.group = group
+        self._group = group
+        self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
         self._tag = self._exchanges = 0
+
+    @property
+    def group(self) -> Any:
+        """The process group. Raises PeerLost after this rank has left the world."""
+        if self._group is None:
+            raise PeerLost("this rank has left the world of ranks to which these connections belonged")
+        return self._group
+
+    def held_by(self, holder: Holder) -> None:
+        """Cut this `holder`, too, when the world is left."""
+        self._holders.add(holder)
+
+    def cut(self) -> None:
+        """Let the connections close, whoever keeps an engine, an exchange or an error: gloo closes them when neither
+        the process group nor any of its works is left, and until then peers wait for this rank."""
+        self._group = None
+        for holder in list(self._holders):
+            holder.cut()
 
     def next_tag(self, nbytes: int) -> int:
         """The tag of the next exchange of flats, in pieces of so many bytes.
@@ -81,6 +109,13 @@ def limit_wires() -> None:
         limit_group(known.group, limit_of_a_group().total_seconds())
 
 
-def forget_wires() -> None:
-    """The world they belonged to is left, or somebody else has destroyed it."""
+def forget_wires(*, failed: bool = False) -> None:
+    """Forget all connections: the world is left, or the user has destroyed it.
+
+    Args:
+        failed: this rank leaves in the middle of something. Otherwise a slower rank may still take what this one has
+            sent: works that are kept are not cut.
+    """
+    for known in _wires.values() if failed else ():
+        known.cut()
     _wires.clear()

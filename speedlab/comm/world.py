@@ -134,13 +134,14 @@ def leave(*, failed: bool = False) -> None:
 
     `failed`: this rank leaves in the middle of something. Peers that are blocked in a collective with it are told, and
     communicators of NCCL are aborted; to destroy them would wait for what never ends. A lost peer is such a failure.
+    Exchanges under way are cut, so that connections close though an engine or an error is kept.
     """
     watch = _watches.pop() if _watches else None
     if watch is not None:
         failed = failed or watch.lost is not None
         watch.stop(failed=failed)
     leave_world()
-    forget_wires()
+    forget_wires(failed=failed)
     leave_all()
     if dist.is_initialized():
         if watch is not None and failed:

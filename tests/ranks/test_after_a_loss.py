@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import speedlab
@@ -20,7 +22,7 @@ from ranks.conftest import PoolOf
 from ranks.runs import as_engine, new_run, own_rank
 from ranks.small_steps import step_of
 from ranks.tensor_models import gpt
-from speedlab.comm import PeerLost, Traffic, join, leave
+from speedlab.comm import Blocks, CodedSums, Group, PeerLost, Rails, Traffic, Transfer, join, leave
 from speedlab.engine.engine import Engine
 from speedlab.engine.run import held_runs
 from speedlab.parallel.pipeline.pipeline import Pipeline
@@ -72,38 +74,111 @@ def test_the_first_resume_after_a_kill_trains(pool_of: PoolOf, tmp_path: Path, b
     assert found == [["PeerLost", "finished"], ["SystemExit", "finished"]]
 
 
-# ---- an engine -------------------------------------------------------------------------------------------------------
+# ---- one exchange ----------------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
     """Instead of the end of the process: no exception that an engine would handle."""
 
 
-_meetings = itertools.count()
-
-
 @contextmanager
-def killed_in(place: Any, name: str) -> Iterator[None]:
-    """A call of `place.name` ends with `Killed`."""
+def killed_in(place: Any, name: str, after: Sequence[Path] = ()) -> Iterator[None]:
+    """A call of `place.name` ends with `Killed`, after these files exist."""
 
     def ends(*args: Any, **kwargs: Any) -> Any:
+        deadline = time.monotonic() + 20
+        while not all(file.exists() for file in after) and time.monotonic() < deadline:
+            time.sleep(0.01)
         raise Killed
 
     with patch.object(place, name, ends):
         yield
 
 
+def begun(group: Group, kind: str, kept: list[Any]) -> Any:
+    """An exchange of `kind` with the other rank of the group, under way."""
+    size, peer = group.size, 1 - group.index
+    whole, part = torch.ones(8 * size), torch.ones(8)
+    kept += [whole, part]
+    match kind:
+        case "gather":
+            return group.all_gather(whole, part)
+        case "offer":
+            group.offer([part])
+            return group.all_gather(whole, part)
+        case "reduce":
+            return group.reduce_scatter(whole, part)
+        case "exchange":
+            return group.start_exchange(whole, torch.empty_like(whole))
+        case "coded":
+            rails = Rails(Group([dist.get_rank()], group.traffic, group.device), group, ((0, 1),))
+            return CodedSums(group, rails, Blocks(8)).reduce_scatter(torch.ones(256 * size), torch.ones(256))
+        case "sum":
+            return SimpleNamespace(wait=lambda: group.sum(part))
+        case "shift":
+            return group.shift(part, torch.empty_like(part), 1, group.take_tags(1))
+        case _:
+            tag = group.take_tags(2) + group.index
+            kept.append(group.send(part, peer, tag))
+            return group.receive(torch.empty_like(part), peer, tag + (-1 if group.index else 1))
+
+
+def left_with_all_in_hand(folder: Path, kind: str) -> tuple[str, bool]:
+    """Rank 1 leaves while an exchange is under way, another has failed, and all of them are kept, with the group, the
+    error and its frames. Returns what rank 0 meets in the next exchange, and whether it is there within 5 seconds."""
+    world, kept = join(), list[Any]()
+    group = Group(range(world.size), Traffic(), world.device)
+    group.barrier()  # Rank 0, too, has all of its connections.
+    for _ in range(2):
+        kept.append(begun(group, kind, kept))
+    if world.rank == 1:
+        try:
+            with killed_in(Traffic, "waited"):
+                kept[-1].wait()
+        except Killed as error:
+            kept.append(error)
+        leave(failed=True)
+        while not (folder / "seen").exists():  # Until then nothing is let go.
+            time.sleep(0.01)
+        return "left", True
+    start = time.monotonic()
+    try:
+        for each in kept:
+            if hasattr(each, "wait"):
+                each.wait()
+        begun(group, kind, kept).wait()
+        met = "none"
+    except PeerLost:
+        met = "PeerLost"
+    (folder / "seen").touch()
+    return met, time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("kind", ["gather", "offer", "reduce", "exchange", "coded", "sum", "shift", "message"])
+def test_a_rank_that_left_is_missed_whatever_it_keeps(pool_of: PoolOf, tmp_path: Path, kind: str) -> None:
+    pool = pool_of(2, "gloo")
+    found = pool.run(left_with_all_in_hand, tmp_path, kind, timeout=15)
+    pool.new_group()
+    assert found == [("PeerLost", True), ("left", True)]
+
+
+# ---- an engine -------------------------------------------------------------------------------------------------------
+
+
 @contextmanager
-def interrupted() -> Iterator[None]:
-    """Ctrl-C while this rank waits for what comes from others."""
-    waits, calls = Traffic.waited, itertools.count()
+def interrupted(seen: Path) -> Iterator[None]:
+    """Ctrl-C while this rank waits for a gather; the file `seen` tells of it."""
+    waits = Transfer.wait
 
-    def waited(traffic: Traffic, finish: Any, device: Any, link: str = "process") -> None:
-        if link != "process" and next(calls) == 1:
-            raise KeyboardInterrupt
-        waits(traffic, finish, device, link)
+    def wait(transfer: Transfer) -> None:
+        if transfer.name != "all_gather":
+            waits(transfer)
+            return
+        seen.touch()
+        with patch.object(Traffic, "waited", side_effect=KeyboardInterrupt):
+            waits(transfer)
 
-    with patch.object(Traffic, "waited", waited):
+    with patch.object(Transfer, "wait", wait):
         yield
 
 
@@ -138,12 +213,13 @@ def lost_and_again(folder: Path, config: dict[str, Any], where: str, backend: st
         "interrupt": (Gathers, "require"),
     }[where]
 
-    def dies(engine: Engine) -> str:
+    def dies(engine: Engine, which: str) -> str:
         fate: Any = nullcontext()
+        seen = [folder / f"interrupted-{which}-{each}" for each in range(size)]
         if rank == size - 1:
-            fate = killed_in(place, name)
+            fate = killed_in(place, name, after=seen[:-1] if where == "interrupt" else ())
         elif where == "interrupt":
-            fate = interrupted()
+            fate = interrupted(seen[rank])
         death = "none"
         try:
             with fate:
@@ -159,12 +235,12 @@ def lost_and_again(folder: Path, config: dict[str, Any], where: str, backend: st
     found: list[Any] = [steps_of(engine)]
     engine.destroy(keep_parameters=False)
     engine = engine_of(config)
-    found.append(dies(engine))
+    found.append(dies(engine, "first"))
     engine.reconnect()
     found.append(steps_of(engine))
     engine.destroy(keep_parameters=False)
     engine = engine_of(config)
-    found.append(dies(engine))
+    found.append(dies(engine, "second"))
     engine.destroy(keep_parameters=False)  # As before a run is built anew in a process that survived.
     engine = engine_of(config)
     found.append(steps_of(engine))

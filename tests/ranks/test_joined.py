@@ -22,6 +22,7 @@ from speedlab.comm.shared import joined as module
 from speedlab.comm.shared import meeting as meeting_module
 from speedlab.comm.shared.joined import Joined
 from speedlab.comm.shared.memory import Arena, PeerMemory
+from speedlab.comm.wires import Wires
 
 SIZES = [1, 5, 1000, 1024, 1500, 5000, 40_000]
 """Elements of a shard: of no page, of parts of pages, and of whole ones."""
@@ -303,7 +304,7 @@ def over_another_transport() -> None:
     case.write(1)
     gloo: Any = dist.new_group(backend="gloo")
     other = group("other")
-    other._wires.group, other._transports, other._links = gloo, {}, {}
+    other._wires, other._transports, other._links = Wires(gloo), {}, {}
     assert other.joined(1 << 20, torch.float32) is None
     assert case.group.joined(1 << 20, torch.float32) is not None
     case.joined.come()

@@ -79,6 +79,7 @@ def in_different_calls(folder: str, backend: str, stage: int, pairs: list[tuple[
         meeting = Path(folder) / str(number)
         meeting.mkdir(exist_ok=True)
         meet_again(meeting, backend, rank, size)
+    dist.barrier()  # A rank that leaves at once may close connections that the other one is still making.
     leave()
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from speedlab.comm.errors import PeerLost
+from speedlab.comm.errors import PeerLost, clear_frames, without_frames
 
 
 class Work(dist._Work):
@@ -35,9 +35,10 @@ class Work(dist._Work):
             try:
                 finish()
             except BaseException as error:
-                self._error = error
+                self._error = without_frames(error)
+                raise
         if self._error is not None:
-            raise self._error
+            raise without_frames(self._error)
         return True
 
     def is_completed(self) -> bool:
@@ -56,7 +57,7 @@ class Work(dist._Work):
             try:
                 self.wait()
             except Exception as error:
-                self._future.set_exception(error)
+                self._future.set_exception(without_frames(error))  # No collector of garbage looks into a future.
             else:
                 self._future.set_result(self._result)
         return self._future
@@ -83,7 +84,8 @@ class ThreadWork(Work):
     def wait(self, timeout: Any = None) -> bool:
         self._over.wait()
         if self._error is not None:
-            raise self._error
+            # A copy: the future holds the error, and no collector of garbage looks into a future.
+            raise without_frames(self._error).with_traceback(self._error.__traceback__)
         return True
 
     def is_completed(self) -> bool:
@@ -138,6 +140,7 @@ def _serve(tasks: queue.SimpleQueue[tuple[Callable[[], None], ThreadWork] | None
         try:
             task()
         except Exception as raised:
+            clear_frames(raised)
             error = raised
         done()  # Before it is known to be over: the next collective may then skip the queue.
         work.settle(error)

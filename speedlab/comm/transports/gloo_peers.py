@@ -33,6 +33,9 @@ class GlooPeers(Transport):
         self._sends: list[Any] = []
         self._left_behind: list[list[Any]] = []
 
+    def cut(self) -> None:
+        self._offered, self._sends, self._left_behind = {}, [], []
+
     def offer(self, shards: Sequence[Tensor]) -> None:
         for shard in shards:
             tag = self.wires.next_tag(shard.nbytes)

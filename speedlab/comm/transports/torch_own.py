@@ -30,6 +30,9 @@ class Transport:
     def __init__(self, wires: Wires, size: int, index: int, device: torch.device) -> None:
         self.wires, self.size, self.index, self.device = wires, size, index, device
 
+    def cut(self) -> None:
+        """This rank has left the world: let go of works that were started and not waited for."""
+
     @property
     def peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.index]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterable
+from types import FrameType
 
 import torch
 from torch import nn
@@ -29,7 +31,7 @@ def name_module(error: BaseException, models: Iterable[nn.Module], *, step: int,
     found = None
     trace = error.__traceback__
     while trace is not None:
-        owner = trace.tb_frame.f_locals.get("self")
+        owner = _owner(trace.tb_frame)
         if isinstance(owner, nn.Module) and names.get(id(owner)):
             found = names[id(owner)]
         trace = trace.tb_next
@@ -38,6 +40,18 @@ def name_module(error: BaseException, models: Iterable[nn.Module], *, step: int,
     error.add_note(f"rank {rank}, step {step}" + (f", in {found}" if found else ""))
     if words := words_on_dtypes(error, models) or _words_on_transforms(error):
         error.add_note(words)
+
+
+def _owner(frame: FrameType) -> object:
+    """Return what a frame calls `self`."""
+    values = frame.f_locals
+    owner = values.get("self")
+    code = frame.f_code
+    if code.co_flags & inspect.CO_OPTIMIZED and type(values) is dict and not {"locals", "vars"} & set(code.co_names):
+        # Before Python 3.13 this is a copy that the frame keeps, even after it was cleared, and tensors with it. (It is
+        # also what `locals()` gives to the user.)
+        values.clear()
+    return owner
 
 
 def _words_on_transforms(error: BaseException) -> str:
