@@ -27,17 +27,27 @@ from speedlab.layout import Layout
 CUT: dict[str, Any] = {"checkpointing": "block", "partition_inputs": True, "steps": 3}
 
 
-def test_as_the_plain_loop(pool_of: PoolOf, plain: PlainOf) -> None:
-    options: list[dict[str, Any]] = [
-        {"layout": Layout(tp=2, dp=2), "stage": 0, "checkpointing": "selective"},
-        {"layout": Layout(tp=2, dp=2), "stage": 3, "build": untied_gpt2},
-        {"layout": Layout(tp=2, dp=2), "stage": 1, "build": llama, "loss": labels_loss, "accumulation": 1},
-        {"layout": Layout(tp=2, pp=2), "stage": 2, "schedule": "interleaved"},
-        {"layout": Layout(tp=2, pp=2), "stage": 1, "schedule": "zero-bubble", "checkpointing": "selective"},
-        {"layout": Layout(tp=2, cp=2), "stage": 3, "cp_heads": 1, "build": long_gpt, "batch": many},
-        {"layout": Layout(tp=4), "stage": 0},
-    ]
+EACH_KIND: list[dict[str, Any]] = [
+    {"layout": Layout(tp=2, dp=2), "stage": 3, "build": untied_gpt2},
+    {"layout": Layout(tp=2, dp=2), "stage": 1, "build": llama, "loss": labels_loss, "accumulation": 1},
+    {"layout": Layout(tp=2, pp=2), "stage": 1, "schedule": "zero-bubble", "checkpointing": "selective"},
+    {"layout": Layout(tp=2, cp=2), "stage": 3, "cp_heads": 1, "build": long_gpt, "batch": many},
+]
+MORE: list[dict[str, Any]] = [
+    {"layout": Layout(tp=2, dp=2), "stage": 0, "checkpointing": "selective"},
+    {"layout": Layout(tp=2, pp=2), "stage": 2, "schedule": "interleaved"},
+    {"layout": Layout(tp=4), "stage": 0},
+]
+
+
+@pytest.mark.parametrize(
+    "options", [EACH_KIND, pytest.param(MORE, marks=pytest.mark.nightly)], ids=["each kind", "more"]
+)
+def test_as_the_plain_loop(pool_of: PoolOf, plain: PlainOf, options: list[dict[str, Any]]) -> None:
     check(pool_of, plain, [LayoutCase(**{**CUT, **each}) for each in options], FLOAT32, timeout=120)
+
+
+def test_rings_are_as_the_plain_loop(pool_of: PoolOf, plain: PlainOf) -> None:
     ring = LayoutCase(layout=Layout(tp=2, cp=2), stage=1, cp_heads=1, build=ring_gpt, batch=in_ring, **CUT)
     check(pool_of, plain, [ring], FLOAT32, timeout=120, build=by_tokens)
 

@@ -380,12 +380,12 @@ def test_four_pipeline_ranks(pool_of: PoolOf, schedule: str) -> None:
     check(pool_of, 4, [replace(plain, cut=(1, 2, 2, 1)), replace(plain, **deeper)])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.nightly), "zero-bubble"])
 def test_recomputed_blocks(pool_of: PoolOf, schedule: str) -> None:
     check(pool_of, 4, [Case(schedule=schedule, stage=stage, checkpointing=True) for stage in (0, 3)])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.nightly), "zero-bubble"])
 def test_bfloat16(pool_of: PoolOf, schedule: str) -> None:
     """Untied: the plain loop adds both gradients of a tied embedding in bfloat16, the ranks add theirs in float32."""
     check(pool_of, 4, [Case(schedule=schedule, stage=stage, build=untied, dtype="bfloat16") for stage in (1, 3)])

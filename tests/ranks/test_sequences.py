@@ -85,7 +85,7 @@ def check(ranks: Pool, examples: int, seconds: float = 30.0) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("size", [1, 2])
 def test_sequences_of_calls(pool_of: PoolOf, size: int) -> None:
-    check(pool_of(size), 40)
+    check(pool_of(size), 40 // size)
 
 
 @pytest.mark.nightly
