@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from cuda_ops.uncompiled import uncompiled
+from cuda_ops.torch_compat import uncompiled
 
 BLOCK = 64
 """Tokens of a block, where nobody says otherwise: the size for which the CPU kernels are compiled best."""

@@ -30,14 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cuda_ops import products
+from cuda_ops import onednn_matmul
 from cuda_ops.compile import kernel
-from cuda_ops.elements import load, store
-from cuda_ops.exponential import LOG2_E, exp2
+from cuda_ops.kernel_math import LOG2_E, exp2, load, store
 from cuda_ops.library import register, register_autograd
 from cuda_ops.meter import meter
 from cuda_ops.reduce import sum_at
-from cuda_ops.tensors import FLOATS, array, check
+from cuda_ops.tensor_checks import FLOATS, array, check
 from cuda_ops.threads import share
 
 _BLOCK = 4096
@@ -122,7 +121,7 @@ def _chunk_exponentials(
     for low in range(0, vocabulary, _BLOCK):
         high = min(low + _BLOCK, vocabulary)
         logits = buffer[low:high] if kept else buffer[: high - low]
-        products.mm(weight[low:high], hidden.t(), out=logits)
+        onednn_matmul.mm(weight[low:high], hidden.t(), out=logits)
         if reference is None:
             reference = _greatest(logits)
         groups = sums[low // _GROUP : -(-high // _GROUP)]
@@ -195,7 +194,7 @@ def _cpu(
             replace_targets(e, labels, at_targets - sums)
         factors = (1 / (sums * count)).masked_fill(left_out, 0).unsqueeze(1)
         if need_hidden:
-            products.mm(e.t(), weight, out=rows_from(grad_hidden, low, chunk)).mul_(factors)
+            onednn_matmul.mm(e.t(), weight, out=rows_from(grad_hidden, low, chunk)).mul_(factors)
         if need_weight:
             add_chunk(total, e, inputs, factors, labels, at_targets, sums, first=low == 0)
     return (loss / count).float(), grad_hidden, total.to(weight.dtype), torch.ones(())
@@ -261,7 +260,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> N
     """total (V, C) += left (V, n) right (n, C), where `first` instead of what it held; float32, or of their dtype."""
     beta = 0 if first else 1
     if total.dtype is left.dtype:
-        products.addmm_(total, left, right, beta=beta)
+        onednn_matmul.addmm_(total, left, right, beta=beta)
         return
     if total.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
@@ -269,7 +268,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> N
     for low in range(0, len(total), _BLOCK):  # torch has no such product on CPUs; a block's stays in the cache.
         target, rows = rows_from(total, low, _BLOCK), rows_from(left, low, _BLOCK)
         if left.dtype is torch.float16:  # which CPUs do not multiply fast in any way
-            products.addmm_(target, rows.float(), right.float(), beta=beta)
+            onednn_matmul.addmm_(target, rows.float(), right.float(), beta=beta)
             continue
         product = (rows @ right).view(-1)
         address = np.array([product.data_ptr()])

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from cuda_ops.compile import kernel
-from cuda_ops.elements import array_at, load, store, sums_like
+from cuda_ops.kernel_math import array_at, load, store, sums_like
 from cuda_ops.library import register
 from cuda_ops.meter import meter
-from cuda_ops.tensors import FLOATS, array, check
+from cuda_ops.tensor_checks import FLOATS, array, check
 from cuda_ops.threads import share
 
 _BLOCK = 2048

@@ -15,18 +15,17 @@ from collections.abc import Callable
 import torch
 
 from cuda_ops import (
-    adam_frozen,
+    adam_frozen_variance,
     adamw,
     block_sparse_attention,
     blockwise8,
-    flags,
     grad_stats,
     lamb,
     linear_cross_entropy,
     onebit,
-    onebit_take,
     reduce,
     sgd_momentum,
+    shared_flags,
     stochastic,
 )
 from cuda_ops.compile import cache_folder
@@ -34,7 +33,7 @@ from cuda_ops.compile import cache_folder
 Steps = tuple[Callable[[torch.dtype], None], ...]
 
 EVERY_RUN: Steps = (
-    flags.warm,
+    shared_flags.warm,
     reduce.warm,
     grad_stats.warm,
     adamw.warm,
@@ -50,10 +49,10 @@ COMPACT: Steps = (blockwise8.warm, stochastic.warm)
 SPARSE: Steps = (block_sparse_attention.warm,)
 """What a run with block-sparse attention, or separate documents, uses beside that; and dense attention on some CPUs."""
 
-SIGNS: Steps = (onebit.warm, onebit_take.warm, adam_frozen.warm)
+SIGNS: Steps = (onebit.warm, onebit.warm_take, adam_frozen_variance.warm)
 """What a run that sends signs uses beside that."""
 
-LAYERWISE: Steps = (lamb.warm, adam_frozen.warm)
+LAYERWISE: Steps = (lamb.warm, adam_frozen_variance.warm)
 """What a run of LAMB uses beside that."""
 
 _SILENT_SECONDS = 1.0

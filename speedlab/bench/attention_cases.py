@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cuda_ops.block_layout import BlockLayout
 from cuda_ops.block_sparse_attention import block_sparse_attention
-from cuda_ops.torch_attention import install, under_way
+from cuda_ops.cpu_sdpa import install, under_way
 from speedlab.bench.interleave import interleave, rows
 from speedlab.bench.table import Row
 

@@ -237,12 +237,12 @@ def _update_step(dtype: str) -> Callable[[], tuple[float, ...]]:
 def _time_product(width: int, dtype: str, rounds: int) -> float:
     import torch
 
-    from cuda_ops import products
+    from cuda_ops import onednn_matmul
     from speedlab.comm.world import own_device
 
     kind = getattr(torch, dtype)
     a, b, out = (torch.zeros(width, width, dtype=kind, device=own_device()) for _ in range(3))
-    return _seconds({"product": lambda: products.mm(a, b, out)}, 4 * rounds)["product"]
+    return _seconds({"product": lambda: onednn_matmul.mm(a, b, out)}, 4 * rounds)["product"]
 
 
 def _time_copy(nbytes: int, rounds: int) -> float:

@@ -65,9 +65,9 @@ def let_onednn_multiply() -> None:
     """Give a process of plain torch the setting with which oneDNN multiplies float32, where our engine lets it."""
     import torch
 
-    from cuda_ops import products
+    from cuda_ops import onednn_matmul
 
-    if products.faster():
+    if onednn_matmul.faster():
         torch.backends.mkldnn.matmul.fp32_precision = "bf16"  # type: ignore[attr-defined]  # torch makes it at run time
 
 

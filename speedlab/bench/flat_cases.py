@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cuda_ops.adam_frozen import adam_frozen, adam_frozen_reference
+from cuda_ops.adam_frozen_variance import adam_frozen, adam_frozen_reference
 from cuda_ops.adamw import adamw
 from cuda_ops.blockquant import BLOCK, block_dequantize, block_quantize
 from cuda_ops.blockwise8 import BLOCK as CODES
 from cuda_ops.blockwise8 import blockwise8_decode, blockwise8_encode
 from cuda_ops.grad_stats import grad_stats
-from cuda_ops.onebit import CHUNK, onebit_average, onebit_pack
-from cuda_ops.onebit_take import onebit_take
+from cuda_ops.onebit import CHUNK, onebit_average, onebit_pack, onebit_take
 from cuda_ops.sgd_momentum import sgd_momentum
 from cuda_ops.stochastic import round_stochastically
 from speedlab.bench.interleave import interleave, row, rows

@@ -64,7 +64,7 @@ def build_under(kind: str, case: LayoutCase) -> Callable[[], object]:
     if kind == "ours" and case.sizes["tp"] > 1:
         # Cut layers come with the chunked loss; here both sides shall compute the same one. Its head is no layer: it
         # has torch's setting, as on the other side.
-        if find_spec("cuda_ops.products") is not None:  # Another checkout may have none.
+        if find_spec("cuda_ops.onednn_matmul") is not None:  # Another checkout may have none.
             let_onednn_multiply()
         mesh = init_device_mesh("cpu", tuple(case.sizes.values()), mesh_dim_names=tuple(case.sizes))
         engine.module.prediction.loss = loss_of_head(mesh["tp"])

@@ -27,8 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cuda_ops.onebit import onebit_average, onebit_pack
-from cuda_ops.onebit_take import onebit_take
+from cuda_ops.onebit import onebit_average, onebit_pack, onebit_take
 from cuda_ops.warm import SIGNS
 from speedlab.comm.group import Group
 from speedlab.comm.rails import Rails

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from cuda_ops.block_layout import BlockLayout, as_usual
-from cuda_ops.uncompiled import uncompiled
+from cuda_ops.torch_compat import uncompiled
 from speedlab.config import AttentionConfig
 from speedlab.config.attention_pattern import seen_blocks
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from cuda_ops.block_layout import whole_layout
 from cuda_ops.block_sparse_attention import block_sparse_attention, takes_heads
-from cuda_ops.tensors import FLOATS
+from cuda_ops.tensor_checks import FLOATS
 
 IGNORED = -100
 """A target that does not count."""

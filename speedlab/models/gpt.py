@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from cuda_ops.block_sparse_attention import block_sparse_attention
 from cuda_ops.linear_cross_entropy import linear_cross_entropy
-from cuda_ops.products import Product
-from cuda_ops.tensors import FLOATS
+from cuda_ops.onednn_matmul import Product
+from cuda_ops.tensor_checks import FLOATS
 from speedlab.config import AttentionConfig, ModelConfig
 from speedlab.models.attention_layout import layout_of
 from speedlab.models.documents import attend_within, check_positions, document_mask, document_starts, starts_for

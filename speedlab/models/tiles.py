@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from cuda_ops.uncompiled import uncompiled
+from cuda_ops.torch_compat import uncompiled
 from speedlab.models.recomputation import computed_once
 
 _TOKENS = 1

@@ -7,14 +7,13 @@ from collections.abc import Callable
 import torch
 
 from cuda_ops import (
-    adam_frozen,
+    adam_frozen_variance,
     adamw,
     blockquant,
     blockwise8,
     grad_stats,
     lamb,
     onebit,
-    onebit_take,
     sgd_momentum,
     stochastic,
 )
@@ -36,7 +35,7 @@ def _sgd_momentum(grad: torch.dtype, copy: torch.dtype | None) -> None:
 
 def _adam_frozen(dtype: torch.dtype) -> None:
     copy = torch.ones(9, dtype=dtype)
-    adam_frozen._cuda(torch.ones(9), copy.clone(), torch.ones(9), torch.ones(9), copy, 0.1, 0.1, 1e-8)
+    adam_frozen_variance._cuda(torch.ones(9), copy.clone(), torch.ones(9), torch.ones(9), copy, 0.1, 0.1, 1e-8)
 
 
 def _lamb_moments(dtype: torch.dtype) -> None:
@@ -45,7 +44,7 @@ def _lamb_moments(dtype: torch.dtype) -> None:
 
 def _onebit_take() -> None:
     packed, scales = torch.zeros(2, 2, dtype=torch.uint8), torch.ones(2, 1)
-    onebit_take._cuda(packed, scales, torch.ones(18), torch.ones(18), 0.9, 16)
+    onebit._cuda(packed, scales, torch.ones(18), torch.ones(18), 0.9, 16)
 
 
 def _onebit_average(dtype: torch.dtype) -> None:

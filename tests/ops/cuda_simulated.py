@@ -18,7 +18,7 @@ from numba import config
 from torch import Tensor
 
 from cuda_ops import (
-    adam_frozen,
+    adam_frozen_variance,
     adamw,
     blockquant,
     blockwise8,
@@ -26,11 +26,10 @@ from cuda_ops import (
     grad_stats,
     lamb,
     onebit,
-    onebit_take,
     sgd_momentum,
     stochastic,
 )
-from cuda_ops.tensors import array
+from cuda_ops.tensor_checks import array
 
 _TORCH = {np.dtype(np.uint16): torch.bfloat16, np.dtype(np.int16): torch.float16}
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -65,13 +64,13 @@ def bits_of_float(value: Any) -> np.uint32:
 
 def install() -> None:
     for module in (
-        adam_frozen,
+        adam_frozen_variance,
         adamw,
         lamb,
         sgd_momentum,
         grad_stats,
         onebit,
-        onebit_take,
+        onebit,
         blockquant,
         blockwise8,
         stochastic,
@@ -122,9 +121,9 @@ def check_updates() -> None:
             same([*mine, squares], [*expected, right])
             mine = [torch.randn(size), torch.full((size,), math.nan)]
             expected, variance = [tensor.clone() for tensor in mine], torch.rand(size) + 0.1
-            adam_frozen._cuda(mine[0], grad, mine[1], variance, copy, 0.01, 0.1, 1e-8)
+            adam_frozen_variance._cuda(mine[0], grad, mine[1], variance, copy, 0.01, 0.1, 1e-8)
             numbers = {"size": 0.01, "decay": 0.1, "eps": 1e-8}
-            adam_frozen.adam_frozen_reference(expected[0], grad, expected[1], variance, **numbers)
+            adam_frozen_variance.adam_frozen_reference(expected[0], grad, expected[1], variance, **numbers)
             same(mine, expected)
 
 
@@ -144,7 +143,9 @@ def check_grad_stats() -> None:
 
 
 def check_onebit() -> None:
-    onebit._THREADS = onebit_take._THREADS = 64  # The simulator's threads are threads; so few go round within a chunk.
+    onebit._THREADS = onebit._AVERAGE_THREADS = (
+        64  # The simulator's threads are threads; so few go round within a chunk.
+    )
     for size, chunk in [(0, 64), (1, 64), (150, 128), (75, 24)]:
         values, error = values_of(size, torch.bfloat16), torch.randn(size)
         expected_error = error.clone()
@@ -159,9 +160,9 @@ def check_onebit() -> None:
             same([out], [expected_out])
         mine = [torch.randn(3 * size), torch.zeros(3 * size)]
         taken = [each.clone() for each in mine]
-        squares = onebit_take._cuda(rows, weights, *mine, 0.9, chunk)
+        squares = onebit._cuda(rows, weights, *mine, 0.9, chunk)
         if size:
-            right = onebit_take.onebit_take_reference(rows, weights, *taken, share=0.9, chunk=chunk)
+            right = onebit.onebit_take_reference(rows, weights, *taken, share=0.9, chunk=chunk)
             same([squares, *mine], [right, *taken], 64 * 2**-24)
 
 

@@ -9,9 +9,8 @@ import torch
 from rounding import assert_rounded
 from torch._subclasses import FakeTensorMode
 
-from cuda_ops.adam_frozen import adam_frozen, adam_frozen_reference
-from cuda_ops.onebit import onebit_average, onebit_pack
-from cuda_ops.onebit_take import onebit_take, onebit_take_reference
+from cuda_ops.adam_frozen_variance import adam_frozen, adam_frozen_reference
+from cuda_ops.onebit import onebit_average, onebit_pack, onebit_take, onebit_take_reference
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 NUMBERS = {"size": 1e-2, "decay": 1e-3, "eps": 1e-8}

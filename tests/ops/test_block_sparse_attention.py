@@ -19,11 +19,12 @@ from cuda_ops.block_layout import BlockLayout
 from cuda_ops.block_sparse_attention import (
     block_sparse_attention,
     block_sparse_attention_reference,
+    documents_of,
+    flex_blocks,
     partial_attention,
     partial_gradients,
     token_mask,
 )
-from cuda_ops.block_sparse_flex import documents_of, flex_blocks
 from cuda_ops.meter import meter
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

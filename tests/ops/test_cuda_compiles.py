@@ -11,7 +11,7 @@ import torch
 from cuda_launches import LAUNCHES
 
 from cuda_ops import gpu
-from cuda_ops.tensors import array
+from cuda_ops.tensor_checks import array
 
 if not gpu.available():
     pytest.skip("numba-cuda is not installed", allow_module_level=True)

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cuda_ops import (
-    adam_frozen,
+    adam_frozen_variance,
     adamw,
     blockquant,
     blockwise8,
@@ -30,7 +30,6 @@ from cuda_ops import (
     grad_stats,
     lamb,
     onebit,
-    onebit_take,
     sgd_momentum,
     stochastic,
 )
@@ -127,10 +126,8 @@ PACKED: dict[str, Callable[[torch.dtype], Any]] = {
     "lamb_moments": lambda dtype: lamb._cuda(
         on_gpu(9), on_gpu(9, dtype), on_gpu(9), on_gpu(9), 0.9, 0.99, 1e-8, 0.1, 1, 1.0
     ),
-    "onebit_take": lambda _: onebit_take._cuda(
-        on_gpu((3, 1), torch.uint8), on_gpu((3, 1)), on_gpu(24), on_gpu(24), 0.9, 8
-    ),
-    "adam_frozen": lambda dtype: adam_frozen._cuda(
+    "onebit_take": lambda _: onebit._cuda(on_gpu((3, 1), torch.uint8), on_gpu((3, 1)), on_gpu(24), on_gpu(24), 0.9, 8),
+    "adam_frozen": lambda dtype: adam_frozen_variance._cuda(
         on_gpu(9), on_gpu(9, dtype), on_gpu(9), on_gpu(9), on_gpu(9, dtype), 0.1, 0.1, 1e-8
     ),
     "block_quantize": lambda dtype: blockquant._cuda_quantize(on_gpu(70, dtype), 8, 32),

@@ -27,22 +27,21 @@ def test_the_second_registration_counts() -> None:
 def test_no_kernel_uses_a_threading_layer_of_numba() -> None:
     """One of them aborts the process when two Python threads enter it; `threads.share` needs none."""
     from cuda_ops import (
-        adam_frozen,
+        adam_frozen_variance,
         adamw,
         blockquant,
         blockwise8,
-        flags,
         grad_stats,
         lamb,
         onebit,
-        onebit_take,
         reduce,
         sgd_momentum,
+        shared_flags,
         stochastic,
     )
 
-    modules = (adam_frozen, adamw, blockquant, blockwise8, flags, grad_stats, lamb)
-    modules += (onebit, onebit_take, reduce, sgd_momentum, stochastic)
+    modules = (adam_frozen_variance, adamw, blockquant, blockwise8, shared_flags, grad_stats, lamb)
+    modules += (onebit, onebit, reduce, sgd_momentum, stochastic)
     kernels = [value for module in modules for value in vars(module).values() if hasattr(value, "targetoptions")]
     assert len(kernels) >= 11
     assert [kernel.py_func.__name__ for kernel in kernels if kernel.targetoptions.get("parallel")] == []

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 
 from cuda_ops import linear_cross_entropy as module
 from cuda_ops.compile import kernel
-from cuda_ops.exponential import exp2
+from cuda_ops.kernel_math import exp2
 from cuda_ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from cuda_ops.meter import meter
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from cuda_ops import products
+from cuda_ops import onednn_matmul
 
 ON, OFF = "bf16", "none"
 
@@ -26,28 +26,28 @@ class Settings(TorchDispatchMode):
         self.seen: dict[str, list[str]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.setdefault(func.overloadpacket.__name__, []).append(products._setting())
+        self.seen.setdefault(func.overloadpacket.__name__, []).append(onednn_matmul._setting())
         return func(*args, **(kwargs or {}))
 
 
-REALLY = products.faster()
+REALLY = onednn_matmul.faster()
 
 
 @pytest.fixture
 def faster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if this processor were one where oneDNN is faster: the setting is tried everywhere, its values only there."""
-    monkeypatch.setattr(products, "faster", lambda: True)
-    monkeypatch.setattr(products._process, "products", products.Products())
-    before = products._setting()
-    products._set(OFF)
+    monkeypatch.setattr(onednn_matmul, "faster", lambda: True)
+    monkeypatch.setattr(onednn_matmul._process, "products", onednn_matmul.Products())
+    before = onednn_matmul._setting()
+    onednn_matmul._set(OFF)
     yield
-    products._set(before)
+    onednn_matmul._set(before)
 
 
 @pytest.fixture
 def layer(faster: None) -> nn.Linear:
     layer = nn.Linear(128, 96)
-    products.hook(layer.modules())
+    onednn_matmul.hook(layer.modules())
     return layer
 
 
@@ -71,10 +71,10 @@ def test_products_are_as_exact_as_torchs(shape):
     left, right = torch.randn(m, k, generator=random), torch.randn(k, n, generator=random)
     exact = left.double() @ right.double()
     for a, b in ((left, right), (left.t().contiguous().t(), right.t().contiguous().t())):
-        ours = products.mm(a, b, torch.empty(m, n))
+        ours = onednn_matmul.mm(a, b, torch.empty(m, n))
         assert (ours - exact).abs().max() <= 4 * (torch.mm(a, b) - exact).abs().max()
         total = torch.ones(m, n)
-        assert torch.allclose(products.addmm_(total, a, b), 1 + exact.float(), rtol=1e-5, atol=1e-4)
+        assert torch.allclose(onednn_matmul.addmm_(total, a, b), 1 + exact.float(), rtol=1e-5, atol=1e-4)
 
 
 def test_a_processor_that_rounds_is_found_out(monkeypatch):
@@ -82,16 +82,16 @@ def test_a_processor_that_rounds_is_found_out(monkeypatch):
     real = torch.mm
 
     def rounding(a, b):
-        return real(a, b) if products._setting() == OFF else real(a.bfloat16(), b.bfloat16()).float()
+        return real(a, b) if onednn_matmul._setting() == OFF else real(a.bfloat16(), b.bfloat16()).float()
 
     monkeypatch.setattr(torch, "mm", rounding)
-    assert not products._is_exact()
-    assert products._setting() == OFF
+    assert not onednn_matmul._is_exact()
+    assert onednn_matmul._setting() == OFF
 
 
 def test_layers_have_it_forward_and_backward_and_nothing_else_does(layer):
-    head = products.Product()
-    products.hook(head.modules())
+    head = onednn_matmul.Product()
+    onednn_matmul.hook(head.modules())
     weight = torch.randn(50, 96, requires_grad=True)
     with Settings() as settings:
         x = layer(rows())
@@ -117,13 +117,13 @@ def test_gradients_are_those_of_a_plain_layer(layer):
         one.slopes = [x.grad, *(p.grad for p in one.parameters())]
     for ours, theirs in zip(layer.slopes, plain.slopes, strict=True):
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-3 * float(theirs.abs().max()))
-    assert products._setting() == OFF
+    assert onednn_matmul._setting() == OFF
 
 
 def test_small_ones_and_other_dtypes_are_torchs(layer):
     with Settings() as settings:
         layer(rows(1)).sum().backward()
-        products.mm(torch.ones(2, 4), torch.ones(4, 2), torch.empty(2, 2))
+        onednn_matmul.mm(torch.ones(2, 4), torch.ones(4, 2), torch.empty(2, 2))
         layer.bfloat16()(rows().bfloat16()).sum().backward()
     assert {each for found in settings.seen.values() for each in found} == {OFF}
 
@@ -131,10 +131,10 @@ def test_small_ones_and_other_dtypes_are_torchs(layer):
 def test_an_exception_leaves_nothing(layer):
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         layer(torch.ones(64, 256))
-    assert products._setting() == OFF
+    assert onednn_matmul._setting() == OFF
     with pytest.raises(RuntimeError):
-        products.mm(torch.ones(64, 256), torch.ones(2, 2), torch.empty(2, 2))
-    assert products._setting() == OFF
+        onednn_matmul.mm(torch.ones(64, 256), torch.ones(2, 2), torch.empty(2, 2))
+    assert onednn_matmul._setting() == OFF
 
 
 def test_one_within_backward_leaves_it_until_the_next_product(layer):
@@ -145,17 +145,17 @@ def test_one_within_backward_leaves_it_until_the_next_product(layer):
             layer.weight.mul_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-        assert products._setting() == ON
+        assert onednn_matmul._setting() == ON
         if theirs:
-            products._set(theirs)
+            onednn_matmul._set(theirs)
         layer(rows())
-        assert products._setting() == (theirs or OFF)
-        products._set(OFF)
+        assert onednn_matmul._setting() == (theirs or OFF)
+        onednn_matmul._set(OFF)
 
 
 def test_with_many_shapes_further_ones_are_torchs(layer, monkeypatch):
     """oneDNN keeps machine code for each."""
-    monkeypatch.setattr(products, "MOST_SHAPES", 2)
+    monkeypatch.setattr(onednn_matmul, "MOST_SHAPES", 2)
     with Settings() as settings, torch.no_grad():
         for count in (64, 65, 66, 64, 66):
             layer(rows(count))
@@ -172,7 +172,7 @@ def test_what_is_no_matrix_is_left_alone(layer):
             return super().forward(x) * factor
 
     scaled = Scaled(128, 4)
-    products.hook(scaled.modules())
+    onednn_matmul.hook(scaled.modules())
     assert scaled(torch.tensor(2.0), rows()).shape == (2, 64, 4)
 
 
@@ -191,12 +191,12 @@ def test_a_copy_has_no_hooks_of_ours(layer):
 def test_compiled_parts_within_a_checkpoint(layer):
     """What they save is the same when they are computed again, in the midst of a product."""
     inner = nn.Sequential(nn.Linear(96, 128), nn.GELU(approximate="tanh"), nn.LayerNorm(128), nn.Linear(128, 128))
-    products.hook(inner.modules())
+    onednn_matmul.hook(inner.modules())
     compiled = torch.compile(inner, backend="aot_eager")
     x = rows()
     checkpoint(lambda x: layer(compiled(layer(x))), x, use_reentrant=False).sum().backward()
     assert x.grad is not None
-    assert products._setting() == OFF
+    assert onednn_matmul._setting() == OFF
 
 
 @pytest.mark.parametrize("theirs", ["tf32", "bf16", "ieee"])
@@ -205,20 +205,20 @@ def test_a_setting_of_the_callers_stays(layer, theirs):
     with Settings() as settings:
         layer(rows()).sum().backward()
     assert {each for found in settings.seen.values() for each in found} == {theirs}
-    assert products._setting() == theirs
+    assert onednn_matmul._setting() == theirs
 
 
 def test_torchs_may_be_chosen(layer):
     a, b, out = torch.ones(128, 128), torch.ones(128, 64), torch.empty(128, 64)
     for choice, setting in (("auto", ON), ("torch", OFF)):
-        with products.within(products.Products(choice)), Settings() as settings:
-            products.addmm_(products.mm(a, b, out), a, b)
+        with onednn_matmul.within(onednn_matmul.Products(choice)), Settings() as settings:
+            onednn_matmul.addmm_(onednn_matmul.mm(a, b, out), a, b)
         assert settings.seen == {"mm": [setting], "addmm_": [setting]}
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert products.in_use(cpu, torch.float32, "torch") == "torch"
-    assert products.in_use(cpu, torch.float32, "auto") == "oneDNN"
-    assert products.in_use(cpu, torch.bfloat16, "auto") == "torch"
-    assert products.in_use(cuda, torch.float32, "auto") == "torch"
+    assert onednn_matmul.in_use(cpu, torch.float32, "torch") == "torch"
+    assert onednn_matmul.in_use(cpu, torch.float32, "auto") == "oneDNN"
+    assert onednn_matmul.in_use(cpu, torch.bfloat16, "auto") == "torch"
+    assert onednn_matmul.in_use(cuda, torch.float32, "auto") == "torch"
 
 
 @only_where_it_is
@@ -234,4 +234,4 @@ def test_functional_transforms_go_around(layer):
     assert torch.allclose(found, layer.weight.grad, rtol=1e-4, atol=1e-2)
     each = torch.func.vmap(torch.func.grad(total), in_dims=(None, 0))(parameters, x)["weight"]
     assert torch.allclose(each.sum(0), found, rtol=1e-4, atol=1e-2)
-    assert products._setting() == OFF
+    assert onednn_matmul._setting() == OFF

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from cuda_ops import torch_attention
-from cuda_ops.torch_attention import install, under_way
+from cuda_ops import cpu_sdpa
+from cuda_ops.cpu_sdpa import install, under_way
 
 
 class Calls:
@@ -24,13 +24,13 @@ class Calls:
 
     def __call__(self, monkeypatch: pytest.MonkeyPatch) -> Calls:
         for name in ("partial_attention", "partial_gradients"):
-            kernel = getattr(torch_attention, name)
+            kernel = getattr(cpu_sdpa, name)
 
             def counted(*args, name=name, kernel=kernel, **rest):
                 self.made.append(name)
                 return kernel(*args, **rest)
 
-            monkeypatch.setattr(torch_attention, name, counted)
+            monkeypatch.setattr(cpu_sdpa, name, counted)
         return self
 
 
@@ -238,8 +238,8 @@ def test_the_graph_stays_torchs(calls: Calls) -> None:
 def test_it_is_for_processors_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for avx512, tiles, ours in ((True, False, "blocks"), (True, True, "torch"), (False, False, "torch")):
-        monkeypatch.setattr(torch_attention, "has_avx512", lambda avx512=avx512: avx512)
-        monkeypatch.setattr(torch_attention, "has_matrix_units", lambda tiles=tiles: tiles)
-        assert torch_attention.in_use(cpu, "auto") == ours
-        assert torch_attention.in_use(cpu, "torch") == "torch"
-        assert torch_attention.in_use(torch.device("cuda"), "auto") == "torch"
+        monkeypatch.setattr(cpu_sdpa, "has_avx512", lambda avx512=avx512: avx512)
+        monkeypatch.setattr(cpu_sdpa, "has_matrix_units", lambda tiles=tiles: tiles)
+        assert cpu_sdpa.in_use(cpu, "auto") == ours
+        assert cpu_sdpa.in_use(cpu, "torch") == "torch"
+        assert cpu_sdpa.in_use(torch.device("cuda"), "auto") == "torch"

@@ -328,13 +328,13 @@ def _join(store: Path) -> None:
     # connections open for ever; the first optimizer step imports it. Imported before any world it keeps nothing.
     import torch.distributed.nn.functional
 
-    from cuda_ops import products, torch_attention
+    from cuda_ops import cpu_sdpa, onednn_matmul
     from speedlab.comm.shared import register
     from speedlab.comm.transports import in_place
 
     in_place.LEAST_JOINED_BYTES = 0  # Small models are gathered, multiplied and attended to as large ones are.
-    products.LEAST_ROWS = products.LEAST_ELEMENTS = 1
-    torch_attention.WORTH = dict.fromkeys(torch_attention.WORTH, (1, float("inf")))
+    onednn_matmul.LEAST_ROWS = onednn_matmul.LEAST_ELEMENTS = 1
+    cpu_sdpa.WORTH = dict.fromkeys(cpu_sdpa.WORTH, (1, float("inf")))
     rank, size, backend = _place
     torch.set_num_threads(1)
     _leave()

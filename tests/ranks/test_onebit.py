@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import speedlab
-from cuda_ops.adam_frozen import adam_frozen
+from cuda_ops.adam_frozen_variance import adam_frozen
 from cuda_ops.adamw import adamw
 from ranks.conftest import PoolOf
 from ranks.pool import Pool

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import speedlab
-from cuda_ops import products
+from cuda_ops import onednn_matmul
 from ranks.pool import Pool
 
 
@@ -45,7 +45,7 @@ def setting() -> str:
 
 def hooks_of(module: nn.Module) -> int:
     hooks = [*module.up._forward_hooks.values(), *module.down._forward_hooks.values()]
-    return sum(isinstance(each, products._Hook) for each in hooks)
+    return sum(isinstance(each, onednn_matmul._Hook) for each in hooks)
 
 
 def train(stage: int, dtype: str, choice: str, checkpointing: str) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def train(stage: int, dtype: str, choice: str, checkpointing: str) -> dict[str, 
     }
     # As where oneDNN is faster: the setting is the same on every processor.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "faster", lambda: True)
+        patch.setattr(onednn_matmul, "faster", lambda: True)
         module = Layers()
         engine, *_ = speedlab.initialize(model=module, config=config, units=lambda name, each: name == "up")
         x = torch.randn(128, 64)
@@ -99,8 +99,8 @@ def settings_of_one_bit_adam(others: int) -> tuple[list[str], bytes]:
     """Of the products of two steps in a process that has trained `others` before, of other shapes; and the parameters'
     bits."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "faster", lambda: True)
-        patch.setattr(products, "MOST_SHAPES", 4)
+        patch.setattr(onednn_matmul, "faster", lambda: True)
+        patch.setattr(onednn_matmul, "MOST_SHAPES", 4)
         for number in range(others):
             steps_of({"optimizer": {"name": "adamw"}}, rows=64 + 8 * number)
         return steps_of({"optimizer": {"name": "onebit_adam", "freeze_step": 1}}, rows=128)

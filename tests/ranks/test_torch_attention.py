@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import speedlab
-from cuda_ops import torch_attention
+from cuda_ops import cpu_sdpa
 from ranks.pool import Pool
 
 STEPS = 3
@@ -54,9 +54,9 @@ def train(stage: int, choice: str) -> dict[str, Any]:
     called = dict.fromkeys(KERNELS, 0)
     x = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(1))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_attention, "is_faster", lambda: True)
+        patch.setattr(cpu_sdpa, "is_faster", lambda: True)
         for name in KERNELS:
-            patch.setattr(torch_attention, name, partial(counted, called, name, getattr(torch_attention, name)))
+            patch.setattr(cpu_sdpa, name, partial(counted, called, name, getattr(cpu_sdpa, name)))
         expected = plain(x, 3)
         torch.manual_seed(0)
         module = Encoder()
@@ -114,9 +114,9 @@ def train_llama(padded: bool) -> dict[str, Any]:
     batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
     called = dict.fromkeys(KERNELS, 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_attention, "is_faster", lambda: True)
+        patch.setattr(cpu_sdpa, "is_faster", lambda: True)
         for name in KERNELS:
-            patch.setattr(torch_attention, name, partial(counted, called, name, getattr(torch_attention, name)))
+            patch.setattr(cpu_sdpa, name, partial(counted, called, name, getattr(cpu_sdpa, name)))
         torch.manual_seed(0)
         model = LlamaForCausalLM(config)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

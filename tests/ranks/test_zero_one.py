@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuda_ops.adam_frozen import adam_frozen
+from cuda_ops.adam_frozen_variance import adam_frozen
 from cuda_ops.adamw import adamw
 from ranks.conftest import PoolOf
 from ranks.pool import Pool

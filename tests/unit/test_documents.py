@@ -343,7 +343,7 @@ def test_blocks_for_flex_attention_are_real_though_a_plan_asks_first() -> None:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     from cuda_ops.block_layout import BlockLayout
-    from cuda_ops.block_sparse_flex import flex_blocks
+    from cuda_ops.block_sparse_attention import flex_blocks
 
     layout = BlockLayout.local(128, 2, causal=True)
     with FakeTensorMode(allow_non_fake_inputs=True):

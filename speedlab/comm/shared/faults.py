@@ -18,7 +18,7 @@ from ctypes import memmove, string_at
 
 import numpy as np
 
-from cuda_ops.flags import raise_flag, wait_for_flags
+from cuda_ops.shared_flags import raise_flag, wait_for_flags
 from speedlab.comm.errors import CollectiveMismatch, PeerLost
 from speedlab.comm.own_note import own_note
 from speedlab.comm.shared.calls import source_line

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cuda_ops.flags import find_other_words, patience_for, raise_flag, raise_flag_with, wait_for_flags
+from cuda_ops.shared_flags import find_other_words, patience_for, raise_flag, raise_flag_with, wait_for_flags
 from speedlab.comm.errors import PeerLost
 from speedlab.comm.shared.calls import Call, described, dtype_code, dtype_name
 from speedlab.comm.shared.faults import TEXT_BYTES, Faults, named

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuda_ops.reduce import sum_at
-from cuda_ops.tensors import array
+from cuda_ops.tensor_checks import array
 from speedlab.comm.errors import PeerLost
 from speedlab.comm.shared.calls import Call
 from speedlab.comm.shared.meeting import STAGING_BYTES, Meeting, Number

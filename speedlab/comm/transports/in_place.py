@@ -27,7 +27,7 @@ from torch import Tensor
 
 from cuda_ops.meter import meter
 from cuda_ops.reduce import sum_at
-from cuda_ops.tensors import array
+from cuda_ops.tensor_checks import array
 from speedlab.comm.shared.joined import Joined
 from speedlab.comm.shared.meeting import Meeting, Number, Transfer, transfer_code
 from speedlab.comm.shared.memory import arena

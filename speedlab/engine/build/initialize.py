@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from cuda_ops import torch_attention, warm
+from cuda_ops import cpu_sdpa, warm
 from speedlab.comm import Traffic, World, join
 from speedlab.comm.limits import Timeout, checked_seconds
 from speedlab.comm.shared.segments import host_identity
@@ -293,7 +293,7 @@ def _prepare_attention(engine: Engine) -> None:
     computes in. Others do with their first call."""
     choice = engine.config.precision.attention
     asks = any(_asks_for_attention(module) for part in engine.modules for module in part.modules())
-    if asks and torch_attention.in_use(engine.world.device, choice) != "torch":
+    if asks and cpu_sdpa.in_use(engine.world.device, choice) != "torch":
         warm.warm_up(lambda line: print(line, flush=True), steps=warm.SPARSE, dtypes=(engine.dtype,))
 
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from cuda_ops import products, torch_attention
+from cuda_ops import cpu_sdpa, onednn_matmul
 from speedlab.config import PrecisionConfig
 
 
@@ -20,22 +20,22 @@ class OwnKernels:
     def __init__(
         self, models: Iterable[nn.Module], chosen: PrecisionConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._products = products.Products(chosen.products)
+        self._products = onednn_matmul.Products(chosen.products)
         layers = {module for model in models for module in model.modules()}  # Parts of a pipeline may share some.
-        multiplies = products.in_use(device, dtype, chosen.products) != "torch"
-        self._hooks = products.hook(layers, self._products) if multiplies else []
-        self._attends = torch_attention.in_use(device, chosen.attention) != "torch"
+        multiplies = onednn_matmul.in_use(device, dtype, chosen.products) != "torch"
+        self._hooks = onednn_matmul.hook(layers, self._products) if multiplies else []
+        self._attends = cpu_sdpa.in_use(device, chosen.attention) != "torch"
         if self._attends:
-            torch_attention.install()
+            cpu_sdpa.install()
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
         """Around forward and backward. An exception may come in the midst of a product, and ends it."""
         try:
-            with torch_attention.under_way(self._attends), products.within(self._products):
+            with cpu_sdpa.under_way(self._attends), onednn_matmul.within(self._products):
                 yield
         except BaseException:
-            products.end()
+            onednn_matmul.end()
             raise
 
     def undo(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from cuda_ops import products, torch_attention
+from cuda_ops import cpu_sdpa, onednn_matmul
 from cuda_ops.gpu import kernels_in_use
 from speedlab.comm import own_line
 from speedlab.comm.over_hosts import own_host
@@ -169,8 +169,8 @@ class Reporter:
             "dtype": str(engine.dtype).removeprefix("torch."),
             "optimizer": training.config.optimizer.name,
             "kernels": kernels_in_use(training.world.device),
-            "products": products.in_use(training.world.device, engine.dtype, engine.config.precision.products),
-            "attention": torch_attention.in_use(training.world.device, engine.config.precision.attention),
+            "products": onednn_matmul.in_use(training.world.device, engine.dtype, engine.config.precision.products),
+            "attention": cpu_sdpa.in_use(training.world.device, engine.config.precision.attention),
             "islands": layout.islands,
             "pp": layout.pp,
             "dp": layout.dp,

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from cuda_ops.adam_frozen import adam_frozen
+from cuda_ops.adam_frozen_variance import adam_frozen
 from cuda_ops.lamb import lamb_moments
 from speedlab.engine.step.fused import FusedAdamW, Given, LooksAtParameters
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuda_ops.adam_frozen import adam_frozen
+from cuda_ops.adam_frozen_variance import adam_frozen
 from speedlab.engine.step.fused import Given, step_device
 from speedlab.engine.step.two_phases import TwoPhases
 

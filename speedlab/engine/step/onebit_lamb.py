@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from cuda_ops.adam_frozen import adam_frozen
+from cuda_ops.adam_frozen_variance import adam_frozen
 from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cuda_ops.block_layout import BlockLayout, whole_layout
 from cuda_ops.block_sparse_attention import partial_attention, partial_gradients
-from cuda_ops.tensors import FLOATS
+from cuda_ops.tensor_checks import FLOATS
 from speedlab.config.attention import head_fits
 from speedlab.models.gpt import Attend
 from speedlab.models.recomputation import computed_once

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from cuda_ops.uncompiled import uncompiled
+from cuda_ops.torch_compat import uncompiled
 from speedlab.comm import Group
 from speedlab.layout import Part, share_of
 from speedlab.models.recomputation import computed_once

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from cuda_ops import products
+from cuda_ops import onednn_matmul
 from cuda_ops.linear_cross_entropy import (
     add_chunk,
     add_product,
@@ -148,7 +148,7 @@ def _gradients_by_kernel(
     replace_targets(e, rows, at_targets - sums)
     factors = ((base - logarithm).exp() * shares).float().unsqueeze(1)
     if into is not None:
-        products.mm(e.t(), weight, out=into).mul_(factors)
+        onednn_matmul.mm(e.t(), weight, out=into).mul_(factors)
     if total is not None:
         add_chunk(total, e, hidden, factors, rows, at_targets, sums, first=first)
 

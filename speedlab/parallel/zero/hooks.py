@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from cuda_ops.hooks import Nothing
-from cuda_ops.uncompiled import uncompiled
+from cuda_ops.torch_compat import Nothing, uncompiled
 
 
 def hook_of(owner: object, hooked: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:

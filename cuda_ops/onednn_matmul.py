@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils.hooks import RemovableHandle
 
-from cuda_ops.hooks import Nothing
-from cuda_ops.processor import has_avx512, is_amd
+from cuda_ops.cpu_info import has_avx512, is_amd
+from cuda_ops.torch_compat import Nothing
 
 Choice = Literal["auto", "torch"]
 """Of the processor's, or what torch calls anyway."""

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from cuda_ops.block_layout import BLOCK, whole_layout
 from cuda_ops.block_sparse_attention import partial_attention, partial_gradients, takes_heads
-from cuda_ops.processor import has_avx512, has_matrix_units
+from cuda_ops.cpu_info import has_avx512, has_matrix_units
 
 Choice = Literal["auto", "torch"]
 """Of the processor's, or torch's own kernels anyway."""

@@ -1,4 +1,7 @@
-"""Functions that torch.compile leaves as they are."""
+"""Functions that torch.compile leaves as they are.
+
+What hooks on modules are in copies of these.
+"""
 
 from __future__ import annotations
 
@@ -23,3 +26,9 @@ def uncompiled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters
         return disabled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
 
     return either
+
+
+class Nothing:
+    """A hook that does nothing: what a copy of a module (copy.deepcopy, a file of torch.save) has in place of ours."""
+
+    def __call__(self, *ignored: object) -> None: ...
