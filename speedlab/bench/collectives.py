@@ -2,7 +2,7 @@
 
 All ranks begin together; times are those of the slowest rank.
 
-"Comparing the call" is what it costs that all ranks compare each call (`comm/shared/calls.py`): a barrier with and
+"Comparing the call" is what it costs that all ranks compare each call (`comm/shared/call_descriptions.py`): a barrier with and
 without it, in turn, because a barrier moves no data. The row is a difference, in microseconds: of processor time in a
 group of one rank, which other processes do not disturb, and of the time by the clock for more ranks, which they do.
 """
@@ -24,7 +24,7 @@ from speedlab.bench.table import Row, report
 from speedlab.config.options import read_options
 
 if TYPE_CHECKING:
-    from speedlab.comm.shared.meeting import Meeting
+    from speedlab.comm.shared.sync_page import Meeting
 
 _SMALL_BYTES, _SMALL_CALLS = 4 << 10, 50
 """Small ones are called many times in a row, so that the barriers around them do not count."""
@@ -92,7 +92,7 @@ def _measure_comparing(rounds: int) -> list[float]:
     import torch.distributed as dist
 
     from speedlab.comm.shared import SharedGroup
-    from speedlab.comm.shared.calls import Op, call_of
+    from speedlab.comm.shared.call_descriptions import Op, call_of
 
     group: Any = dist.group.WORLD
     assert isinstance(group, SharedGroup), "ranks of one host"
@@ -127,7 +127,7 @@ def _measure_comparing(rounds: int) -> list[float]:
 @contextlib.contextmanager
 def uncompared(meeting: Meeting) -> Iterator[None]:
     """Inside, the rounds of this rank carry no call and compare nothing. All ranks must enter and leave together."""
-    from speedlab.comm.shared.meeting import Number
+    from speedlab.comm.shared.sync_page import Number
 
     def meet(number: int) -> None:
         meeting.raise_own(Number.WRITTEN, number + 1)
@@ -155,7 +155,7 @@ def _calls(nbytes: int) -> dict[str, Callable[[Any], object]]:
     import torch
     import torch.distributed as dist
 
-    from speedlab.comm.transports.torch_own import gather_whole, scatter_sum
+    from speedlab.comm.transports.base import gather_whole, scatter_sum
 
     size = dist.get_world_size()
     whole = torch.ones(nbytes // 4 // size * size)

@@ -57,7 +57,7 @@ def rank_environment(rank: int, devices: list[dict[str, Any]], rendezvous: str) 
 
 def host_environment(rank: int, hosts: Sequence[Host], rendezvous: str, store: Endpoint) -> dict[str, str]:
     """As `rank_environment`, for a cluster of several hosts. `rendezvous`: the folder, on the rank's host, with
-    `generation`; `store`: where rank 0 serves what all ranks meet in (`speedlab.comm.over_hosts`)."""
+    `generation`; `store`: where rank 0 serves what all ranks meet in (`speedlab.comm.multi_host_rendezvous`)."""
     place = places(hosts)[rank]
     host = hosts[place.host]
     devices = device_fields(device for each in hosts for device in each.devices)

@@ -1,4 +1,4 @@
-"""A link that engines of this machine pretend to have between them (`speedlab.comm.pretended`): what may be asked for,
+"""A link that engines of this machine pretend to have between them (`speedlab.comm.simulated_link`): what may be asked for,
 and how it is told, always as pretended."""
 
 from __future__ import annotations

@@ -1,21 +1,17 @@
 """Process groups and collectives, with the bytes and the exposed time of each."""
 
-from speedlab.comm.activity import doing, named_calls, note_forward, note_update
-from speedlab.comm.board import Board
-from speedlab.comm.calls import exchange_numbers, prepare_exchange
-from speedlab.comm.codecs import Blocks, Codec
-from speedlab.comm.coded import CodedGathers, CodedSums, hosts_of
-from speedlab.comm.copies import HostCopies
+from speedlab.comm.breakpoint_timeouts import patience
 from speedlab.comm.errors import CollectiveMismatch, MeetingFailed, PeerLost
 from speedlab.comm.group import Group
-from speedlab.comm.lifted_limits import patience
-from speedlab.comm.pretended import own_line
-from speedlab.comm.rails import Rails
-from speedlab.comm.rotation import Rotation
-from speedlab.comm.shared.joined import Joined
-from speedlab.comm.traffic import BufferMeter, Traffic
-from speedlab.comm.transfer import Transfer
-from speedlab.comm.world import World, check_peers, join, leave
+from speedlab.comm.pinned_copy import HostCopies
+from speedlab.comm.process_groups import Rails
+from speedlab.comm.quantized_collectives import Blocks, Codec, CodedGathers, CodedSums, hosts_of
+from speedlab.comm.rank_activity import doing, named_calls, note_forward, note_update
+from speedlab.comm.ring_exchange import Rotation
+from speedlab.comm.shared.mapped_shards import Joined
+from speedlab.comm.simulated_link import own_line
+from speedlab.comm.transfers import BufferMeter, Traffic, Transfer
+from speedlab.comm.world import Board, World, check_peers, exchange_numbers, join, leave, prepare_exchange
 
 __all__ = [
     "Blocks",

@@ -1,8 +1,12 @@
-"""Collectives over one axis of the layout, counted: bytes sent by name, and the time a rank really waited."""
+"""Collectives over one axis of the layout, counted: bytes sent by name, and the time a rank really waited.
+
+Buffers that reductions use in turn: one is filled while the other is reduced and read by peers.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,21 +16,80 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from speedlab.comm.activity import lost_peers
 from speedlab.comm.errors import PeerLost, tells_of_lost_peer
-from speedlab.comm.lending import LentBuffers
-from speedlab.comm.limits import wait_for
-from speedlab.comm.pretended import own_line
-from speedlab.comm.rails import Rails, places_of
-from speedlab.comm.rotation import Rotation, begin
-from speedlab.comm.shared.joined import Joined
-from speedlab.comm.traffic import Traffic
-from speedlab.comm.transfer import Transfer
-from speedlab.comm.transports.choose import Link, choose, link_of
-from speedlab.comm.transports.exchange import exchange, rounds_often, scatter_sum_wide, sum_wide
-from speedlab.comm.transports.torch_own import Finish, Transport, gather_whole, scatter_sum
-from speedlab.comm.wires import Wires, wires
+from speedlab.comm.process_groups import Rails, Wires, places_of, wires
+from speedlab.comm.rank_activity import lost_peers
+from speedlab.comm.ring_exchange import Rotation, begin
+from speedlab.comm.shared.mapped_shards import Joined
+from speedlab.comm.simulated_link import own_line
+from speedlab.comm.timeouts import wait_for
+from speedlab.comm.transfers import BufferMeter, Traffic, Transfer
+from speedlab.comm.transports.base import Finish, Transport, gather_whole, scatter_sum
+from speedlab.comm.transports.nccl import exchange, rounds_often, scatter_sum_wide, sum_wide
+from speedlab.comm.transports.select import Link, choose, link_of
 from speedlab.comm.world import check_peers
+
+_BUFFERS = 2
+"""Buffers of one kind that a pass uses."""
+
+
+class LentBuffers:
+    """The buffers of one group."""
+
+    def __init__(self, meter: BufferMeter) -> None:
+        """`meter` counts their bytes."""
+        self._meter = meter
+        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        """Those that were given back, by size and dtype, the one that was first given back first."""
+        self._made: Counter[tuple[int, torch.dtype]] = Counter()
+        """How many of each kind there are."""
+
+    def borrow(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        *,
+        empty: Callable[[int, torch.dtype], Tensor],
+        wait_until_read: Callable[[Tensor], None],
+    ) -> Tensor:
+        """A buffer (numel,), of new `empty` memory, or one that was given back, where it was waited until peers have
+        read it."""
+        key = numel, dtype
+        idle = self._idle.setdefault(key, [])
+        if not idle or self._made[key] < _BUFFERS:
+            buffer = empty(numel, dtype)
+            self._made[key] += 1
+            self._meter.add(buffer.nbytes)
+            return buffer
+        buffer = idle.pop(0)
+        wait_until_read(buffer)
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._idle[buffer.numel(), buffer.dtype].append(buffer)
+
+    @property
+    def idle(self) -> list[Tensor]:
+        """Those that were given back."""
+        return [buffer for buffers in self._idle.values() for buffer in buffers]
+
+    def trim(self) -> None:
+        """Free what was given back beyond what a pass uses in turn."""
+        for key, idle in self._idle.items():
+            self._free(key, idle[_BUFFERS:])
+            del idle[_BUFFERS:]
+
+    def drop(self) -> None:
+        """Free what was given back."""
+        for key, idle in self._idle.items():
+            self._free(key, idle)
+            idle.clear()
+
+    def _free(self, key: tuple[int, torch.dtype], freed: list[Tensor]) -> None:
+        """Count these out."""
+        self._meter.add(-sum(buffer.nbytes for buffer in freed))
+        self._made[key] -= len(freed)
+
 
 _INSIDE, _ACROSS = "inside", "across"
 """Channels of a group's hosts and rails."""

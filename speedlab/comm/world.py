@@ -1,4 +1,9 @@
-"""Joining and leaving the world of ranks: under SpeedLab's engines, under torchrun, or alone."""
+"""Joining and leaving the world of ranks: under SpeedLab's engines, under torchrun, or alone.
+
+Words that ranks leave for each other in the store in which they have met: that takes no group, and harms none.
+
+One small exchange of all ranks, by which they find out whether they are in the same call.
+"""
 
 from __future__ import annotations
 
@@ -9,27 +14,28 @@ import json
 import os
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# Its default arguments keep the world group of the moment of its import alive, whose connections would then never
-# close. torch imports it in the first optimizer step; here, no world exists yet.
 import torch.distributed.nn.functional
 from torch.distributed import distributed_c10d
 
 from cuda_ops.warm import warm_up
-from speedlab.comm.activity import enter_world, leave_world
-from speedlab.comm.group_limits import limit_group, limit_of, limit_store
-from speedlab.comm.limits import checked_seconds, give_timeout, inherit_timeout, limit_of_a_group
-from speedlab.comm.over_hosts import STORE, bound_silence, meet
+from speedlab.comm.group_timeouts import limit_group, limit_of, limit_store
+from speedlab.comm.multi_host_rendezvous import STORE, bound_silence, meet
+from speedlab.comm.peer_watchdog import Watch
+from speedlab.comm.process_groups import forget_wires, limit_wires, wires
+from speedlab.comm.rank_activity import enter_world, leave_world, lost_peers
 from speedlab.comm.shared import BACKEND, leave_all, register
-from speedlab.comm.watch import Watch
-from speedlab.comm.wires import forget_wires, limit_wires
+from speedlab.comm.timeouts import checked_seconds, give_timeout, inherit_timeout, limit_of_a_group
 from speedlab.network import Endpoint
+
+# Its default arguments keep the world group of the moment of its import alive, whose connections would then never
+# close. torch imports it in the first optimizer step; here, no world exists yet.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,3 +211,52 @@ def _engines_store(folder: Path, rank: int, size: int, timeout_seconds: float) -
     store = dist.FileStore(str(folder / name), size)
     store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
     return store
+
+
+class Board:
+    """One word of each rank of the present world. It can be read by who has left that world meanwhile."""
+
+    def __init__(self, name: str) -> None:
+        """`name`: of its own in this world, and the same on all ranks."""
+        self._rank = dist.get_rank()
+        self._keys = [f"speedlab/{name}/{rank}" for rank in range(dist.get_world_size())]
+        self._store = distributed_c10d._get_default_store()
+
+    def leave(self, word: str) -> None:
+        """This rank's word. Raises RuntimeError where the store is gone."""
+        self._store.set(self._keys[self._rank], word)
+
+    def read(self) -> list[str] | None:
+        """Every rank's word, in rank order; None as long as one is missing. Waits for nobody. Raises RuntimeError where
+        the store is gone."""
+        if not self._store.check(self._keys):
+            return None
+        return [self._store.get(key).decode() for key in self._keys]
+
+
+_CHANNEL = "calls"
+
+
+def prepare_exchange(ranks: Sequence[int]) -> None:
+    """Make the connections of `exchange_numbers` where there are none. Collective over these ranks: to be called where
+    all of them come for sure. A rank that leaves is seen by the others on a connection, not while they make one."""
+    if len(ranks) > 1:
+        wires(_CHANNEL, tuple(ranks))
+
+
+def exchange_numbers(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
+    """The numbers of all `ranks`, equally many of each, in their order.
+
+    Collective over these ranks, on connections that serve nothing else: the numbers never meet the values of
+    another collective, so that a rank that is in another call leaves the others waiting, and spoils nothing. Raises
+    PeerLost where a rank does not come, with the call in which each rank is.
+    """
+    rows = torch.zeros(len(ranks), len(own), dtype=torch.int64)
+    if len(ranks) > 1:
+        rank, known = dist.get_rank(), wires(_CHANNEL, tuple(ranks))
+        rows[ranks.index(rank)] = torch.tensor(own)
+        with lost_peers(f"rank {rank} waited for"):
+            dist.all_reduce(rows, group=known.group)
+    else:
+        rows[0] = torch.tensor(own)
+    return rows.tolist()

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import speedlab.engine.checkpoint as checkpoint
 from speedlab.comm import PeerLost, doing, note_update, prepare_exchange
-from speedlab.comm.activity import FORWARD
-from speedlab.comm.limits import Timeout
+from speedlab.comm.rank_activity import FORWARD
+from speedlab.comm.timeouts import Timeout
 from speedlab.config import ConfigError
 from speedlab.engine.build.attention import BlockSparse
 from speedlab.engine.build.kept_inputs import kept_inputs_of

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from speedlab.comm import Group, Traffic, World
-from speedlab.comm.wires import wires
+from speedlab.comm.process_groups import wires
 from speedlab.layout import AXES, REPLICATED, Layout
 
 ENDS = "ends"

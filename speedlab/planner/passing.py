@@ -1,5 +1,5 @@
 """What passes through a rank's memory in a step beside what it keeps: units that are gathered, and the messages as
-which parameters and gradients travel where they are quantised (`speedlab.comm.coded`). No torch."""
+which parameters and gradients travel where they are quantised (`speedlab.comm.quantized_collectives`). No torch."""
 
 from __future__ import annotations
 

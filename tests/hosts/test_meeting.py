@@ -44,7 +44,7 @@ def wait_while_cut_off(folder: Path) -> float:
     import torch
     import torch.distributed as dist
 
-    import speedlab.comm.over_hosts as over_hosts
+    import speedlab.comm.multi_host_rendezvous as over_hosts
     from speedlab.comm import join, leave
 
     over_hosts.SILENCE_SECONDS = SILENCE_SECONDS

@@ -330,9 +330,9 @@ def _join(store: Path) -> None:
 
     from cuda_ops import cpu_sdpa, onednn_matmul
     from speedlab.comm.shared import register
-    from speedlab.comm.transports import in_place
+    from speedlab.comm.transports import shared_memory
 
-    in_place.LEAST_JOINED_BYTES = 0  # Small models are gathered, multiplied and attended to as large ones are.
+    shared_memory.LEAST_JOINED_BYTES = 0  # Small models are gathered, multiplied and attended to as large ones are.
     onednn_matmul.LEAST_ROWS = onednn_matmul.LEAST_ELEMENTS = 1
     cpu_sdpa.WORTH = dict.fromkeys(cpu_sdpa.WORTH, (1, float("inf")))
     rank, size, backend = _place
@@ -347,7 +347,7 @@ def _leave() -> None:
     if "torch" not in sys.modules:
         return
     from speedlab.comm import leave
-    from speedlab.comm.limits import give_timeout
+    from speedlab.comm.timeouts import give_timeout
 
     gc.collect()
     leave()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ranks.conftest import GLOO, PoolOf, on_both_backends
 from ranks.pool import Pool
 from speedlab.comm import Group, PeerLost, Traffic, join, leave
-from speedlab.comm.transports.exchange import Exchanging
+from speedlab.comm.transports.nccl import Exchanging
 from speedlab.network import free_port
 
 SIZES = [0, 1, 5, 1000]

@@ -21,7 +21,7 @@ import speedlab
 from ranks import models
 from ranks.conftest import PoolOf
 from ranks.pool import Pool
-from speedlab.comm.transports.in_place import InPlace
+from speedlab.comm.transports.shared_memory import InPlace
 
 STAGES = [0, 1, 2, 3]
 WIDTH = models.WIDTH

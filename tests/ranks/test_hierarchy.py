@@ -37,7 +37,7 @@ from ranks.test_shared_backend import (
 from ranks.test_shared_torch import ddp, fsdp, hybrid, pipeline, tensor_parallel
 from speedlab.comm import Group, PeerLost, Traffic
 from speedlab.comm.shared import SharedGroup, SpanningGroup
-from speedlab.comm.transports.torch_own import Transport
+from speedlab.comm.transports.base import Transport
 
 HOSTS = ["aabb", "abab", "aaab", "abbc"]
 """Two hosts of two ranks, in turn too; hosts of different size; three hosts."""

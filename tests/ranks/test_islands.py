@@ -21,8 +21,8 @@ from ranks.tensor_models import gpt, group_of_all
 from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import grid
 from speedlab.comm import PeerLost
-from speedlab.comm.compressed import CompressedMeans, LargestElements, Signs
-from speedlab.comm.signs import CHUNK
+from speedlab.comm.compressed_allreduce import CompressedMeans, LargestElements, Signs
+from speedlab.comm.onebit_allreduce import CHUNK
 from speedlab.engine.run import held_runs
 from speedlab.engine.step.errors import NonFiniteError
 from speedlab.telemetry.folder import RunFolder

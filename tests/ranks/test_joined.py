@@ -1,4 +1,4 @@
-"""speedlab.comm.shared.joined: what ranks of one host gather without copying it is what its owners have, and theirs."""
+"""speedlab.comm.shared.mapped_shards: what ranks of one host gather without copying it is what its owners have, and theirs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from ranks.loops import engine_for
 from ranks.pool import Pool
 from ranks.test_collectives import group, values_of
 from speedlab.comm import PeerLost
-from speedlab.comm.shared import joined as module
-from speedlab.comm.shared import meeting as meeting_module
-from speedlab.comm.shared.joined import Joined
-from speedlab.comm.shared.memory import Arena, PeerMemory
-from speedlab.comm.wires import Wires
+from speedlab.comm.process_groups import Wires
+from speedlab.comm.shared import mapped_shards as module
+from speedlab.comm.shared import sync_page as meeting_module
+from speedlab.comm.shared.mapped_shards import Joined
+from speedlab.comm.shared.shared_tensors import Arena, PeerMemory
 
 SIZES = [1, 5, 1000, 1024, 1500, 5000, 40_000]
 """Elements of a shard: of no page, of parts of pages, and of whole ones."""

@@ -27,7 +27,7 @@ from ranks.conftest import PoolOf
 from ranks.loops import Case, adamw, engine_for, engine_step, sgd
 from ranks.pool import Pool
 from ranks.test_parity import STAGES
-from speedlab.comm.transports import in_place
+from speedlab.comm.transports import shared_memory
 from speedlab.engine.run.holding import holdings
 from speedlab.parallel import construction
 
@@ -391,7 +391,7 @@ def frees_early() -> Iterator[None]:
 
 def peaks(case: Case) -> dict[str, int]:
     """Peak bytes of float32 storages, and of all, while a model on meta is set up and makes a step."""
-    small = mock.patch.object(in_place, "LEAST_JOINED_BYTES", 256 << 10)  # As they are outside of these pools.
+    small = mock.patch.object(shared_memory, "LEAST_JOINED_BYTES", 256 << 10)  # As they are outside of these pools.
     with small, frees_early(), LiveBytes(torch.float32) as singles, LiveBytes() as everything:
         engine = speedlab.initialize(model=case.build, optimizer=case.optimizer, config=case.config())[0]
         held = everything.live()

@@ -24,8 +24,8 @@ from ranks.conftest import PoolOf
 from ranks.loops import Case, Trajectory, engine_for, engine_step
 from ranks.pool import Pool, _join
 from ranks.test_shared_backend import gather_whole, new_group, scatter_sum
-from speedlab.comm import Group, PeerLost, Traffic, activity
-from speedlab.comm.limits import give_timeout
+from speedlab.comm import Group, PeerLost, Traffic, rank_activity
+from speedlab.comm.timeouts import give_timeout
 
 Act = Callable[[Any, int], Any]
 """What one rank calls: (group, number of ranks)."""
@@ -429,7 +429,7 @@ def test_flats_read_in_place(pool_of: PoolOf, case: str) -> None:
 def wait_for_each_other() -> tuple[str, str, str]:
     """Rank 0 waits in a collective, rank 1 for a message of rank 0: the limit of time ends that."""
     with new_group([0, 1], timeout=datetime.timedelta(seconds=2)) as group:
-        with activity.doing("save_checkpoint" if dist.get_rank() == 0 else "forward", 3):
+        with rank_activity.doing("save_checkpoint" if dist.get_rank() == 0 else "forward", 3):
             if dist.get_rank() == 0:
                 kind, text = raised(lambda: dist.barrier(group))
             else:

@@ -27,8 +27,8 @@ from ranks.small_steps import batch, engine_of, refusal_of_one_stage, step_of, w
 from ranks.tensor_models import gpt, group_of_all, shaken
 from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import grid
-from speedlab.comm import PeerLost, signs
-from speedlab.comm.signs import CHUNK, SignMeans
+from speedlab.comm import PeerLost, onebit_allreduce
+from speedlab.comm.onebit_allreduce import CHUNK, SignMeans
 from speedlab.engine.checkpoint import CheckpointError
 from speedlab.engine.run import held_runs
 from speedlab.engine.step.errors import NonFiniteError
@@ -525,7 +525,7 @@ def reduced_as(least_bytes: int) -> tuple[int, list[list[Tensor]]]:
     draw = torch.Generator().manual_seed(group.index)
     given, worker = ([torch.randn(n, generator=draw) for n in sizes] for _ in range(2))
     wires = SignMeans(group, sizes)
-    with mock.patch.object(signs, "_LEAST_BYTES", least_bytes):
+    with mock.patch.object(onebit_allreduce, "_LEAST_BYTES", least_bytes):
         messages = len(wires._messages())
         return messages, [wires.reduce(given, worker, factor=0.5).means(), given]
 

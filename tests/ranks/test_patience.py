@@ -18,11 +18,11 @@ from torch.distributed import distributed_c10d
 
 from ranks.pool import COLLECTIVE_TIMEOUT_SECONDS, Pool
 from speedlab.cluster import remote
-from speedlab.comm import Group, Traffic, join, leave, lifted_limits, patience
-from speedlab.comm.group_limits import limit_group as set_limit
-from speedlab.comm.group_limits import limit_of
-from speedlab.comm.limits import PATIENT_SECONDS, TIMEOUT_SECONDS, wait_for
-from speedlab.comm.wires import wires
+from speedlab.comm import Group, Traffic, breakpoint_timeouts, join, leave, patience
+from speedlab.comm.group_timeouts import limit_group as set_limit
+from speedlab.comm.group_timeouts import limit_of
+from speedlab.comm.process_groups import wires
+from speedlab.comm.timeouts import PATIENT_SECONDS, TIMEOUT_SECONDS, wait_for
 
 LIMIT_SECONDS = 0.3
 
@@ -96,7 +96,7 @@ def limits_of_groups(folder: Path) -> list[list[float]]:
         with patience():
             meanwhile = wires("meanwhile", everybody).group
             found = [limits(before, meanwhile, dist.group.WORLD)]
-            interrupts = mock.patch.object(lifted_limits, "limit_group", interrupted_limit)
+            interrupts = mock.patch.object(breakpoint_timeouts, "limit_group", interrupted_limit)
             interrupts.start()
         interrupts.stop()
         found.append(limits(before, meanwhile, dist.group.WORLD))

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from ranks.conftest import PoolOf
 from ranks.pool import RanksFailed
 from speedlab.comm import Group, Traffic
-from speedlab.comm.wires import wires
+from speedlab.comm.process_groups import wires
 from speedlab.config import ModelConfig
 from speedlab.layout import Layout, layer_counts
 from speedlab.models import GPT

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ranks.pool import Pool
 from speedlab.comm import Group, Traffic
-from speedlab.comm.pretended import Line
+from speedlab.comm.simulated_link import Line
 from speedlab.network import LinkRate
 
 NUMEL = 1000

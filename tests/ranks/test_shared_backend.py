@@ -33,7 +33,7 @@ from ranks.pool import ENVIRONMENT, Pool
 from ranks.test_collectives import rank_sum
 from speedlab.comm import CollectiveMismatch, PeerLost, leave
 from speedlab.comm.shared import BACKEND, SharedGroup, arena, register
-from speedlab.comm.shared.meeting import STAGING_BYTES
+from speedlab.comm.shared.sync_page import STAGING_BYTES
 
 DTYPES = ["float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8"]
 

@@ -17,7 +17,7 @@ import speedlab
 from cuda_ops.reduce import reduce
 from ranks.conftest import PoolOf
 from ranks.small_steps import batch, engine_of, step_of
-from speedlab.comm.shared.hierarchy import Hierarchy
+from speedlab.comm.shared.hierarchical import Hierarchy
 from speedlab.config import ConfigError
 from speedlab.engine.step.errors import NonFiniteError
 from speedlab.parallel.zero import ways

@@ -37,7 +37,7 @@ import speedlab.comm.group as group_module
 import speedlab.engine.step.entry as entry_module
 import speedlab.parallel.zero.inspect as inspect_module
 from speedlab.comm import Group, leave
-from speedlab.comm.transports.choose import Link
+from speedlab.comm.transports.select import Link
 from speedlab.engine.step.totals import sum_totals
 
 GIB = 2**30

@@ -9,7 +9,7 @@ import pytest
 from calibration_samples import calibration, constants
 
 from speedlab.cluster import Cluster, ClusterError, pretended
-from speedlab.comm.pretended import Line, arrival
+from speedlab.comm.simulated_link import Line, arrival
 from speedlab.config import RunConfig
 from speedlab.hardware import cpu_devices
 from speedlab.network import LinkRate

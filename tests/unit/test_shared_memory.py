@@ -1,4 +1,4 @@
-"""speedlab.comm.shared.memory: the arena's blocks, whatever passes through it and whenever the collector runs."""
+"""speedlab.comm.shared.shared_tensors: the arena's blocks, whatever passes through it and whenever the collector runs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from speedlab.comm.shared import memory
-from speedlab.comm.shared.memory import Arena, PeerMemory, arena
-from speedlab.comm.shared.segments import Segment
+from speedlab.comm.shared import shared_tensors
+from speedlab.comm.shared.memfd import Segment
+from speedlab.comm.shared.shared_tensors import Arena, PeerMemory, arena
 
 PAGE = 4096
 
@@ -55,7 +55,7 @@ def test_a_million_temporaries_pass_beside_one_that_lives() -> None:
 
 COLLECTED = """
 import gc, torch
-from speedlab.comm.shared.memory import Arena
+from speedlab.comm.shared.shared_tensors import Arena
 own = Arena()
 class Cycle:
     def __init__(self):
@@ -211,7 +211,7 @@ def test_no_memory_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
             own.empty(512 << 20, torch.uint8)
         with pytest.raises(MemoryError, match=r"Cannot allocate memory: tried to allocate 536870912 bytes"):
             Segment.create(512 << 20)
-        monkeypatch.setattr(memory, "_SMALLEST_EXTENT", 1 << 40)
+        monkeypatch.setattr(shared_tensors, "_SMALLEST_EXTENT", 1 << 40)
         tensor = own.empty(1000, torch.uint8)  # What is asked for fits, though nothing beyond.
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)

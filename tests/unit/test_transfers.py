@@ -16,10 +16,10 @@ import torch.distributed as dist
 import speedlab.comm
 from speedlab.comm import HostCopies, PeerLost, Traffic, Transfer
 from speedlab.comm.errors import reason_of, tells_of_lost_peer
-from speedlab.comm.transports.choose import Link, choose, link_of
-from speedlab.comm.transports.exchange import Exchanging, rounds_often
-from speedlab.comm.transports.torch_own import Transport
-from speedlab.comm.wires import Wires
+from speedlab.comm.process_groups import Wires
+from speedlab.comm.transports.base import Transport
+from speedlab.comm.transports.nccl import Exchanging, rounds_often
+from speedlab.comm.transports.select import Link, choose, link_of
 
 CPU = torch.device("cpu")
 
@@ -241,6 +241,6 @@ def test_no_circle_between_the_files_of_comm() -> None:
     order = list(TopologicalSorter(needs).static_order())
     assert order.index("speedlab.comm.shared") < order.index("speedlab.comm.group") < order.index("speedlab.comm")
     outside = {needed for name in files if ".shared" in name for needed in needs[name] if ".shared" not in needed}
-    leaves = {"speedlab.comm.errors", "speedlab.comm.limits", "speedlab.comm.own_note"}
+    leaves = {"speedlab.comm.errors", "speedlab.comm.timeouts", "speedlab.comm.own_note"}
     assert outside == leaves, "the backend knows nothing of what uses it"
     assert not any(needs[leaf] for leaf in leaves)

@@ -1,4 +1,4 @@
-"""speedlab.comm.watch: a rank that leaves, or whose process ends, is known to its peers by name, and aborts them."""
+"""speedlab.comm.peer_watchdog: a rank that leaves, or whose process ends, is known to its peers by name, and aborts them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from speedlab.comm import PeerLost, world
-from speedlab.comm import watch as module
-from speedlab.comm.watch import Watch
+from speedlab.comm import peer_watchdog as module
+from speedlab.comm.peer_watchdog import Watch
 
 QUICK = 0.01
 

@@ -4,7 +4,7 @@ segments (files), memory (tensors in them) → meeting (numbers on which ranks w
 any tensors) → hierarchy (the same over several hosts) → process_group (the backend).
 """
 
-from speedlab.comm.shared.memory import arena
 from speedlab.comm.shared.process_group import BACKEND, SharedGroup, SpanningGroup, leave_all, register
+from speedlab.comm.shared.shared_tensors import arena
 
 __all__ = ["BACKEND", "SharedGroup", "SpanningGroup", "arena", "leave_all", "register"]

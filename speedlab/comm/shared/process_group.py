@@ -30,15 +30,15 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from speedlab.comm.errors import PeerLost
-from speedlab.comm.limits import wait_for
-from speedlab.comm.shared.calls import Call, Op, call, call_of, carrying_out, origin, refused
-from speedlab.comm.shared.hierarchy import Hierarchy, host_of
-from speedlab.comm.shared.meeting import Meeting
-from speedlab.comm.shared.memory import arena
-from speedlab.comm.shared.messages import Mailbox
-from speedlab.comm.shared.rounds import Rounds, can_reduce, matched_parts
-from speedlab.comm.shared.segments import Handle, Segment, host_identity
+from speedlab.comm.shared.call_descriptions import Call, Op, call, call_of, carrying_out, origin, refused
+from speedlab.comm.shared.hierarchical import Hierarchy, host_of
+from speedlab.comm.shared.memfd import Handle, Segment, host_identity
+from speedlab.comm.shared.p2p import Mailbox
+from speedlab.comm.shared.shared_tensors import arena
+from speedlab.comm.shared.staged_collectives import Rounds, can_reduce, matched_parts
+from speedlab.comm.shared.sync_page import Meeting
 from speedlab.comm.shared.work import Work, Worker
+from speedlab.comm.timeouts import wait_for
 
 BACKEND = "shared"
 """The name under which torch.distributed knows it."""

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from cuda_ops import cpu_sdpa, warm
 from speedlab.comm import Traffic, World, join
-from speedlab.comm.limits import Timeout, checked_seconds
-from speedlab.comm.shared.segments import host_identity
+from speedlab.comm.shared.memfd import host_identity
+from speedlab.comm.timeouts import Timeout, checked_seconds
 from speedlab.config import ConfigError, GivenConfig, OuterConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
 from speedlab.config.island_rules import host_problem

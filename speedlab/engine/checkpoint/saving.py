@@ -15,8 +15,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from speedlab.comm.shared.memory import Process
-from speedlab.comm.shared.segments import host_identity
+from speedlab.comm.shared.memfd import host_identity
+from speedlab.comm.shared.shared_tensors import Process
 from speedlab.telemetry.checkpoints import CheckpointError
 
 _FAILED = "failed.json"

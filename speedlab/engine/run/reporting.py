@@ -10,7 +10,7 @@ from typing import Any
 from cuda_ops import cpu_sdpa, onednn_matmul
 from cuda_ops.gpu import kernels_in_use
 from speedlab.comm import own_line
-from speedlab.comm.over_hosts import own_host
+from speedlab.comm.multi_host_rendezvous import own_host
 from speedlab.engine.run.diagnose import matmul_flops
 from speedlab.engine.run.training import Training
 from speedlab.engine.step.clock import StepCosts

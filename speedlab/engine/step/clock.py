@@ -13,7 +13,7 @@ from torch.autograd.profiler import record_function
 
 from cuda_ops.meter import meter
 from speedlab.comm import Traffic
-from speedlab.comm.traffic import Counted
+from speedlab.comm.transfers import Counted
 from speedlab.engine.step.memory_marks import MemoryMarks
 from speedlab.telemetry.records import MemoryMark
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import Group
-from speedlab.comm.compressed import Code, CompressedMeans, LargestElements, Signs
+from speedlab.comm.compressed_allreduce import Code, CompressedMeans, LargestElements, Signs
 from speedlab.config import OuterConfig
 from speedlab.layout import padded_numel
 from speedlab.parallel.zero import Flat, Gradient

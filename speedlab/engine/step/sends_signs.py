@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import Group
-from speedlab.comm.signs import SignMeans
+from speedlab.comm.onebit_allreduce import SignMeans
 from speedlab.config import OptimizerConfig
 from speedlab.engine.step.communicating import Exchanged
 from speedlab.engine.step.errors import NonFiniteError

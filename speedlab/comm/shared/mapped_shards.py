@@ -22,8 +22,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from speedlab.comm.shared.meeting import Meeting
-from speedlab.comm.shared.segments import NORESERVE, Mapping, create_file, drop_copies, map_anew, map_over
+from speedlab.comm.shared.memfd import NORESERVE, Mapping, create_file, drop_copies, map_anew, map_over
+from speedlab.comm.shared.sync_page import Meeting
 
 _PAGE = mmap.PAGESIZE
 _ENTRY = 8

@@ -18,8 +18,8 @@ from contextlib import suppress
 from typing import Any
 
 from speedlab.comm.errors import PeerLost, reason_of
-from speedlab.comm.shared.memory import Process
-from speedlab.comm.shared.segments import host_identity
+from speedlab.comm.shared.memfd import host_identity
+from speedlab.comm.shared.shared_tensors import Process
 
 LOOK_SECONDS = 0.5
 """Between two looks. A rank that has gone is known to its peers within about this time."""

@@ -29,10 +29,10 @@ from speedlab.comm.errors import (
     tells_of_lost_peer,
     tells_of_timeout,
 )
-from speedlab.comm.limits import timeout_seconds
 from speedlab.comm.own_note import LEFT, own_note
-from speedlab.comm.shared.memory import Process
-from speedlab.comm.shared.segments import host_identity
+from speedlab.comm.shared.memfd import host_identity
+from speedlab.comm.shared.shared_tensors import Process
+from speedlab.comm.timeouts import timeout_seconds
 
 _LOOKS = 4
 """Looks of the publishing thread at one note before it publishes the note."""

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from cuda_ops.reduce import reduce
-from speedlab.comm.limits import wait_for
-from speedlab.comm.traffic import BufferMeter
-from speedlab.comm.transports.torch_own import Finish, Transport
-from speedlab.comm.wires import Wires
+from speedlab.comm.process_groups import Wires
+from speedlab.comm.timeouts import wait_for
+from speedlab.comm.transfers import BufferMeter
+from speedlab.comm.transports.base import Finish, Transport
 
 
 class GlooPeers(Transport):

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from speedlab.comm.process_groups import Wires
 from speedlab.comm.shared import SharedGroup, SpanningGroup
-from speedlab.comm.traffic import BufferMeter
-from speedlab.comm.transports.exchange import Exchanging
-from speedlab.comm.transports.gloo_peers import GlooPeers
-from speedlab.comm.transports.in_place import InPlace
-from speedlab.comm.transports.torch_own import Transport
-from speedlab.comm.wires import Wires
+from speedlab.comm.transfers import BufferMeter
+from speedlab.comm.transports.base import Transport
+from speedlab.comm.transports.gloo import GlooPeers
+from speedlab.comm.transports.nccl import Exchanging
+from speedlab.comm.transports.shared_memory import InPlace
 
 
 class Link(Enum):

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from speedlab.comm.limits import TIMEOUT_SECONDS
 from speedlab.comm.shared.process_group import StagedGroup
+from speedlab.comm.timeouts import TIMEOUT_SECONDS
 
 
 def stores() -> list[Any]:

@@ -21,7 +21,7 @@ import numpy as np
 from cuda_ops.shared_flags import raise_flag, wait_for_flags
 from speedlab.comm.errors import CollectiveMismatch, PeerLost
 from speedlab.comm.own_note import own_note
-from speedlab.comm.shared.calls import source_line
+from speedlab.comm.shared.call_descriptions import source_line
 
 TEXT_BYTES = 16384
 """Of a rank's page: its length (8 bytes) and what the rank asked for, as JSON."""

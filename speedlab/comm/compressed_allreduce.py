@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cuda_ops.onebit import onebit_average, onebit_pack
 from speedlab.comm.group import Group
-from speedlab.comm.signs import CHUNK, SignPiece
+from speedlab.comm.onebit_allreduce import CHUNK, SignPiece
 from speedlab.layout import padded_numel
 
 _WORD = 4

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedlab.comm.traffic import Traffic
-from speedlab.comm.transfer import Transfer
+from speedlab.comm.transfers import Traffic, Transfer
 
 LINK = "host copy"
 

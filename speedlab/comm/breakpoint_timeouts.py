@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
-from speedlab.comm.group_limits import groups, limit_group, limit_of, limit_store, stores
-from speedlab.comm.limits import PATIENT_SECONDS, count_patient, limit_seconds, timeout_seconds
+from speedlab.comm.group_timeouts import groups, limit_group, limit_of, limit_store, stores
+from speedlab.comm.timeouts import PATIENT_SECONDS, count_patient, limit_seconds, timeout_seconds
 
 
 def patience() -> contextlib.AbstractContextManager[None]:

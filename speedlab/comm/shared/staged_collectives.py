@@ -25,8 +25,8 @@ from torch import Tensor
 from cuda_ops.reduce import sum_at
 from cuda_ops.tensor_checks import array
 from speedlab.comm.errors import PeerLost
-from speedlab.comm.shared.calls import Call
-from speedlab.comm.shared.meeting import STAGING_BYTES, Meeting, Number
+from speedlab.comm.shared.call_descriptions import Call
+from speedlab.comm.shared.sync_page import STAGING_BYTES, Meeting, Number
 
 _WHOLE_BYTES = 16 << 10
 """Up to this size every rank sums everything itself: one round instead of two."""

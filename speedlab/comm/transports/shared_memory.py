@@ -28,11 +28,11 @@ from torch import Tensor
 from cuda_ops.meter import meter
 from cuda_ops.reduce import sum_at
 from cuda_ops.tensor_checks import array
-from speedlab.comm.shared.joined import Joined
-from speedlab.comm.shared.meeting import Meeting, Number, Transfer, transfer_code
-from speedlab.comm.shared.memory import arena
-from speedlab.comm.transports.torch_own import Finish, Transport
-from speedlab.comm.wires import Wires
+from speedlab.comm.process_groups import Wires
+from speedlab.comm.shared.mapped_shards import Joined
+from speedlab.comm.shared.shared_tensors import arena
+from speedlab.comm.shared.sync_page import Meeting, Number, Transfer, transfer_code
+from speedlab.comm.transports.base import Finish, Transport
 
 LEAST_JOINED_BYTES = 256 << 10
 """Of a shard that is mapped. Less is copied in microseconds, and the pages in which shards meet, which each rank keeps

@@ -33,10 +33,10 @@ from torch import Tensor
 
 from cuda_ops.shared_flags import find_other_words, patience_for, raise_flag, raise_flag_with, wait_for_flags
 from speedlab.comm.errors import PeerLost
-from speedlab.comm.shared.calls import Call, described, dtype_code, dtype_name
-from speedlab.comm.shared.faults import TEXT_BYTES, Faults, named
-from speedlab.comm.shared.memory import Arena, PeerMemory, arena
-from speedlab.comm.shared.segments import Handle, Segment
+from speedlab.comm.shared.call_descriptions import Call, described, dtype_code, dtype_name
+from speedlab.comm.shared.memfd import Handle, Segment
+from speedlab.comm.shared.mismatch import TEXT_BYTES, Faults, named
+from speedlab.comm.shared.shared_tensors import Arena, PeerMemory, arena
 
 _LINE = 8
 """Words of a cache line: numbers that change at different times must not share one."""

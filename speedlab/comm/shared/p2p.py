@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from speedlab.comm.errors import PeerLost
-from speedlab.comm.shared.calls import dtype_code, dtype_name
-from speedlab.comm.shared.meeting import Meeting
-from speedlab.comm.shared.memory import arena
-from speedlab.comm.shared.rounds import tensor_at
+from speedlab.comm.shared.call_descriptions import dtype_code, dtype_name
+from speedlab.comm.shared.shared_tensors import arena
+from speedlab.comm.shared.staged_collectives import tensor_at
+from speedlab.comm.shared.sync_page import Meeting
 
 _SMALLEST_BUFFER = 4096
 _POLL_SECONDS = 2e-4

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from speedlab.comm.shared.joined import Joined
-from speedlab.comm.wires import Wires
+from speedlab.comm.process_groups import Wires
+from speedlab.comm.shared.mapped_shards import Joined
 
 # torch 2.13 renamed the two; 2.11 and 2.12 have the older names only.
 gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from speedlab.comm.transfer import Transfer
+from speedlab.comm.transfers import Transfer
 
 
 class Rotation:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedlab.comm.limits import wait_for
+from speedlab.comm.timeouts import wait_for
 from speedlab.network import LinkRate
 
 LINK = "SPEEDLAB_LINK"

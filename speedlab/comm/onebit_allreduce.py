@@ -30,8 +30,8 @@ from torch import Tensor
 from cuda_ops.onebit import onebit_average, onebit_pack, onebit_take
 from cuda_ops.warm import SIGNS
 from speedlab.comm.group import Group
-from speedlab.comm.rails import Rails
-from speedlab.comm.transfer import Transfer
+from speedlab.comm.process_groups import Rails
+from speedlab.comm.transfers import Transfer
 from speedlab.layout import padded_numel
 
 CHUNK = 1 << 10

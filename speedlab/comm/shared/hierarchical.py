@@ -32,10 +32,10 @@ from torch import Tensor
 
 from cuda_ops.reduce import reduce
 from speedlab.comm.errors import CollectiveMismatch, PeerLost, reason_of, tells_of_lost_peer
-from speedlab.comm.limits import wait_for
-from speedlab.comm.shared.calls import Call, source_line
-from speedlab.comm.shared.faults import named
-from speedlab.comm.shared.rounds import PAIRWISE, Rounds
+from speedlab.comm.shared.call_descriptions import Call, source_line
+from speedlab.comm.shared.mismatch import named
+from speedlab.comm.shared.staged_collectives import PAIRWISE, Rounds
+from speedlab.comm.timeouts import wait_for
 
 _MISMATCH = (0, 0, 0)
 """The words of a leader whose host has found a mismatch inside."""

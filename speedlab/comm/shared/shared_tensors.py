@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedlab.comm.shared.segments import Handle, Mapping, create_file, free_pages, map_over
+from speedlab.comm.shared.memfd import Handle, Mapping, create_file, free_pages, map_over
 
 _PAGE = mmap.PAGESIZE
 _DIRECTORY_BYTES = 1 << 16
