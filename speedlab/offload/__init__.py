@@ -1,13 +1,13 @@
 """Where states lie that are not on the device: in the host's memory, or in a file of this rank."""
 
-from speedlab.offload.away import AwayState, visit
-from speedlab.offload.buffers import Buffers
-from speedlab.offload.coming import Coming
-from speedlab.offload.disk import DiskStore
-from speedlab.offload.host import HostStore
-from speedlab.offload.kept import Kept, OffloadError, Store
-from speedlab.offload.measure import DiskSpeed, measure_disk
-from speedlab.offload.stores import Stores
+from speedlab.offload.disk_benchmark import DiskSpeed, measure_disk
+from speedlab.offload.disk_store import DiskStore
+from speedlab.offload.host_store import HostStore
+from speedlab.offload.offloaded_tensor import AwayState, visit
+from speedlab.offload.page_pool import Coming
+from speedlab.offload.staging_buffers import Buffers
+from speedlab.offload.store import Kept, OffloadError, Store
+from speedlab.offload.store_registry import Stores
 
 __all__ = [
     "AwayState",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from speedlab.bench import disk
-from speedlab.offload import measure as measure_module
+from speedlab.offload import disk_benchmark as measure_module
 
 FIO = """#!/bin/sh
 echo "$@" >> "{calls}"

@@ -1,4 +1,4 @@
-"""Memory of tensors that come and go (`speedlab/offload/coming.py`): addresses stay, pages move between them."""
+"""Memory of tensors that come and go (`speedlab/offload/page_pool.py`): addresses stay, pages move between them."""
 
 import ctypes
 import gc
@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from speedlab.offload import coming
-from speedlab.offload.coming import Pages
+from speedlab.offload import page_pool
+from speedlab.offload.page_pool import Pages
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="pages are moved on Linux only")
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_what_comes_back_first_has_its_own_pages(numel):
 @linux
 def test_idle_pages_do_not_grow_beside_what_is_asked_for(monkeypatch):
     dropped = []
-    monkeypatch.setattr(coming._Moved, "drop_pages", lambda self: dropped.append(self.nbytes))
+    monkeypatch.setattr(page_pool._Moved, "drop_pages", lambda self: dropped.append(self.nbytes))
     pages = Pages()
     small, large = (pages.room(numel, torch.float32, CPU) for numel in (1024, 4096))
     small.come()
@@ -81,7 +81,7 @@ def test_trimmed_pages_are_gone_and_come_as_zeros():
 @linux
 @pytest.mark.parametrize("numel", SIZES)
 def test_a_system_that_cannot_move_pages_gets_new_ones(monkeypatch, numel):
-    libc = coming._libc()
+    libc = page_pool._libc()
     calls = []
 
     class Refuses:
@@ -99,7 +99,7 @@ def test_a_system_that_cannot_move_pages_gets_new_ones(monkeypatch, numel):
     one.tensor.fill_(1)
     one.go()
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    monkeypatch.setattr(coming, "_libc", Refuses)
+    monkeypatch.setattr(page_pool, "_libc", Refuses)
     other.come()
     assert other.tensor.abs().max() == 0
     other.tensor.fill_(5)
@@ -115,7 +115,7 @@ def test_a_system_that_cannot_move_pages_gets_new_ones(monkeypatch, numel):
 @linux
 def test_each_move_is_of_one_stretch(monkeypatch):
     """Behind huge pages lie small ones: to the system another stretch, and most versions move only one at a time."""
-    libc, moved = coming._libc(), []
+    libc, moved = page_pool._libc(), []
 
     class Watched:
         mmap, madvise = libc.mmap, libc.madvise
@@ -124,7 +124,7 @@ def test_each_move_is_of_one_stretch(monkeypatch):
             moved.append(size)
             return libc.mremap(old, size, *rest)
 
-    monkeypatch.setattr(coming, "_libc", Watched)
+    monkeypatch.setattr(page_pool, "_libc", Watched)
     pages = Pages()
     one, other = (pages.room(3 * 2**20 // 4, torch.float32, CPU) for _ in range(2))
     one.come()
@@ -149,7 +149,7 @@ def test_who_is_gone_leaves_no_pages():
 
 
 def test_other_devices_resize_their_storage(monkeypatch):
-    monkeypatch.setattr(coming.sys, "platform", "darwin")
+    monkeypatch.setattr(page_pool.sys, "platform", "darwin")
     one = Pages().room(100, torch.float32, CPU)
     assert not one.here
     assert one.tensor.untyped_storage().nbytes() == 0

@@ -1,4 +1,4 @@
-"""speedlab.offload.disk: what was kept comes back, in every order of calls, and what happens when the disk fails."""
+"""speedlab.offload.disk_store: what was kept comes back, in every order of calls, and what happens when the disk fails."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from speedlab.comm import Traffic
 from speedlab.offload import DiskStore, OffloadError
-from speedlab.offload.jobs import Job
-from speedlab.offload.nameless import NamelessFile
+from speedlab.offload.anonymous_file import NamelessFile
+from speedlab.offload.io_queue import Job
 from speedlab.placement import Where
 
 CPU = torch.device("cpu")

@@ -17,9 +17,9 @@ import torch
 
 from speedlab.comm import BufferMeter
 from speedlab.offload import Buffers, OffloadError, measure_disk
-from speedlab.offload import measure as measure_module
-from speedlab.offload.nameless import PREFIX, NamelessFile, remove_leftovers
-from speedlab.offload.room import Room
+from speedlab.offload import disk_benchmark as measure_module
+from speedlab.offload.anonymous_file import PREFIX, NamelessFile, remove_leftovers
+from speedlab.offload.file_allocator import Room
 
 OURS = f"{PREFIX}12345-0-0123456789abcdef"
 

@@ -1,4 +1,4 @@
-"""speedlab.offload.host: states in the host's memory behave as those on disk, and cost nothing where they are used."""
+"""speedlab.offload.host_store: states in the host's memory behave as those on disk, and cost nothing where they are used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from speedlab.comm import Traffic
 from speedlab.hardware import memory_bytes
 from speedlab.offload import HostStore, OffloadError
-from speedlab.offload import host as host_module
+from speedlab.offload import host_store as host_module
 from speedlab.placement import Where
 
 CPU = torch.device("cpu")

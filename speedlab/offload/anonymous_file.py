@@ -21,8 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from speedlab.offload.buffers import PAGE_BYTES
-from speedlab.offload.kept import OffloadError
+from speedlab.offload.staging_buffers import PAGE_BYTES
+from speedlab.offload.store import OffloadError
 
 PREFIX = ".speedlab-states-"
 _OURS = re.compile(re.escape(PREFIX) + r"\d+-\d+-[0-9a-f]{16}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import NamedTuple, Protocol
 
-from speedlab.offload.buffers import rounded
+from speedlab.offload.staging_buffers import rounded
 
 
 class Extent(NamedTuple):

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from cuda_ops.blockwise8 import BLOCK, blockwise8_decode, blockwise8_encode
 from speedlab.comm import BufferMeter, HostCopies, Traffic, Transfer
-from speedlab.offload.buffers import Buffers
-from speedlab.offload.kept import Kept
+from speedlab.offload.staging_buffers import Buffers
+from speedlab.offload.store import Kept
 from speedlab.placement import Where
 
 _SCALE_BYTES = 4

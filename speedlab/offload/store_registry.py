@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import BufferMeter, HostCopies, Traffic, Transfer
-from speedlab.offload.coded import EightBits, OnDevice, Scratch, Widened
-from speedlab.offload.coming import Pages
-from speedlab.offload.disk import DiskStore
-from speedlab.offload.host import HostStore
-from speedlab.offload.kept import Kept, Store
+from speedlab.offload.disk_store import DiskStore
+from speedlab.offload.host_store import HostStore
+from speedlab.offload.low_precision_states import EightBits, OnDevice, Scratch, Widened
+from speedlab.offload.page_pool import Pages
+from speedlab.offload.store import Kept, Store
 from speedlab.placement import Where
 
 

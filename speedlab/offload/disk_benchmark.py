@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from speedlab.comm import Traffic
-from speedlab.offload.disk import CHUNK_BYTES, THREADS, DiskStore
+from speedlab.offload.disk_store import CHUNK_BYTES, THREADS, DiskStore
 
 _WAYS = ((THREADS, CHUNK_BYTES), (2, 4 << 20), (4, 4 << 20), (8, 1 << 20), (16, 1 << 20))
 """(threads, bytes of a chunk) to try, what is used unmeasured first."""

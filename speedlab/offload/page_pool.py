@@ -19,7 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from speedlab.offload.buffers import rounded
+from speedlab.offload.staging_buffers import rounded
 
 _HUGE_BYTES = 2 << 20
 """Of the larger pages that the processor maps at once."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import Transfer
-from speedlab.offload.kept import Kept
+from speedlab.offload.store import Kept
 
 
 class AwayState:

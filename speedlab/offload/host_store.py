@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedlab.comm import HostCopies, Traffic, Transfer
 from speedlab.hardware import memory_bytes
-from speedlab.offload.kept import Kept, OffloadError, Store
+from speedlab.offload.store import Kept, OffloadError, Store
 from speedlab.placement import Where
 
 _CPU = torch.device("cpu")

@@ -25,12 +25,11 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import Traffic, Transfer
-from speedlab.offload.buffers import PAGE_BYTES, Buffers, rounded
-from speedlab.offload.jobs import Chain, Job, Piece, Pool
-from speedlab.offload.kept import Kept, OffloadError, Store
-from speedlab.offload.memory import DeviceMemory, HostMemory, Memory, Zeros
-from speedlab.offload.nameless import NamelessFile
-from speedlab.offload.room import Room
+from speedlab.offload.anonymous_file import NamelessFile
+from speedlab.offload.file_allocator import Room
+from speedlab.offload.io_queue import Chain, Job, Piece, Pool
+from speedlab.offload.staging_buffers import PAGE_BYTES, Buffers, DeviceMemory, HostMemory, Memory, Zeros, rounded
+from speedlab.offload.store import Kept, OffloadError, Store
 from speedlab.placement import Where
 
 READ, WRITE = "disk read", "disk write"
