@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import speedlab
 from speedlab.comm import Joined
 from speedlab.engine.step.errors import NonFiniteError
-from speedlab.parallel.zero.flat import Flat
+from speedlab.parallel.zero.flat_param import Flat
 
 Result = tuple[dict[str, Tensor], list[Tensor]]
 """Parameters at the end, and inputs' gradients by step (and rank)."""

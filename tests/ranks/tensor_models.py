@@ -16,7 +16,7 @@ from speedlab.config import ModelConfig
 from speedlab.layout import share_of
 from speedlab.models import GPT, generate
 from speedlab.parallel.tensor import TensorParallel, put, take
-from speedlab.parallel.tensor.loss import vocabulary_cross_entropy
+from speedlab.parallel.tensor.vocab_parallel_loss import vocabulary_cross_entropy
 
 Arguments = dict[str, Any]
 

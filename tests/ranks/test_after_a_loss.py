@@ -26,8 +26,8 @@ from speedlab.comm import Blocks, CodedSums, Group, PeerLost, Rails, Traffic, Tr
 from speedlab.engine.engine import Engine
 from speedlab.engine.run import held_runs
 from speedlab.parallel.pipeline.pipeline import Pipeline
-from speedlab.parallel.zero.gathers import Gathers
-from speedlab.parallel.zero.reductions import Reductions
+from speedlab.parallel.zero.all_gather import Gathers
+from speedlab.parallel.zero.reduce_scatter import Reductions
 from speedlab.telemetry.folder import RunFolder
 
 # ---- a run -----------------------------------------------------------------------------------------------------------

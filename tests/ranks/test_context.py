@@ -28,7 +28,7 @@ from speedlab.config.ring_needs import ring_needs
 from speedlab.layout import Layout, LayoutError, own_positions
 from speedlab.models import GPT
 from speedlab.parallel.context import check_model
-from speedlab.parallel.context.sparse_ring import sparse_ring_attention
+from speedlab.parallel.context.sparse_ring_attention import sparse_ring_attention
 
 LOW: dict[str, Any] = {"dtype": "bfloat16", "whole": False}
 
@@ -333,9 +333,9 @@ def test_terms_of_a_loss_of_the_users_count_once(pool_of: PoolOf, plain: PlainOf
 
 def break_the_ring(case: LayoutCase, turn: int) -> Trajectory:
     """Before step 1 a pass in which attention raises on every rank, in the forward or (from 6 on) the backward."""
-    from speedlab.parallel.context import ring
+    from speedlab.parallel.context import ring_attention
 
-    path, attend = Trajectory(), (ring._attend, ring._attend_backward)
+    path, attend = Trajectory(), (ring_attention._attend, ring_attention._attend_backward)
     calls = [-1]
 
     def fail(which: int) -> Any:
@@ -349,7 +349,7 @@ def break_the_ring(case: LayoutCase, turn: int) -> Trajectory:
 
     engine: Any = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
     try:
-        ring._attend, ring._attend_backward = fail(0), fail(1)
+        ring_attention._attend, ring_attention._attend_backward = fail(0), fail(1)
         for step in range(case.steps):
             if step == 1:
                 calls[0] = turn
@@ -360,7 +360,7 @@ def break_the_ring(case: LayoutCase, turn: int) -> Trajectory:
             path.norms.append(engine.global_grad_norm)
         path.parameters = engine.state_dict()
     finally:
-        ring._attend, ring._attend_backward = attend
+        ring_attention._attend, ring_attention._attend_backward = attend
         engine.destroy(keep_parameters=False)
     return path
 

@@ -31,7 +31,7 @@ from ranks.random_graphs import (
     graph,
     net,
 )
-from speedlab.parallel.zero.flat import Flat
+from speedlab.parallel.zero.flat_param import Flat
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from ranks.small_steps import batch, engine_of, step_of
 from speedlab.comm.shared.hierarchical import Hierarchy
 from speedlab.config import ConfigError
 from speedlab.engine.step.errors import NonFiniteError
-from speedlab.parallel.zero import ways
+from speedlab.parallel.zero import comm_groups
 
 STEPS = 4
 SWITCHES = {"quantized_weights": True, "quantized_gradients": True}
@@ -44,13 +44,13 @@ class Whole:
 
 @contextmanager
 def codecs(codec: Callable[[], Any] | None) -> Iterator[None]:
-    before = dict(ways.CODECS)
+    before = dict(comm_groups.CODECS)
     if codec is not None:
-        ways.CODECS.update({name: codec() for name in before})
+        comm_groups.CODECS.update({name: codec() for name in before})
     try:
         yield
     finally:
-        ways.CODECS.update(before)
+        comm_groups.CODECS.update(before)
 
 
 def configuration(stage: int, *, accumulation: int = 1, dtype: str = "float32", **more: Any) -> dict[str, Any]:

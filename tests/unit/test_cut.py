@@ -14,7 +14,7 @@ from speedlab.config import ModelConfig
 from speedlab.layout import layer_counts
 from speedlab.models import GPT
 from speedlab.parallel.pipeline import block_costs, cut_model, training_plan
-from speedlab.parallel.pipeline.hugging_face import _FAMILIES
+from speedlab.parallel.pipeline.partition import _FAMILIES
 from speedlab.parallel.pipeline.schedules import Action, Kind, forward_plan, with_transfers
 from speedlab.parallel.zero import plan_units
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from speedlab.config import MODEL_PRESETS, ModelConfig, OptimizerConfig
 from speedlab.layout import Layout
 from speedlab.models import GPT
-from speedlab.parallel.tensor.parts import cut_along
+from speedlab.parallel.tensor.slicing import cut_along
 from speedlab.planner import explain_stage, flops_per_token, model_states, parameter_count, rank_parameters
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from speedlab.layout import share_of
-from speedlab.parallel.tensor.parts import cut_along, put, take
+from speedlab.parallel.tensor.slicing import cut_along, put, take
 
 
 @pytest.mark.parametrize(

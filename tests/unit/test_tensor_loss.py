@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from cuda_ops.linear_cross_entropy import linear_cross_entropy
-from speedlab.parallel.tensor import loss as loss_module
-from speedlab.parallel.tensor.loss import _Loss, vocabulary_cross_entropy
+from speedlab.parallel.tensor import vocab_parallel_loss as loss_module
+from speedlab.parallel.tensor.vocab_parallel_loss import _Loss, vocabulary_cross_entropy
 
 
 def group(size: int, index: int) -> Any:

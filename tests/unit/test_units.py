@@ -1,4 +1,4 @@
-"""A unit of parameters, without processes (`speedlab/parallel/zero/unit.py`)."""
+"""A unit of parameters, without processes (`speedlab/parallel/zero/units.py`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from speedlab.offload import OffloadError
-from speedlab.parallel.zero.unit import Unit
-from speedlab.parallel.zero.units import ROOT, plan_units
-from speedlab.parallel.zero.ways import ReadThenGathered
+from speedlab.parallel.zero.comm_groups import ReadThenGathered
+from speedlab.parallel.zero.units import ROOT, Unit, plan_units
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -36,7 +36,7 @@ from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.pipeline import block_costs, cut_model, layer_counts
 from speedlab.parallel.tensor import TensorParallel, check_plan, within
 from speedlab.parallel.zero import UnitChoice, UnitPlan, Zero, plan_units
-from speedlab.parallel.zero.quantized import stays_whole
+from speedlab.parallel.zero.parameter import stays_whole
 from speedlab.placement import Home, Where
 
 

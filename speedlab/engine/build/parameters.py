@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from speedlab.config import ConfigError
 from speedlab.engine.step.module_state import NotEncodable, check_state
 from speedlab.layout import Layout
-from speedlab.parallel.zero.quantized import stays_whole
+from speedlab.parallel.zero.parameter import stays_whole
 
 
 def check_parameters(module: nn.Module, layout: Layout, compute: torch.dtype) -> None:

@@ -12,7 +12,7 @@ from speedlab.layout import REPLICATED, Layout
 from speedlab.parallel.mesh import ENDS, Mesh
 from speedlab.parallel.tensor import TensorParallel
 from speedlab.parallel.zero import UnitPlan
-from speedlab.parallel.zero.flat import trainable_in_low_precision
+from speedlab.parallel.zero.flat_param import trainable_in_low_precision
 from speedlab.placement import EIGHT_BITS, Holders, Home, Placement, Residency, Row, Where, homes
 
 

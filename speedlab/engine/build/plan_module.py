@@ -30,7 +30,7 @@ from speedlab.engine.step.precision import compute_dtype, dtypes_of
 from speedlab.layout import padded_numel
 from speedlab.models.packed import packed_if_given
 from speedlab.parallel.zero import UnitChoice, UnitPlan, Zero, map_tensors, plan_units
-from speedlab.parallel.zero.flat import trainable_in_low_precision
+from speedlab.parallel.zero.flat_param import trainable_in_low_precision
 from speedlab.placement import EIGHT_BITS, ITEM_BYTES, Holders, Where
 from speedlab.planner.away import PAGE_BYTES, state_places
 from speedlab.planner.memory import borrowed_bytes, flat_elements, passing_bytes

@@ -22,7 +22,7 @@ from speedlab.config import ConfigError
 from speedlab.engine.build.kept_inputs import KeptInputs
 from speedlab.models.recomputation import selective_contexts
 from speedlab.parallel.zero import Zero
-from speedlab.parallel.zero.unit import Unit
+from speedlab.parallel.zero.units import Unit
 
 
 class BlockWrapper:

@@ -8,7 +8,7 @@ from typing import Any
 
 from speedlab.layout import partition_range
 from speedlab.parallel.zero import Flat, Zero
-from speedlab.parallel.zero.slot import Slot
+from speedlab.parallel.zero.param_slot import Slot
 from speedlab.placement import ITEM_BYTES, Holders, Home
 
 

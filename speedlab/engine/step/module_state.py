@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speedlab.parallel.zero.quantized import stays_whole, tensors_inside
+from speedlab.parallel.zero.parameter import stays_whole, tensors_inside
 
 EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 

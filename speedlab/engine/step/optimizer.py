@@ -36,7 +36,7 @@ from speedlab.engine.step.segments import has_kernels, owned_ranges, updating_on
 from speedlab.engine.step.update import Update, engine_hook, has_hooks
 from speedlab.engine.step.visits import publishing
 from speedlab.parallel.zero import Flat, Gradient
-from speedlab.parallel.zero.ways import Waited
+from speedlab.parallel.zero.comm_groups import Waited
 from speedlab.placement import Holders, Placement, Residency
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from speedlab.parallel import seed_generators
 from speedlab.parallel.zero import Zero
-from speedlab.parallel.zero.hooks import hook_of
-from speedlab.parallel.zero.unit import Pass
+from speedlab.parallel.zero.module_hooks import hook_of
+from speedlab.parallel.zero.units import Pass
 
 
 class RandomStreams:

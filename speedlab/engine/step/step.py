@@ -41,7 +41,7 @@ from speedlab.engine.step.totals import (
 )
 from speedlab.engine.step.unseen_writes import UnseenWrites
 from speedlab.parallel.zero import Flat, Gradient, used_by_any
-from speedlab.parallel.zero.unit import Pass
+from speedlab.parallel.zero.units import Pass
 
 Update = Callable[[], AbstractContextManager[object]]
 

@@ -16,7 +16,7 @@ from speedlab.engine.step.optimizer_states import OptimizerStates
 from speedlab.engine.step.parameter_sums import ParameterSums
 from speedlab.engine.step.segments import Segment
 from speedlab.parallel.zero import Flat, Gradient
-from speedlab.parallel.zero.ways import Waited
+from speedlab.parallel.zero.comm_groups import Waited
 
 _CAST_BYTES = 64 * 2**20
 """Gradients in low precision are widened for the update in pieces of this many bytes."""

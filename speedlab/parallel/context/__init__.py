@@ -1,5 +1,5 @@
 """Context parallelism: each rank has some positions of every sequence, and attention looks across the ranks."""
 
-from speedlab.parallel.context.context import ContextParallel, check_model
+from speedlab.parallel.context.context_parallel import ContextParallel, check_model
 
 __all__ = ["ContextParallel", "check_model"]

@@ -1,7 +1,7 @@
 """Pipeline parallelism: cutting a model into stages, schedules as data, and the loop that carries them out."""
 
 from speedlab.layout import layer_counts
-from speedlab.parallel.pipeline.cut import DecoderStage, StageModule, block_costs, cut_model
+from speedlab.parallel.pipeline.partition import DecoderStage, StageModule, block_costs, cut_model
 from speedlab.parallel.pipeline.pipeline import Pipeline
 from speedlab.parallel.pipeline.schedules import check_micro_batches, training_plan
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import Group, Transfer
-from speedlab.parallel.pipeline.cut import StageModule
+from speedlab.parallel.pipeline.partition import StageModule
 from speedlab.parallel.pipeline.schedules import Action, Kind, forward_plan, training_plan
 from speedlab.parallel.pipeline.stage import PipelineStage
 from speedlab.parallel.pipeline.timeline import Timeline

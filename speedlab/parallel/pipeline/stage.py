@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import PeerLost
-from speedlab.parallel.pipeline.cut import StageModule
+from speedlab.parallel.pipeline.partition import StageModule
 from speedlab.parallel.zero import Unit, Zero
 
 

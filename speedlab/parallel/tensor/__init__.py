@@ -1,9 +1,8 @@
 """Tensor parallelism: each rank holds a part of every large matrix, and the ranks share what they compute."""
 
 from speedlab.parallel.tensor.heads import attention_dropout
-from speedlab.parallel.tensor.parts import put, take
-from speedlab.parallel.tensor.plans import check_plan, find_plan, within
-from speedlab.parallel.tensor.styles import PlanError
-from speedlab.parallel.tensor.tensor import TensorParallel
+from speedlab.parallel.tensor.slicing import put, take
+from speedlab.parallel.tensor.tensor_parallel import TensorParallel
+from speedlab.parallel.tensor.tp_plan import PlanError, check_plan, find_plan, within
 
 __all__ = ["PlanError", "TensorParallel", "attention_dropout", "check_plan", "find_plan", "put", "take", "within"]

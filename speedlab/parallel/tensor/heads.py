@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from speedlab.layout import LayoutError
-from speedlab.parallel.tensor.plans import GPT, class_name
-from speedlab.parallel.tensor.styles import PlanError
+from speedlab.parallel.tensor.tp_plan import GPT, PlanError, class_name
 
 _SIZES = ("head_size", "head_dim", "attention_head_size", "key_value_proj_dim")
 _COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads")

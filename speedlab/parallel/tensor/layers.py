@@ -11,9 +11,17 @@ from torch import Tensor, nn
 
 from speedlab.comm import Group
 from speedlab.layout import Part
-from speedlab.parallel.changes import Change
-from speedlab.parallel.tensor.functions import copy, gather, gather_tokens, reduce, scatter_tokens, split, sum_shared
-from speedlab.parallel.tensor.styles import PlanError, Style
+from speedlab.parallel.module_patches import Change
+from speedlab.parallel.tensor.autograd_collectives import (
+    copy,
+    gather,
+    gather_tokens,
+    reduce,
+    scatter_tokens,
+    split,
+    sum_shared,
+)
+from speedlab.parallel.tensor.tp_plan import PlanError, Style
 
 
 def outputs_dim(name: str, module: nn.Module) -> int:

@@ -1,14 +1,13 @@
 """ZeRO: units, flats, residency, and the hooks that move them."""
 
-from speedlab.parallel.zero.flat import Flat
+from speedlab.parallel.zero.comm_groups import Ways
+from speedlab.parallel.zero.flat_param import Flat
 from speedlab.parallel.zero.gradient import Gradient, used_by_any
 from speedlab.parallel.zero.inspect import agree_on_gather, forget, gather_partitions, name_of, remember
+from speedlab.parallel.zero.module_hooks import map_tensors, tensors_of
+from speedlab.parallel.zero.param_slot import Slot
 from speedlab.parallel.zero.parameter import FlatParameter
-from speedlab.parallel.zero.slot import Slot
-from speedlab.parallel.zero.unit import Unit
-from speedlab.parallel.zero.units import UnitChoice, UnitPlan, plan_units
-from speedlab.parallel.zero.walk import map_tensors, tensors_of
-from speedlab.parallel.zero.ways import Ways
+from speedlab.parallel.zero.units import Unit, UnitChoice, UnitPlan, plan_units
 from speedlab.parallel.zero.zero import Zero
 
 __all__ = [

@@ -10,8 +10,8 @@ from torch import Tensor
 from speedlab.comm import Group, Transfer
 from speedlab.layout import padded_numel
 from speedlab.offload import AwayState, Stores
-from speedlab.parallel.zero.slot import Slot
-from speedlab.parallel.zero.ways import Waited, Ways
+from speedlab.parallel.zero.comm_groups import Waited, Ways
+from speedlab.parallel.zero.param_slot import Slot
 from speedlab.placement import Holders, Residency, Row, Where
 
 

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from torch.autograd.profiler import record_function
 
 from speedlab.comm import Group
-from speedlab.parallel.zero.gathers import Gathers
-from speedlab.parallel.zero.unit import Unit
-from speedlab.parallel.zero.ways import Waited
+from speedlab.parallel.zero.all_gather import Gathers
+from speedlab.parallel.zero.comm_groups import Waited
+from speedlab.parallel.zero.units import Unit
 from speedlab.placement import Residency
 
 

@@ -2,20 +2,25 @@
 
 No hook of the block sees such a call. So modules that hold parameters inside a block have hooks of their own; these
 cost a microsecond a call, and are there only while parameters come and go.
+
+Hooks on modules, for as long as somebody lives.
+
+Finding the tensors in whatever a module takes or returns.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from speedlab.parallel.zero.unit import Unit
-from speedlab.parallel.zero.units import takes_hooks
+from cuda_ops.torch_compat import Nothing, uncompiled
+from speedlab.parallel.zero.units import Unit, takes_hooks
 
 
 def parts_of(unit: Unit) -> list[nn.Module]:
@@ -73,3 +78,57 @@ class PartHooks:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def hook_of(owner: object, hooked: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
+    """`hook(owner, module, …)` as a hook on `hooked`. It keeps neither alive, and torch.compile goes around it.
+
+    A copy of a module (copy.deepcopy, torch's AveragedModel, a file of torch.save) has `Nothing` in its place: nobody
+    partitions what a copy holds.
+    """
+    return _Hook(owner, hooked, hook)
+
+
+class _Hook:
+    def __init__(self, owner: object, hooked: nn.Module, hook: Callable[..., Any]) -> None:
+        self._owner, self._hooked, self._hook = weakref.ref(owner), weakref.ref(hooked), hook
+
+    @uncompiled
+    def __call__(self, module: nn.Module, *rest: Any) -> Any:
+        owner = self._owner()
+        return self._hook(owner, module, *rest) if owner is not None and module is self._hooked() else None
+
+    def __reduce__(self) -> Any:
+        return Nothing, ()
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists, mappings and dataclasses (Hugging Face outputs are mappings)."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, list | tuple | set):
+        for item in value:
+            yield from tensors_of(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for part in fields(value):
+            yield from tensors_of(getattr(value, part.name, None))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `change` applied to its tensors, in containers of the same types; other things are left as they
+    are."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, change) for item in value)
+    if type(value) is dict:
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {part.name: map_tensors(getattr(value, part.name), change) for part in fields(value) if part.init}
+        return replace(value, **changed)
+    return value

@@ -31,11 +31,11 @@ from speedlab.layout import Layout, LayoutError, own_positions, sequence_multipl
 from speedlab.models import GPT
 from speedlab.models.documents import IGNORED
 from speedlab.models.gpt import Attend, Block, Dropout, GPTOutput, SparseAttend
-from speedlab.parallel.changes import Change, Changes
-from speedlab.parallel.context.heads import share_heads, share_tokens
-from speedlab.parallel.context.ring import ring_attention
-from speedlab.parallel.context.sparse_ring import sparse_ring_attention
+from speedlab.parallel.context.ring_attention import ring_attention
+from speedlab.parallel.context.sparse_ring_attention import sparse_ring_attention
+from speedlab.parallel.context.ulysses import share_heads, share_tokens
 from speedlab.parallel.mesh import Mesh
+from speedlab.parallel.module_patches import Change, Changes
 
 
 def check_model(model: nn.Module, layout: Layout, parallel: ParallelConfig, device: str) -> GPT:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from speedlab.parallel.zero.param_slot import Slot
 from speedlab.parallel.zero.parameter import FlatParameter, ReleasedParameter
-from speedlab.parallel.zero.slot import Slot
 
 
 class Shown:

@@ -27,8 +27,8 @@ from speedlab.config.ring_needs import RingNeeds, ring_needs
 from speedlab.models.attention_layout import layout_of
 from speedlab.models.documents import starts_for
 from speedlab.models.recomputation import computed_once
-from speedlab.parallel.context.masks import local_starts
-from speedlab.parallel.context.ring import add_turn
+from speedlab.parallel.context.attention_masks import local_starts
+from speedlab.parallel.context.ring_attention import add_turn
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ from cuda_ops.torch_compat import uncompiled
 from speedlab.comm import Group
 from speedlab.layout import Part, share_of
 from speedlab.models.recomputation import computed_once
-from speedlab.parallel.tensor.parts import put, take
+from speedlab.parallel.tensor.slicing import put, take
 
 TOKENS = 1
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from speedlab.comm import Group
 from speedlab.layout import LayoutError, Part
-from speedlab.parallel.changes import Change, Changes
-from speedlab.parallel.tensor.gpt import BuiltIn
+from speedlab.parallel.module_patches import Change, Changes
+from speedlab.parallel.tensor.gpt_plan import BuiltIn
 from speedlab.parallel.tensor.heads import Heads
 from speedlab.parallel.tensor.layers import (
     Inputs,
@@ -30,9 +30,8 @@ from speedlab.parallel.tensor.layers import (
     row,
     vocabulary,
 )
-from speedlab.parallel.tensor.parts import cut_along, take
-from speedlab.parallel.tensor.plans import find_plan, resolve
-from speedlab.parallel.tensor.styles import Cut, PlanError, Style
+from speedlab.parallel.tensor.slicing import cut_along, take
+from speedlab.parallel.tensor.tp_plan import Cut, PlanError, Style, find_plan, resolve
 
 
 class TensorParallel:

@@ -24,7 +24,7 @@ from speedlab.layout import own_positions
 from speedlab.models.documents import starts_for
 from speedlab.models.gpt import Attend
 from speedlab.models.recomputation import computed_once
-from speedlab.parallel.context.masks import Masks, Places, kept_of
+from speedlab.parallel.context.attention_masks import Masks, Places, kept_of
 
 _HEAD_MULTIPLE = 8
 """On GPUs, kernels take heads of a multiple of so many elements."""

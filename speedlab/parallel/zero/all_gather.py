@@ -27,9 +27,9 @@ import torch
 
 from speedlab.comm import Group, PeerLost
 from speedlab.offload import OffloadError
-from speedlab.parallel.zero.flat import Flat
-from speedlab.parallel.zero.unit import Pass, Unit
-from speedlab.parallel.zero.ways import ReadThenGathered, Ways
+from speedlab.parallel.zero.comm_groups import ReadThenGathered, Ways
+from speedlab.parallel.zero.flat_param import Flat
+from speedlab.parallel.zero.units import Pass, Unit
 from speedlab.placement import Residency, Where
 
 _resting: dict[weakref.ref[Gathers], list[Group]] = {}

@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from speedlab.comm import Group
 from speedlab.layout import LayoutError
 from speedlab.models.gpt import Dropout
-from speedlab.parallel.changes import Change
-from speedlab.parallel.tensor.functions import TOKENS, copy, gather, gather_tokens, split
-from speedlab.parallel.tensor.loss import vocabulary_cross_entropy
-from speedlab.parallel.tensor.plans import is_gpt
-from speedlab.parallel.tensor.styles import Cut, PlanError, Style
+from speedlab.parallel.module_patches import Change
+from speedlab.parallel.tensor.autograd_collectives import TOKENS, copy, gather, gather_tokens, split
+from speedlab.parallel.tensor.tp_plan import Cut, PlanError, Style, is_gpt
+from speedlab.parallel.tensor.vocab_parallel_loss import vocabulary_cross_entropy
 
 
 class BuiltIn:
