@@ -41,7 +41,7 @@ def begin(threads: int) -> int:
     import torch._dynamo  # What torch loads of itself with the first optimizer.
 
     import speedlab.engine  # noqa: F401  # part of what an engine's process holds
-    from speedlab.engine.step.memory import PeakMemory, keep_freed_memory
+    from speedlab.engine.memory_ledger import PeakMemory, keep_freed_memory
 
     torch.set_num_threads(threads)
     keep_freed_memory()
@@ -152,7 +152,7 @@ def _block_step(case: BlockCase, dtype: str) -> Callable[[], tuple[float, ...]]:
     import torch
 
     from speedlab.comm.world import own_device
-    from speedlab.engine.build.own_kernels import OwnKernels
+    from speedlab.engine.kernels import OwnKernels
     from speedlab.models import GPT
 
     _, hidden, _, length, micro = case
@@ -191,7 +191,7 @@ def _head_step(case: HeadCase, dtype: str) -> Callable[[], tuple[float, ...]]:
     import torch
 
     from speedlab.comm.world import own_device
-    from speedlab.engine.build.own_kernels import OwnKernels
+    from speedlab.engine.kernels import OwnKernels
     from speedlab.models import GPT
 
     hidden, vocabulary, length, micro, _ = case

@@ -25,7 +25,7 @@ from speedlab.bench.table import missing
 from speedlab.bench.workload import LEARNING_RATE, MICRO_BATCH, batch, model_of
 from speedlab.comm.shared import BACKEND, register
 from speedlab.config import PrecisionConfig
-from speedlab.engine.build.own_kernels import OwnKernels
+from speedlab.engine.kernels import OwnKernels
 from speedlab.models import GPT
 
 Step = Callable[[Tensor, Tensor], None]

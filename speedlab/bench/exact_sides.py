@@ -62,7 +62,7 @@ def step(case: Case, side: Side) -> Step:
     import torch
 
     import speedlab
-    from speedlab.engine.step.memory import PeakMemory, give_freed_memory_back, release_freed_memory
+    from speedlab.engine.memory_ledger import PeakMemory, give_freed_memory_back, release_freed_memory
     from speedlab.models import GPT
 
     torch.set_num_threads(side.threads)

@@ -73,7 +73,7 @@ def begin(model: Model, side: Side) -> None:
     import torch
 
     import speedlab
-    from speedlab.engine.step.memory import PeakMemory, give_freed_memory_back, release_freed_memory
+    from speedlab.engine.memory_ledger import PeakMemory, give_freed_memory_back, release_freed_memory
     from speedlab.models import GPT
 
     torch.set_num_threads(side.threads)

@@ -11,7 +11,7 @@ from torch import Tensor
 from cuda_ops.linear_cross_entropy import linear_cross_entropy
 from speedlab.bench.interleave import interleave, rows
 from speedlab.bench.table import Row
-from speedlab.engine.step.memory import PeakMemory, release_freed_memory
+from speedlab.engine.memory_ledger import PeakMemory, release_freed_memory
 
 _SHAPES = ((512, 384, 16384), (2048, 768, 50257))
 """(tokens, width, vocabulary): of `bench step`, and of GPT-2."""

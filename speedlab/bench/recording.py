@@ -61,9 +61,9 @@ def main(argv: list[str] | None = None) -> None:
 
 def _measure(folder: str) -> tuple[list[float], list[float]]:
     """(seconds of recording, seconds of the whole step), one of each for every step."""
-    from speedlab.engine.run.reporting import Reporter
-    from speedlab.engine.run.trainer import Trainer
-    from speedlab.engine.step.clock import StepCosts
+    from speedlab.engine.phase_timer import StepCosts
+    from speedlab.trainer.reporting import Reporter
+    from speedlab.trainer.trainer import Trainer
 
     recording: list[float] = []
     total: list[float] = []

@@ -60,10 +60,10 @@ def _measure(folder: str, rounds: int) -> dict[str, list[float]]:
     from speedlab.comm import Group, Traffic
     from speedlab.config import RunConfig
     from speedlab.engine import Engine
-    from speedlab.engine.run.reshaping import rebuild
     from speedlab.models import GPT
     from speedlab.planner.formula import parameter_count
     from speedlab.telemetry.shape import changed_config
+    from speedlab.trainer.reshape import rebuild
 
     config = RunConfig(model="gpt-mini", zero=2, precision="float32", batch={"global_size": 16, "micro_size": 1})
 

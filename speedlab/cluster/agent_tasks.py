@@ -115,7 +115,7 @@ def _hear() -> None:
 
 def _listen() -> None:
     """Leave a file for the engines of this host while nobody asks: rank 0 then ends its step and the run pauses
-    (`engine/run/supervised.py`). An agent that has ended leaves none: the supervisor starts another one."""
+    (`trainer/health.py`). An agent that has ended leaves none: the supervisor starts another one."""
     while True:
         time.sleep(_HEARD_SECONDS)
         if time.monotonic() - _heard > SUPERVISOR_SECONDS:

@@ -22,7 +22,7 @@ from speedlab.telemetry.live import MOST_BYTES, Said
 
 
 class LiveCells:
-    """Cells between two steps: `speedlab.engine.run.cells.Cells`. `patience`: inside, no rank is late in a collective,
+    """Cells between two steps: `speedlab.trainer.cell_runner.Cells`. `patience`: inside, no rank is late in a collective,
     for cells in which a person may think at another one's prompt."""
 
     def __init__(

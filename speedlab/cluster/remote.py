@@ -168,9 +168,9 @@ def bind_to_cores() -> None:
 
 def held_runs() -> dict[str, int]:
     """The runs that this engine holds: their folder, and the step they stand at."""
-    from speedlab.engine.run import held_runs
+    from speedlab.trainer import run_registry
 
-    return {origin_of(folder): step for folder, step in held_runs.held().items()}
+    return {origin_of(folder): step for folder, step in run_registry.held().items()}
 
 
 _BESIDE = (identify, reset, held_runs, debugging.post_mortem)
@@ -182,9 +182,9 @@ def rebind(environment: Mapping[str, str]) -> None:
 
     What this engine holds of runs is given up: the next `advance` builds it anew for the new ranks.
     """
-    from speedlab.engine.run import held_runs
+    from speedlab.trainer import run_registry
 
-    held_runs.release()
+    run_registry.release()
     reset()
     os.environ.update(environment)
     processes.name_engine(int(os.environ["RANK"]))
@@ -210,10 +210,10 @@ def preload() -> None:
 
 
 def try_model(config: str, file: str) -> dict[str, Any]:
-    """What `speedlab.engine.build.contract.try_model` says of the model in `file`, for the run of `config`, as JSON."""
+    """What `speedlab.engine.model_check.try_model` says of the model in `file`, for the run of `config`, as JSON."""
     import torch
 
-    from speedlab.engine.build.contract import try_model as go
+    from speedlab.engine.model_check import try_model as go
 
     if not Path(file).exists():
         raise ConfigError(
@@ -253,7 +253,7 @@ def _patience() -> contextlib.AbstractContextManager[None]:
 def advance(folder: str) -> str:
     """Carry out the run's control words and train until it pauses, ends or fails; returns the state it is left in."""
     from speedlab.cluster.live_cells import LiveCells
-    from speedlab.engine.run.held_runs import advance as go
+    from speedlab.trainer.run_registry import advance as go
 
     folder = folder_here(folder)
     file = Path(folder) / OWN_MODEL
@@ -263,6 +263,6 @@ def advance(folder: str) -> str:
 
 def generate(folder: str, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:
     """Text that the run's model writes after `prompt`; all ranks work on it."""
-    from speedlab.engine.run.held_runs import generate as go
+    from speedlab.trainer.run_registry import generate as go
 
     return go(folder_here(folder), prompt, tokens, temperature=temperature, seed=seed)

@@ -1,10 +1,10 @@
 """The engine: initialize, the step, precision, optimizer, checkpoints, and the loop of a run."""
 
-from speedlab.engine.build.initialize import initialize
 from speedlab.engine.checkpoint import CheckpointError
 from speedlab.engine.engine import Engine
-from speedlab.engine.step.errors import NonFiniteError
-from speedlab.engine.step.totals import Totals
-from speedlab.engine.step.whole import gather
+from speedlab.engine.full_state_dict import gather
+from speedlab.engine.initialize import initialize
+from speedlab.engine.step_reduction import Totals
+from speedlab.optim.errors import NonFiniteError
 
 __all__ = ["CheckpointError", "Engine", "NonFiniteError", "Totals", "gather", "initialize"]

@@ -21,29 +21,25 @@ from speedlab.comm import PeerLost, doing, note_update, prepare_exchange
 from speedlab.comm.rank_activity import FORWARD
 from speedlab.comm.timeouts import Timeout
 from speedlab.config import ConfigError
-from speedlab.engine.build.attention import BlockSparse
-from speedlab.engine.build.kept_inputs import kept_inputs_of
-from speedlab.engine.build.own_kernels import OwnKernels
-from speedlab.engine.build.placing import needs_of, residency_of
-from speedlab.engine.build.room import more_on_disk, refuse_without_room
-from speedlab.engine.build.small_states import prepare_small_states
-from speedlab.engine.build.wrap import BlockWrapper
-from speedlab.engine.deepspeed_names import DeepSpeedNames
+from speedlab.engine.activation_checkpointing import BlockWrapper, kept_inputs_of
+from speedlab.engine.deepspeed_api import DeepSpeedNames
+from speedlab.engine.drivers import Batch, Driver, driver_of
+from speedlab.engine.entry_points import entry_point
+from speedlab.engine.evaluation import mean_loss
+from speedlab.engine.full_state_dict import remember_parts, whole_state
+from speedlab.engine.kernels import OwnKernels, prepare_small_states
+from speedlab.engine.loss import LossFunction, check_loss
+from speedlab.engine.loss_weights import Count
+from speedlab.engine.memory_ledger import Looking, release_freed_memory, settle_allocator, suit_allocator
+from speedlab.engine.phase_timer import PhaseClock
+from speedlab.engine.placement_builder import more_on_disk, needs_of, refuse_without_room, residency_of
 from speedlab.engine.proof import ProofOnRequest, Tokenizer
-from speedlab.engine.step.clock import PhaseClock
-from speedlab.engine.step.communicating import check_whole_gradients
-from speedlab.engine.step.drivers import Batch, Driver, driver_of
-from speedlab.engine.step.entry import entry_point
-from speedlab.engine.step.errors import NonFiniteError, name_module
-from speedlab.engine.step.evaluation import mean_loss
-from speedlab.engine.step.looking import Looking
-from speedlab.engine.step.loss_weights import Count
-from speedlab.engine.step.losses import LossFunction, check_loss
-from speedlab.engine.step.memory import release_freed_memory, settle_allocator, suit_allocator
-from speedlab.engine.step.random_streams import RandomStreams
-from speedlab.engine.step.step import Step
-from speedlab.engine.step.totals import Totals
-from speedlab.engine.step.whole import remember_parts, whole_state
+from speedlab.engine.rng import RandomStreams
+from speedlab.engine.sparse_attention import BlockSparse
+from speedlab.engine.step_reduction import Totals
+from speedlab.engine.train_step import Step
+from speedlab.optim.compressed_optimizer import check_whole_gradients
+from speedlab.optim.errors import NonFiniteError, name_module
 from speedlab.parallel.zero import forget, remember
 from speedlab.telemetry.checkpoints import numbered_name
 from speedlab.telemetry.proof import Proof

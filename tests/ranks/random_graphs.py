@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 import speedlab
 from speedlab.comm import Joined
-from speedlab.engine.step.errors import NonFiniteError
+from speedlab.optim.errors import NonFiniteError
 from speedlab.parallel.zero.flat_param import Flat
 
 Result = tuple[dict[str, Tensor], list[Tensor]]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from speedlab.config import RunConfig
-from speedlab.engine.run import held_runs
-from speedlab.engine.run.trainer import Trainer
 from speedlab.telemetry.folder import RunFolder
+from speedlab.trainer import run_registry
+from speedlab.trainer.trainer import Trainer
 
 _generations = itertools.count(os.getpid() << 16)
 
@@ -51,14 +51,14 @@ def as_engine(run: str) -> Iterator[None]:
     try:
         yield
     finally:
-        held_runs._trainers.clear()
+        run_registry._trainers.clear()
         os.environ.clear()
         os.environ.update(before)
 
 
 def trainer_of(run: str) -> Trainer:
     """What this rank holds of the run, after its first advance."""
-    return held_runs._trainers[Path(run)]
+    return run_registry._trainers[Path(run)]
 
 
 def own_rank() -> int:

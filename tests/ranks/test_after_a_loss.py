@@ -24,11 +24,11 @@ from ranks.small_steps import step_of
 from ranks.tensor_models import gpt
 from speedlab.comm import Blocks, CodedSums, Group, PeerLost, Rails, Traffic, Transfer, join, leave
 from speedlab.engine.engine import Engine
-from speedlab.engine.run import held_runs
 from speedlab.parallel.pipeline.pipeline import Pipeline
 from speedlab.parallel.zero.all_gather import Gathers
 from speedlab.parallel.zero.reduce_scatter import Reductions
 from speedlab.telemetry.folder import RunFolder
+from speedlab.trainer import run_registry
 
 # ---- a run -----------------------------------------------------------------------------------------------------------
 
@@ -39,7 +39,7 @@ def killed_before_its_third_step(run: str, backend: str) -> list[str]:
 
     def killed(engine: Engine, *args: Any, **kwargs: Any) -> float:
         if own_rank() == 1 and engine.global_step == 2:
-            held_runs._trainers.clear()
+            run_registry._trainers.clear()
             engine.disconnect()
             leave(failed=True)
             raise SystemExit
@@ -50,15 +50,15 @@ def killed_before_its_third_step(run: str, backend: str) -> list[str]:
         found = []
         with patch.object(Engine, "train_batch", killed):
             try:
-                found.append(held_runs.advance(run))
+                found.append(run_registry.advance(run))
             except (PeerLost, SystemExit) as error:
                 found.append(type(error).__name__)
         if own_rank() == 1:
-            held_runs._trainers.clear()
+            run_registry._trainers.clear()
         else:
             RunFolder(run).post("resume")
         try:
-            found.append(held_runs.advance(run))
+            found.append(run_registry.advance(run))
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
         return found

@@ -23,10 +23,10 @@ from ranks.loops import Case, adamw, engine_for, engine_step
 from ranks.pool import Pool
 from ranks.test_checkpoint import flip_a_byte, load_from, save_after
 from speedlab.engine import checkpoint
-from speedlab.engine.checkpoint import CheckpointError, tensor_file
-from speedlab.engine.checkpoint import saving as saving_module
+from speedlab.engine.checkpoint import CheckpointError, safetensors_files
+from speedlab.engine.checkpoint import async_save as saving_module
 from speedlab.engine.checkpoint import write as write_module
-from speedlab.engine.checkpoint.saving import write_report
+from speedlab.engine.checkpoint.async_save import write_report
 from speedlab.telemetry.checkpoints import find_checkpoint
 
 
@@ -35,7 +35,7 @@ def held_up(gate: threading.Event) -> Any:
 
     def wait_and_write(*args: Any, **named: Any) -> Any:
         assert gate.wait(30)
-        return tensor_file.write_tensors(*args, **named)
+        return safetensors_files.write_tensors(*args, **named)
 
     return mock.patch.object(write_module, "write_tensors", wait_and_write)
 

@@ -18,7 +18,7 @@ from ranks.pool import Pool
 from ranks.small_steps import batch
 from ranks.tensor_models import gpt
 from speedlab.comm import Group
-from speedlab.engine.step.communicating import Exchanged
+from speedlab.optim.compressed_optimizer import Exchanged
 from speedlab.placement import Holders, Home
 
 STEPS = 6

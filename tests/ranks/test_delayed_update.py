@@ -1,4 +1,4 @@
-"""Updates that are late by a step: what their definition says (`speedlab.engine.step.late`), wherever states lie."""
+"""Updates that are late by a step: what their definition says (`speedlab.optim.delayed_update`), wherever states lie."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ranks.test_communicating import PlainSums
 from ranks.test_modules import MODULES
 from ranks.test_parity import BFLOAT16, FLOAT32
 from speedlab.config import ConfigError, RunConfig
-from speedlab.engine.step.fused import FusedAdamW
-from speedlab.engine.step.late import LateUpdate
 from speedlab.layout import Layout
 from speedlab.offload import OffloadError
+from speedlab.optim.delayed_update import LateUpdate
+from speedlab.optim.fused import FusedAdamW
 
 PLACES = [
     {"optimizer": "host"},

@@ -20,10 +20,10 @@ from ranks.loops import Trajectory, problems
 from ranks.runs import as_engine, new_run, trainer_of
 from ranks.test_layouts import BFLOAT16, FLOAT32, PlainOf, check
 from speedlab.config import ConfigError, ModelConfig
-from speedlab.engine.run import held_runs
 from speedlab.layout import Layout, LayoutError
 from speedlab.models import GPT
 from speedlab.telemetry.folder import RunFolder
+from speedlab.trainer import run_registry
 
 
 def packed(length: int, step: int, index: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -308,7 +308,7 @@ def write_texts(folder: Path) -> Path:
 def trained(run: str) -> tuple[list[float], list[float], list[list[int]]]:
     """(losses, held-out losses, shapes and ends of a micro-batch) of a whole run."""
     with as_engine(run):
-        state = held_runs.advance(run)
+        state = run_registry.advance(run)
         assert state == "finished", state
         training = trainer_of(run).training
         tokens, targets, positions = next(training.batches(training.train_rows, 0))

@@ -223,23 +223,23 @@ def test_a_model_that_would_not_load_back_is_refused(two: Pool, tmp_path: Path) 
 
 
 def test_without_memory_for_the_values_names_are_compared(tmp_path: Path, monkeypatch: Any) -> None:
-    from speedlab.engine.checkpoint import transformers_model
-    from speedlab.engine.checkpoint.tensor_file import Values
+    from speedlab.engine.checkpoint import hf_model
+    from speedlab.engine.checkpoint.safetensors_files import Values
 
     model = architectures.seeded("llama")
     model.save_pretrained(tmp_path)
     described = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"], "dtype": "float32"}
     tensors = {name: Values.of(value) for name, value in model.named_parameters()}
-    transformers_model.check_loaded_back(tmp_path, described, tensors)
+    hf_model.check_loaded_back(tmp_path, described, tensors)
     other = {**tensors, "model.norm.weight": Values.of(torch.zeros(64))}
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight come back with other values"):
-        transformers_model.check_loaded_back(tmp_path, described, other)
-    monkeypatch.setattr(transformers_model, "memory_bytes", lambda: (0, 0))
-    transformers_model.check_loaded_back(tmp_path, described, other)
+        hf_model.check_loaded_back(tmp_path, described, other)
+    monkeypatch.setattr(hf_model, "memory_bytes", lambda: (0, 0))
+    hf_model.check_loaded_back(tmp_path, described, other)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         kept = {name: file.get_tensor(name) for name in file.keys() if "norm" not in name}  # noqa: SIM118  # no dict
     from safetensors.torch import save_file
 
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="initialised at random"):
-        transformers_model.check_loaded_back(tmp_path, described, tensors)
+        hf_model.check_loaded_back(tmp_path, described, tensors)

@@ -14,7 +14,7 @@ from ranks import models
 from ranks.conftest import PoolOf
 from ranks.loops import Case, adamw, engine_for, engine_step, sgd
 from speedlab.config import ConfigError
-from speedlab.engine.step.errors import NonFiniteError
+from speedlab.optim.errors import NonFiniteError
 
 
 def both(case: Case, **more: Any) -> list[tuple[list[float], list[float], dict[str, torch.Tensor]]]:

@@ -23,9 +23,9 @@ from speedlab.bench.planner_cases import grid
 from speedlab.comm import PeerLost
 from speedlab.comm.compressed_allreduce import CompressedMeans, LargestElements, Signs
 from speedlab.comm.onebit_allreduce import CHUNK
-from speedlab.engine.run import held_runs
-from speedlab.engine.step.errors import NonFiniteError
+from speedlab.optim.errors import NonFiniteError
 from speedlab.telemetry.folder import RunFolder
+from speedlab.trainer import run_registry
 
 STEPS, LR, EPS, DECAY, CLIP = 5, 3e-3, 1e-5, 0.05, 0.5
 OUTER = {"every_steps": 2, "lr": 0.7, "momentum": 0.9}
@@ -468,7 +468,7 @@ def test_parameters_wider_than_outer_gradients_are_refused(two: Pool) -> None:
 
 def advanced(run: str) -> str:
     with as_engine(run):
-        return str(held_runs.advance(run))
+        return str(run_registry.advance(run))
 
 
 def test_a_run_tells_when_its_islands_meet(two: Pool, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ranks.test_layouts import FLOAT32, PlainOf, check
 from ranks.test_selective import train
 from speedlab.comm import Group, Traffic
 from speedlab.config import ConfigError
-from speedlab.engine.build.kept_inputs import KeptInputs
+from speedlab.engine.activation_checkpointing import KeptInputs
 from speedlab.layout import Layout
 
 CUT: dict[str, Any] = {"checkpointing": "block", "partition_inputs": True, "steps": 3}

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, own_rank, trainer_of
-from speedlab.engine.run import held_runs
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.live import Said, cell_path, take_said
 from speedlab.telemetry.records import Event
+from speedlab.trainer import run_registry
 
 
 @pytest.fixture
@@ -63,11 +63,11 @@ def advance(run: str, *later: Words) -> tuple[str, list[float]]:
     """Bring it forward, and once more for each group of words that is given later. The state it is left in, and of each
     parameter one number."""
     with as_engine(run):
-        state = held_runs.advance(run, cells=PlainCells())
+        state = run_registry.advance(run, cells=PlainCells())
         for words in later:
             if own_rank() == 0:
                 give(run, words)
-            state = held_runs.advance(run, cells=PlainCells())
+            state = run_registry.advance(run, cells=PlainCells())
         whole = trainer_of(run).engine.state_dict()
         return state, [float(value.double().square().sum()) for value in whole.values()]
 
@@ -217,17 +217,17 @@ def test_a_rank_that_comes_when_the_store_is_broken_pauses_as_the_others_have(wo
 
 def paused_and_left(run: str) -> list[Any]:
     with as_engine(run):
-        return [held_runs.advance(run, cells=PlainCells()), not dist.is_initialized()]
+        return [run_registry.advance(run, cells=PlainCells()), not dist.is_initialized()]
 
 
 def interrupted_and_resumed(run: str) -> list[Any]:
     """State after the cell, whether this rank has left the world by then, and the state in the end."""
     with as_engine(run):
-        state = held_runs.advance(run, cells=PlainCells())
+        state = run_registry.advance(run, cells=PlainCells())
         left = not dist.is_initialized()
         if own_rank() == 0:
             RunFolder(run).post("resume")
-        return [state, left, held_runs.advance(run, cells=PlainCells())]
+        return [state, left, run_registry.advance(run, cells=PlainCells())]
 
 
 def test_what_belongs_to_the_run_is_refused_to_a_cell(world: Pool, tmp_path: Path) -> None:
@@ -259,4 +259,4 @@ def test_engines_that_nobody_gave_cells_say_so(world: Pool, tmp_path: Path) -> N
 
 def advance_without(run: str) -> str:
     with as_engine(run):
-        return held_runs.advance(run)
+        return run_registry.advance(run)

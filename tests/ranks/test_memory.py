@@ -28,8 +28,8 @@ from ranks.loops import Case, adamw, engine_for, engine_step, sgd
 from ranks.pool import Pool
 from ranks.test_parity import STAGES
 from speedlab.comm.transports import shared_memory
-from speedlab.engine.run.holding import holdings
 from speedlab.parallel import construction
+from speedlab.trainer.ownership import holdings
 
 # ---- looking at a parameter ------------------------------------------------------------------------------------------
 

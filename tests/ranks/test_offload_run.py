@@ -18,10 +18,10 @@ from torch import Tensor
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, own_rank, trainer_of
 from ranks.test_trainer import advance, events, post
-from speedlab.engine.run import held_runs
-from speedlab.engine.step.clock import PhaseClock, StepCosts
+from speedlab.engine.phase_timer import PhaseClock, StepCosts
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState
+from speedlab.trainer import run_registry
 
 ON_DISK: dict[str, Any] = {"zero": 3, "offload": {"optimizer": "disk", "parameters": "disk"}}
 
@@ -123,7 +123,7 @@ def with_a_disk_that_fails(run: str, rank: int, number: int, steps: int, call: s
     works = getattr(os, call)
 
     def fails(*arguments: Any) -> int:
-        trainer = held_runs._trainers.get(Path(run))
+        trainer = run_registry._trainers.get(Path(run))
         if trainer is not None and trainer.engine.global_step >= steps:
             raise OSError(number, os.strerror(number))
         return works(*arguments)

@@ -30,9 +30,9 @@ from speedlab.bench.planner_cases import grid
 from speedlab.comm import PeerLost, onebit_allreduce
 from speedlab.comm.onebit_allreduce import CHUNK, SignMeans
 from speedlab.engine.checkpoint import CheckpointError
-from speedlab.engine.run import held_runs
-from speedlab.engine.step.errors import NonFiniteError
+from speedlab.optim.errors import NonFiniteError
 from speedlab.telemetry.folder import RunFolder
+from speedlab.trainer import run_registry
 
 FREEZE, STEPS = 3, 7
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1
@@ -999,7 +999,7 @@ def test_what_parameters_have_not_moved_by_is_kept(two: Pool, dtype: str) -> Non
 
 def advanced(run: str) -> str:
     with as_engine(run):
-        return str(held_runs.advance(run))
+        return str(run_registry.advance(run))
 
 
 RUNS = {

@@ -136,7 +136,7 @@ def activations_of_steps(case: GridCase) -> list[int]:
 def traced_and_measured(case: Case) -> tuple[dict[str, int], dict[str, int]]:
     """A module of the user's own: what a trace of fake tensors says, and the ledger of a third step."""
     from speedlab.config import RunConfig
-    from speedlab.engine.build.plan_module import plan_module
+    from speedlab.engine.model_check import plan_module
 
     config = RunConfig(**case.config())
     planned = plan_module(case.build(), config, 2, batch=lambda: case.batch(0, 0))

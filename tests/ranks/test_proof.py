@@ -21,13 +21,13 @@ from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, own_rank, trainer_of
 from ranks.tensor_models import hugging_face
 from speedlab.config import ModelConfig
+from speedlab.engine.drivers import WholeModel
 from speedlab.engine.proof import Prover
 from speedlab.engine.proof.observation import Observation
-from speedlab.engine.run import first_batch, held_runs
-from speedlab.engine.step.drivers import WholeModel
 from speedlab.models import GPT
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.proof import Proof, read_proof
+from speedlab.trainer import first_batch_proof, run_registry
 
 Batch = tuple[Tensor, ...]
 LENGTH = 16
@@ -356,7 +356,7 @@ def world(two: Pool) -> Iterator[Pool]:
 
 def advance(run: str) -> tuple[str, dict[str, Tensor]]:
     with as_engine(run):
-        state = held_runs.advance(run)
+        state = run_registry.advance(run)
         return state, {name: value.clone() for name, value in trainer_of(run).engine.state_dict().items()}
 
 
@@ -399,8 +399,8 @@ def advance_with_a_fault(run: str, owner: type, name: str) -> str:
     with as_engine(run):
         if own_rank() == 1:
             with patch.object(owner, name, fails):
-                return held_runs.advance(run)
-        return held_runs.advance(run)
+                return run_registry.advance(run)
+        return run_registry.advance(run)
 
 
 @pytest.mark.parametrize(
@@ -427,11 +427,11 @@ def test_a_rank_that_fails_in_the_proof_does_not_end_the_run(
 def advance_and_prove(run: str) -> list[str]:
     """Pause after two steps, ask for a proof, go on."""
     with as_engine(run):
-        states = [held_runs.advance(run)]
+        states = [run_registry.advance(run)]
         if own_rank() == 0:
             RunFolder(run).post("prove")
             RunFolder(run).post("resume")
-        states.append(held_runs.advance(run))
+        states.append(run_registry.advance(run))
         return states
 
 
@@ -448,8 +448,8 @@ def test_a_proof_that_was_asked_for_sees_the_update_after_it(world: Pool, tmp_pa
 
 
 def advance_without_time(run: str) -> str:
-    with as_engine(run), patch.object(first_batch, "_FORWARDS_SECONDS", 1e-9):
-        return held_runs.advance(run)
+    with as_engine(run), patch.object(first_batch_proof, "_FORWARDS_SECONDS", 1e-9):
+        return run_registry.advance(run)
 
 
 def test_forwards_that_would_take_too_long_are_left_out(world: Pool, tmp_path: Path) -> None:

@@ -21,11 +21,11 @@ import pytest
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, trainer_of
 from ranks.test_trainer import advance, events, post
-from speedlab.engine.checkpoint import tensor_file
+from speedlab.engine.checkpoint import safetensors_files
 from speedlab.engine.checkpoint import write as write_module
 from speedlab.engine.engine import Engine
-from speedlab.engine.run import reshaping
-from speedlab.engine.run.loop import Loop
+from speedlab.trainer import reshape
+from speedlab.trainer.trainer import Loop
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def with_saves_longer_than_a_step(run: str) -> str:
     def held_up(*args: Any, **named: Any) -> Any:
         gates.append(threading.Event())
         assert gates[-1].wait(30)
-        return tensor_file.write_tensors(*args, **named)
+        return safetensors_files.write_tensors(*args, **named)
 
     def open_gates() -> None:
         for gate in gates:
@@ -121,7 +121,7 @@ def reshaped_through(memory: Path, run: str) -> tuple[str, int, list[str]]:
         seen.extend(sorted(f"{path.name} {stat.S_IMODE(path.stat().st_mode):o}" for path in memory.iterdir()))
         return save(engine, folder, *args, **kwargs)
 
-    with as_engine(run), patch.object(reshaping, "_IN_MEMORY", memory), patch.object(Engine, "save_checkpoint", look):
+    with as_engine(run), patch.object(reshape, "_IN_MEMORY", memory), patch.object(Engine, "save_checkpoint", look):
         return advance(run), trainer_of(run).engine.layout.tp, seen
 
 

@@ -22,12 +22,13 @@ from speedlab.cluster import remote
 from speedlab.cluster.shipping import pack
 from speedlab.config import ConfigError
 from speedlab.engine.engine import Engine
-from speedlab.engine.run import held_runs, interrupt, training, words
 from speedlab.planner import predicted_peaks
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Event, Ledger, RunState
 from speedlab.telemetry.shape import changed_config
 from speedlab.telemetry.writer import RecordWriter
+from speedlab.trainer import commands as words
+from speedlab.trainer import interrupts, run_registry, training_run
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def post(run: str, *commands: tuple[str, dict[str, Any]]) -> None:
 def advance(run: str) -> str:
     """The state in which an advance leaves the run, or what it raises."""
     try:
-        return held_runs.advance(run)
+        return run_registry.advance(run)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -91,9 +92,9 @@ def interrupted_before_a_long_save(run: str) -> tuple[str, int, bool]:
         as_engine(run),
         patch.object(Engine, "train_batch", asked_in_the_step),
         patch.object(Engine, "save_checkpoint", long_save),
-        patch.object(interrupt, "PATIENCE_SECONDS", 30.0),
+        patch.object(interrupts, "PATIENCE_SECONDS", 30.0),
     ):
-        state = held_runs.advance(run)
+        state = run_registry.advance(run)
         return state, trainer_of(run).engine.global_step, left == [0.0]
 
 
@@ -184,10 +185,10 @@ def built_with_problems(run: str) -> list[str]:
     with as_engine(run):
         found = []
         for problem in (ConfigError("too short"), OSError("unreadable")):
-            with broken(training, "prepare", problem):
+            with broken(training_run, "prepare", problem):
                 found.append(advance(run))
         for problem in (ConfigError("no such layer"), MemoryError("no room")):
-            with broken(training, "GPT", problem):
+            with broken(training_run, "GPT", problem):
                 found.append(advance(run))
         return [*found, advance(run)]
 
@@ -207,8 +208,8 @@ def test_a_rank_that_cannot_build_the_run_does_not_leave_the_others_waiting(worl
 
 def interrupted_while_it_is_built(run: str) -> list[str]:
     with as_engine(run):
-        with patch.object(training, "GPT", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-            held_runs.advance(run)
+        with patch.object(training_run, "GPT", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            run_registry.advance(run)
         status = RunFolder(run).read_status()
         if own_rank() == 0:
             post(run, ("step", {"n": 1}))
@@ -235,10 +236,10 @@ def two_runs(folder: Path, *names: str) -> list[str]:
 def one_after_the_other(first: str, second: str, *words: Any) -> list[Any]:
     """The first as it is left behind a step and these words, then the second, then the first again."""
     with as_engine(first):
-        found: list[Any] = [advance(first), advance(second), list(held_runs.held().values())]
+        found: list[Any] = [advance(first), advance(second), list(run_registry.held().values())]
         if own_rank() == 0:
             post(first, *words)
-        return [*found, advance(first), held_runs.held().get(first)]
+        return [*found, advance(first), run_registry.held().get(first)]
 
 
 def test_a_paused_run_is_saved_before_another_one_takes_its_place(world: Pool, tmp_path) -> None:
@@ -266,16 +267,16 @@ def refused_for_want_of_room(first: str, second: str) -> list[Any]:
     with as_engine(first):
         advance(first)
         with broken(Engine, "save_checkpoint", OSError("no space")):
-            found: list[Any] = [advance(second), held_runs.held()[first]]
+            found: list[Any] = [advance(second), run_registry.held()[first]]
         if own_rank() == 0:
             post(first, ("step", {"n": 1}))
-        found += [advance(first), held_runs.held()[first]]
+        found += [advance(first), run_registry.held()[first]]
         if own_rank() == 0:
             post(first, ("stop", {}))  # Who gives it up need not save it.
             post(second, ("step", {"n": 1}))
         advance(first)
         with broken(Engine, "save_checkpoint", OSError("no space")):
-            return [*found, advance(second), list(held_runs.held().values())]
+            return [*found, advance(second), list(run_registry.held().values())]
 
 
 def interrupted_while_it_makes_room(first: str, second: str) -> list[Any]:
@@ -290,8 +291,8 @@ def interrupted_while_it_makes_room(first: str, second: str) -> list[Any]:
     with as_engine(first):
         state = advance(first)
         with patch.object(Engine, "save_checkpoint", interrupted), pytest.raises(KeyboardInterrupt):
-            held_runs.advance(second)
-        return [state, held_runs.held(), str(RunFolder(second).read_status().state), told]
+            run_registry.advance(second)
+        return [state, run_registry.held(), str(RunFolder(second).read_status().state), told]
 
 
 def test_an_interrupt_while_a_run_makes_room_is_for_the_other_one(world: Pool, tmp_path) -> None:
@@ -316,7 +317,7 @@ def cut_off_and_another(first: str, second: str) -> list[Any]:
     with as_engine(first):
         state = advance(first)
         trainer_of(first).engine.updating = own_rank() == 0
-        return [state, advance(second), held_runs.held()]
+        return [state, advance(second), run_registry.held()]
 
 
 def test_a_run_that_nobody_kept_takes_no_place(world: Pool, tmp_path) -> None:
@@ -332,9 +333,9 @@ def test_a_run_that_nobody_kept_takes_no_place(world: Pool, tmp_path) -> None:
 def given_up_and_asked_again(lost: str, other: str) -> list[Any]:
     with as_engine(lost):
         advance(lost)
-        held_runs.release()
+        run_registry.release()
         advance(other)
-        return [advance(lost), held_runs.held().get(other)]
+        return [advance(lost), run_registry.held().get(other)]
 
 
 # ---- beside the step -------------------------------------------------------------------------------------------------
@@ -370,7 +371,7 @@ def test_a_failure_that_cannot_be_written_down_is_still_raised_on_all(world: Poo
 def with_a_model_that_cannot_be_made_on_a_full_disk(run: str) -> str:
     with (
         as_engine(run),
-        broken(training, "GPT", ZeroDivisionError("seven"), rank=0),
+        broken(training_run, "GPT", ZeroDivisionError("seven"), rank=0),
         broken(RunFolder, "write_status", OSError("no space"), rank=0),
     ):
         return advance(run)
@@ -398,7 +399,7 @@ def test_a_periodic_save_that_fails_on_one_rank_does_not_cost_the_run(world: Poo
 
 def with_a_layout_that_one_rank_cannot_build(run: str) -> tuple[str, int, int]:
     """The model of the first engine is made, and that of the third, which goes on as the first did."""
-    with as_engine(run), broken(training, "GPT", MemoryError("no room"), first=1, last=1):
+    with as_engine(run), broken(training_run, "GPT", MemoryError("no room"), first=1, last=1):
         return advance(run), trainer_of(run).engine.global_step, trainer_of(run).engine.layout.tp
 
 
@@ -451,10 +452,10 @@ def cut_off_without_gradients(run: str) -> list[Any]:
     torch.set_grad_enabled(False)
     with as_engine(run):
         with patch.object(Engine, "evaluate", cut_off), pytest.raises(KeyboardInterrupt):
-            held_runs.advance(run)
+            run_registry.advance(run)
         found: list[Any] = [torch.is_grad_enabled()]
         torch.set_grad_enabled(False)
-        return [*found, advance(run), held_runs.held()[run], torch.is_grad_enabled()]
+        return [*found, advance(run), run_registry.held()[run], torch.is_grad_enabled()]
 
 
 def test_gradients_are_on_behind_an_interrupt(world: Pool, tmp_path) -> None:
@@ -475,8 +476,8 @@ def interrupted_one_before_the_other(run: str) -> list[Any]:
 
     with as_engine(run):
         with patch.object(Engine, "train_batch", stopped), pytest.raises(KeyboardInterrupt):
-            held_runs.advance(run)
-        return [str(RunFolder(run).read_status().state), advance(run), held_runs.held()[run]]
+            run_registry.advance(run)
+        return [str(RunFolder(run).read_status().state), advance(run), run_registry.held()[run]]
 
 
 def test_a_rank_that_has_lost_an_interrupted_one_is_paused_like_it(world: Pool, tmp_path) -> None:
@@ -499,7 +500,7 @@ def interrupted_around_a_word(run: str, word: str, *, word_first: bool) -> list[
         return works(engine, *args, **kwargs)
 
     with as_engine(run), patch.object(Engine, "train_batch", told):
-        return [advance(run), held_runs.held()[run]]
+        return [advance(run), run_registry.held()[run]]
 
 
 @pytest.mark.parametrize("word", ["resume", "step"])
@@ -531,7 +532,7 @@ def interrupted_in(run: str, name: str) -> list[Any]:
     with as_engine(run), patch.object(Engine, name, forced):
         found: list[Any] = []
         try:
-            held_runs.advance(run)
+            run_registry.advance(run)
         except KeyboardInterrupt:
             found.append(str(trainer_of(run).training.state))
         if own_rank() == 0:
@@ -552,7 +553,7 @@ def test_an_interrupt_in_the_middle_of_what_follows_a_step_leaves_its_state_whol
 
 def repeated_while_the_world_is_left(run: str) -> list[Any]:
     """Both ranks are forced to stop; rank 1 gets the cluster's next signal while it lets its connections go."""
-    forget = training.leave
+    forget = training_run.leave
 
     def forced(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt("the step did not end in time")
@@ -563,8 +564,8 @@ def repeated_while_the_world_is_left(run: str) -> list[Any]:
         forget(**kwargs)
 
     with as_engine(run):
-        with patch.object(Engine, "evaluate", forced), patch.object(training, "leave", repeated):
-            kind = remote.call(pack((held_runs.advance, [run], {}), {}))[remote.FAILED]["kind"]
+        with patch.object(Engine, "evaluate", forced), patch.object(training_run, "leave", repeated):
+            kind = remote.call(pack((run_registry.advance, [run], {}), {}))[remote.FAILED]["kind"]
         left = not dist.is_initialized()
         return [kind, str(trainer_of(run).training.state), left, advance(run)]
 

@@ -24,9 +24,9 @@ from speedlab.bench.planner import compare, measure
 from speedlab.bench.planner_cases import grid
 from speedlab.comm import PeerLost
 from speedlab.engine.checkpoint import CheckpointError
-from speedlab.engine.step.communicating import check_whole_gradients
-from speedlab.engine.step.errors import NonFiniteError
-from speedlab.engine.step.zero_one import ZeroOneAdam
+from speedlab.optim.compressed_optimizer import check_whole_gradients
+from speedlab.optim.errors import NonFiniteError
+from speedlab.optim.zero_one_adam import ZeroOneAdam
 
 KINDS = "WWSWSWSSNSNSN"
 """Of the steps: gradients whole, signs, nothing."""

@@ -19,7 +19,7 @@ from ranks.conftest import PoolOf
 from ranks.small_steps import batch, engine_of, step_of
 from speedlab.comm.shared.hierarchical import Hierarchy
 from speedlab.config import ConfigError
-from speedlab.engine.step.errors import NonFiniteError
+from speedlab.optim.errors import NonFiniteError
 from speedlab.parallel.zero import comm_groups
 
 STEPS = 4

@@ -34,11 +34,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 import speedlab.comm.group as group_module
-import speedlab.engine.step.entry as entry_module
+import speedlab.engine.entry_points as entry_module
 import speedlab.parallel.zero.inspect as inspect_module
 from speedlab.comm import Group, leave
 from speedlab.comm.transports.select import Link
-from speedlab.engine.step.totals import sum_totals
+from speedlab.engine.step_reduction import sum_totals
 
 GIB = 2**30
 
@@ -153,7 +153,7 @@ def _tensor_patches(gpu: FakeGpu) -> Iterator[Any]:
         # Every number is one here, and nobody has written, nor do gradients differ.
         return replace(sum_totals(*args, **kwargs), written=0, differing=0, lost=0)
 
-    yield mock.patch("speedlab.engine.step.step.sum_totals", totals)
+    yield mock.patch("speedlab.engine.train_step.sum_totals", totals)
     yield mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(of_tensor))
     yield mock.patch.object(FakeTensorMode, "__torch_dispatch__", of_mode)
     yield mock.patch.object(FakeTensor, "is_cuda", property(lambda t: t.fake_device.type == "cuda"), create=True)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from speedlab.comm import PeerLost
-from speedlab.engine.run.agreement import Parted, Refusal, together
+from speedlab.trainer.collective_errors import Parted, Refusal, together
 
 
 class OneRank:

@@ -64,7 +64,7 @@ def test_a_row_says_its_allocator_and_the_range_of_its_ratio(tmp_path) -> None:
 
 
 def test_peers_get_the_allocator_setting_that_engines_ask_for(monkeypatch) -> None:
-    from speedlab.engine.step.memory import keep_freed_memory
+    from speedlab.engine.memory_ledger import keep_freed_memory
 
     asked: dict[int, int] = {}
 

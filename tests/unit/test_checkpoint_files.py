@@ -17,9 +17,8 @@ import torch
 from safetensors.torch import load_file
 
 from speedlab.engine.checkpoint import CheckpointError, prune
-from speedlab.engine.checkpoint import saving as saving_module
-from speedlab.engine.checkpoint.manifest import read_manifest
-from speedlab.engine.checkpoint.saving import (
+from speedlab.engine.checkpoint import async_save as saving_module
+from speedlab.engine.checkpoint.async_save import (
     Saving,
     await_outcome,
     await_reports,
@@ -28,7 +27,8 @@ from speedlab.engine.checkpoint.saving import (
     whose,
     write_report,
 )
-from speedlab.engine.checkpoint.tensor_file import Values, write_tensors
+from speedlab.engine.checkpoint.manifest import read_manifest
+from speedlab.engine.checkpoint.safetensors_files import Values, write_tensors
 from speedlab.telemetry.checkpoints import Checkpoint, newest
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -60,7 +60,7 @@ def test_the_library_reads_what_was_written(tmp_path: Path) -> None:
 
 
 def test_chunks_come_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speedlab.engine.checkpoint.tensor_file._CHUNK_BYTES", 64)
+    monkeypatch.setattr("speedlab.engine.checkpoint.safetensors_files._CHUNK_BYTES", 64)
     values = torch.arange(1001.0)
     _, digest = write_tensors(tmp_path / "x", {"a": Values.of(values)})
     assert load_file(tmp_path / "x")["a"].equal(values)

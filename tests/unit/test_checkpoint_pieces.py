@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from speedlab.engine.checkpoint.pieces import Stretch, blocks, copy_blocks
+from speedlab.engine.checkpoint.slices import Stretch, blocks, copy_blocks
 from speedlab.layout import Part
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from speedlab.comm import Traffic, Transfer
-from speedlab.engine.step import clock, memory_marks
-from speedlab.engine.step.clock import PhaseClock
-from speedlab.engine.step.memory_marks import MemoryMarks, allocated_bytes
+from speedlab.engine import memory_ledger, phase_timer
+from speedlab.engine.memory_ledger import MemoryMarks, allocated_bytes
+from speedlab.engine.phase_timer import PhaseClock
 
 
 class Event:
@@ -33,7 +33,7 @@ class Event:
 
 @pytest.fixture
 def gpu_clock(monkeypatch: pytest.MonkeyPatch) -> tuple[PhaseClock, Traffic]:
-    monkeypatch.setattr(clock.torch.cuda, "Event", Event)
+    monkeypatch.setattr(phase_timer.torch.cuda, "Event", Event)
     Event.now = Event.passed = 0.0
     traffic, device = Traffic(), torch.device("cuda")
     return PhaseClock(traffic, device), traffic
@@ -99,7 +99,7 @@ def test_memory_is_marked_at_the_ends_of_phases_in_one_step_a_second(monkeypatch
         now[0] += 1e-5
         return next(held)
 
-    monkeypatch.setattr(memory_marks, "allocated_bytes", read)
+    monkeypatch.setattr(memory_ledger, "allocated_bytes", read)
     marks = MemoryMarks(torch.device("cpu"), lambda: now[0], lambda: now[0])
 
     def step(*phases: str) -> list[tuple[str, int]]:
@@ -116,7 +116,7 @@ def test_memory_is_marked_at_the_ends_of_phases_in_one_step_a_second(monkeypatch
     assert marks.take()[0].seconds == 0.0
     now[0] += 1.0
     # A heap that is counted slowly: its step ends there, and the next one waits 400 times as long.
-    monkeypatch.setattr(memory_marks, "allocated_bytes", lambda device: now.append(now.pop() + 0.01) or 7)
+    monkeypatch.setattr(memory_ledger, "allocated_bytes", lambda device: now.append(now.pop() + 0.01) or 7)
     assert step("forward", "backward") == [("start", 7)]
     now[0] += 2.0
     assert step("forward") == []

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedlab.config import ConfigError, RunConfig
-from speedlab.engine.build.contract import try_model
-from speedlab.engine.build.making import make_whole
-from speedlab.engine.step.losses import loss_of
+from speedlab.engine.loss import loss_of
+from speedlab.engine.model_check import try_model
+from speedlab.engine.model_construction import make_whole
 
 CPU = torch.device("cpu")
 CONFIG = RunConfig(

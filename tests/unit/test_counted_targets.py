@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedlab.config import ConfigError
-from speedlab.engine.step.counted_targets import targets_of, with_one_counted
-from speedlab.engine.step.losses import loss_of
+from speedlab.engine.loss import loss_of
+from speedlab.engine.loss_weights import targets_of, with_one_counted
 from speedlab.models.labels import Labels, label_rule
 from speedlab.models.packed import hides_nothing_more, keep_separate
 

@@ -188,7 +188,7 @@ def test_what_is_left_out_has_deepspeeds_default_and_it_is_said() -> None:
 
 def test_a_schedule_is_deepspeeds_to_a_step() -> None:
     """After the warm-up no rate is further from DeepSpeed's than its change in one step."""
-    from speedlab.engine.build.schedule import rate_factor
+    from speedlab.optim.lr_schedule import rate_factor
 
     top, low, warmup, total = 2e-4, 1e-5, 10, 100
     linear = RunConfig.deepspeed_reading(
@@ -729,7 +729,7 @@ def test_the_trainers_rate_is_its_own_schedules_after_the_warm_up() -> None:
     optimization = pytest.importorskip("transformers.optimization")
     import torch
 
-    from speedlab.engine.build.schedule import rate_factor
+    from speedlab.optim.lr_schedule import rate_factor
 
     for kind in ("linear", "cosine"):
         args = {"max_steps": 50, "warmup_steps": 10, "lr_scheduler_type": kind}

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from speedlab.config import ConfigError, DataConfig, ModelConfig, RunConfig
 from speedlab.data import check, prepare, separated, write_tokens
-from speedlab.engine.build.contract import try_model
-from speedlab.engine.step.counted_targets import targets_of
-from speedlab.engine.step.losses import loss_of
+from speedlab.engine.loss import loss_of
+from speedlab.engine.loss_weights import targets_of
+from speedlab.engine.model_check import try_model
 from speedlab.models import GPT
 from speedlab.models.documents import document_starts
 from speedlab.models.hugging_face import PACKED_FAMILIES, packing_problem

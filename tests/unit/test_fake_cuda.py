@@ -27,10 +27,10 @@ import speedlab
 from speedlab.comm import Group, Traffic
 from speedlab.config import ModelConfig
 from speedlab.engine.engine import Engine
-from speedlab.engine.step import optimizer
-from speedlab.engine.step.late import LateUpdate
 from speedlab.layout import Layout
 from speedlab.models import GPT
+from speedlab.optim import sharded_optimizer
+from speedlab.optim.delayed_update import LateUpdate
 
 MICRO, LENGTH, HEADS = 2, 10, 2
 
@@ -101,7 +101,7 @@ class Report:
 @cache
 def report_of(session: Session) -> Report:
     report = Report()
-    late = patch.object(optimizer, "LateUpdate", AtOnce)
+    late = patch.object(sharded_optimizer, "LateUpdate", AtOnce)
     with (
         late,
         TemporaryDirectory() as folder,

@@ -8,10 +8,10 @@ import pytest
 
 from speedlab.config import RunConfig
 from speedlab.config.errors import more_in
-from speedlab.engine.run.agreement import Refusal
-from speedlab.engine.run.fitting import Held, peaks_of, refuse_what_does_not_fit
 from speedlab.planner import parameter_count, predicted_peaks
 from speedlab.telemetry.shape import changed_config
+from speedlab.trainer.collective_errors import Refusal
+from speedlab.trainer.fit_check import Held, peaks_of, refuse_what_does_not_fit
 
 MIB = 2**20
 CONFIG = RunConfig(model="gpt-tiny", zero=2, precision="float32", batch={"global_size": 16, "micro_size": 2})

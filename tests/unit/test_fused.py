@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from speedlab.engine.step.fused import FusedAdamW, step_device
+from speedlab.optim.fused import FusedAdamW, step_device
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from speedlab.config import AttentionConfig, ConfigError, ModelConfig
-from speedlab.engine.build.attention import BlockSparse, check_attention
+from speedlab.engine.sparse_attention import BlockSparse, check_attention
 from speedlab.models import GPT, hugging_face
 from speedlab.models.hugging_face import registered
 

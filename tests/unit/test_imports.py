@@ -249,7 +249,7 @@ def test_a_run_of_the_built_in_model_loads_no_compiler(tmp_path) -> None:
     code = """
 import sys
 from speedlab.config import RunConfig
-from speedlab.engine.run.held_runs import advance
+from speedlab.trainer.run_registry import advance
 from speedlab.telemetry.folder import RunFolder
 small = {"layers": 1, "hidden": 32, "heads": 2, "vocab_size": 257, "context": 16}
 data = {"source": "task:copy", "sequence_length": 16, "vocab_size": 257}
@@ -279,9 +279,9 @@ def test_public_names_are_found_where_they_are_said_to_be() -> None:
         ("speedlab.layout", "from speedlab.config import RunConfig", "layout may import nothing of ours"),
         ("speedlab.comm.group", "from speedlab import RunConfig", "comm may import cuda_ops, layout, network"),
         ("speedlab.comm.group", "def f():\n    from ..engine import x", "comm may import cuda_ops, layout, network"),
-        ("speedlab.engine.step", "from speedlab.cluster.run import Run", "engine may import "),
-        ("speedlab.engine.step", "import importlib; importlib.import_module('speedlab.cluster')", "engine may import "),
-        ("speedlab.engine.step", "import IPython.display", "engine imports nothing of Jupyter's"),
+        ("speedlab.optim", "from speedlab.cluster.run import Run", "engine may import "),
+        ("speedlab.optim", "import importlib; importlib.import_module('speedlab.cluster')", "engine may import "),
+        ("speedlab.optim", "import IPython.display", "engine imports nothing of Jupyter's"),
         ("speedlab.telemetry.feed", "import ipyparallel", "telemetry imports nothing of Jupyter's"),
         ("speedlab.cluster.run", "def f():\n    import torch", "cluster is imported by kernels and terminals"),
         ("speedlab.cluster.remote", "import torch", "cluster is imported by kernels and terminals"),
@@ -306,7 +306,7 @@ def test_imports_against_the_table_are_found(module, source, complaint) -> None:
         ("speedlab.cluster.run", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("speedlab.telemetry.feed", "from .folder import RunFolder\nfrom speedlab.layout import Layout"),
         ("speedlab", "def load():\n    import speedlab_notebook"),
-        ("speedlab.engine.step", "import torch, json\nfrom speedlab import config, parallel"),
+        ("speedlab.optim", "import torch, json\nfrom speedlab import config, parallel"),
     ],
 )
 def test_imports_that_follow_the_table_are_not(module, source) -> None:

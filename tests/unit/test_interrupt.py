@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from speedlab.engine.run import interrupt
-from speedlab.engine.run.interrupt import Interruption
+from speedlab.trainer import interrupts
+from speedlab.trainer.interrupts import Interruption
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def armed() -> bool:
 def ask(times: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGINT at each of these moments, in seconds."""
     for moment in times:
-        monkeypatch.setattr(interrupt.time, "monotonic", lambda moment=moment: moment)
+        monkeypatch.setattr(interrupts.time, "monotonic", lambda moment=moment: moment)
         os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -54,14 +54,14 @@ def wait_to_be_forced(moments: list[float], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("moments", [[100.0], [100.0, 110.0]])
 def test_what_nobody_hears_of_is_forced_the_second_time_too(monkeypatch, moments):
-    monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(interrupts, "PATIENCE_SECONDS", 0.05)
     with pytest.raises(KeyboardInterrupt, match="did not end in time"):
         wait_to_be_forced(moments, monkeypatch)
     assert not armed()
 
 
 def test_a_long_save_after_an_interrupt_that_was_heard_is_not_broken_off(monkeypatch):
-    monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(interrupts, "PATIENCE_SECONDS", 0.05)
     with Interruption() as interruption:
         ask([100.0], monkeypatch)
         assert armed()
@@ -82,12 +82,12 @@ def test_the_clusters_repeats_are_the_same_request(monkeypatch):
 
 
 def test_what_must_not_be_broken_off_is_not_and_the_request_stays(monkeypatch):
-    monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(interrupts, "PATIENCE_SECONDS", 0.05)
     with Interruption() as interruption:
         with interruption.held():
             ask([100.0], monkeypatch)
             busy(0.2)
-            monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 60.0)
+            monkeypatch.setattr(interrupts, "PATIENCE_SECONDS", 60.0)
         assert interruption.asked
         assert armed()
 
@@ -95,7 +95,7 @@ def test_what_must_not_be_broken_off_is_not_and_the_request_stays(monkeypatch):
 def test_a_peers_interrupt_that_is_heard_first_leaves_the_own_signal_a_repeat(monkeypatch):
     """All ranks get the signal, not at once: the step may carry a peer's before the own one comes."""
     with Interruption() as interruption:
-        monkeypatch.setattr(interrupt.time, "monotonic", lambda: 100.0)
+        monkeypatch.setattr(interrupts.time, "monotonic", lambda: 100.0)
         interruption.heard()
         ask([100.1], monkeypatch)
         assert not interruption.asked
@@ -128,7 +128,7 @@ def test_what_is_forced_inside_a_finalizer_is_forced_again(monkeypatch):
             Passing()
             busy(5)
 
-    monkeypatch.setattr(interrupt, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(interrupts, "PATIENCE_SECONDS", 0.05)
     with pytest.raises(KeyboardInterrupt, match="did not end in time"):
         loses_the_first()
     assert not armed()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from speedlab.engine.step.late import LateUpdate, Twin
+from speedlab.optim.delayed_update import LateUpdate, Twin
 
 
 @pytest.mark.parametrize("began", [False, True])

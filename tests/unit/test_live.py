@@ -24,12 +24,12 @@ from speedlab.cluster.live_cells import LiveCells
 from speedlab.cluster.sealed import write_sealed
 from speedlab.config import ConfigError
 from speedlab.engine import Engine
-from speedlab.engine.run.interrupt import Interruption
-from speedlab.engine.run.live import _left_as_it_was, _look
-from speedlab.engine.run.words import WORDS
-from speedlab.engine.step.step import Step
+from speedlab.engine.train_step import Step
 from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.live import MOST_BYTES, Said, cell_path, take_said, write_said
+from speedlab.trainer.commands import WORDS
+from speedlab.trainer.interrupts import Interruption
+from speedlab.trainer.live_cells import _left_as_it_was, _look
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from telemetry_samples import make_record
 
 from speedlab.config import ConfigError, OptimizerConfig, RunConfig
-from speedlab.engine.step.zero_one_steps import Kind, Steps
+from speedlab.optim.zero_one_adam import Kind, Steps
 from speedlab.planner import model_states
 from speedlab.planner.plan import plan
 from speedlab.telemetry.columns import Columns

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from speedlab.config import ConfigError, OptimizerConfig
-from speedlab.engine.build.recipe import OptimizerChoice, Recipe
-from speedlab.engine.step.forms import EVERY_FORM, Forms, Needs
+from speedlab.optim.factory import OptimizerChoice, Recipe
+from speedlab.optim.parameter_forms import EVERY_FORM, Forms, Needs
 
 CPU = torch.device("cpu")
 

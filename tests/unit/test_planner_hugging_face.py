@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from speedlab import cli
 from speedlab.config import AttentionConfig, RunConfig
-from speedlab.engine.build.plan_module import plan_module
-from speedlab.engine.step.losses import loss_of
-from speedlab.engine.step.memory import activation_trace
+from speedlab.engine.loss import loss_of
+from speedlab.engine.memory_ledger import activation_trace
+from speedlab.engine.model_check import plan_module
 from speedlab.layout import Layout
 from speedlab.models.hugging_face import registered
 from speedlab.planner.hugging_face import FAMILIES, read_shape, shape_of

@@ -16,11 +16,11 @@ from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
 from speedlab.display.guides import FOLDER, sections
 from speedlab.engine.proof import (
-    batch_cut,
     counted_tokens,
     document_separation,
     dtypes,
     first_update,
+    micro_batch_split,
     parameter_groups,
 )
 from speedlab.engine.proof.token_batch import NoTokensError, token_batch
@@ -63,7 +63,7 @@ def test_as_html_all_text_is_escaped() -> None:
 
 
 def test_every_finding_links_to_a_section_that_there_is() -> None:
-    modules = (batch_cut, counted_tokens, document_separation, dtypes, first_update, parameter_groups)
+    modules = (micro_batch_split, counted_tokens, document_separation, dtypes, first_update, parameter_groups)
     named = {value for module in modules for name, value in vars(module).items() if name.endswith("SECTION")}
     assert len(named) == 8
     for name in named:
@@ -262,25 +262,25 @@ def test_documents_are_compared(ranks: Any, severity: str) -> None:
     ],
 )
 def test_the_cut_of_a_batch(together: float, weighted: bool, severity: str, text: str) -> None:
-    ranks = [batch_cut.Losses(together=together, alone=(6.0, 1.5), counted=(2, 4))]
-    found = batch_cut.finding_of(ranks, dtype="float32", weighted_by_tokens=weighted, given=[[6]])
+    ranks = [micro_batch_split.Losses(together=together, alone=(6.0, 1.5), counted=(2, 4))]
+    found = micro_batch_split.finding_of(ranks, dtype="float32", weighted_by_tokens=weighted, given=[[6]])
     assert (found.severity, text in found.text) == (severity, True), found.text
 
 
 def test_micro_batches_of_different_counts_are_told_unless_they_are_weighted() -> None:
-    ranks = [batch_cut.Losses(together=3.0, alone=(6.0, 1.5), counted=(2, 4))]
+    ranks = [micro_batch_split.Losses(together=3.0, alone=(6.0, 1.5), counted=(2, 4))]
     given = [[4, 32], [32, 32]]
-    found = batch_cut.finding_of(ranks, dtype="float32", weighted_by_tokens=False, given=given)
+    found = micro_batch_split.finding_of(ranks, dtype="float32", weighted_by_tokens=False, given=given)
     assert found.severity is Severity.SUSPICIOUS
     assert "micro-batches have 4 to 32 targets" in found.text
-    weighted = batch_cut.finding_of(ranks, dtype="float32", weighted_by_tokens=True, given=given)
+    weighted = micro_batch_split.finding_of(ranks, dtype="float32", weighted_by_tokens=True, given=given)
     assert weighted.severity is Severity.OK
 
 
 def test_sequences_that_are_cut_get_different_numbers_of_targets() -> None:
-    two, first, second = batch_cut.parts_of(view([[1, 2, 3, 4]] * 3, [[2, 3, 4, 5]] * 3))
+    two, first, second = micro_batch_split.parts_of(view([[1, 2, 3, 4]] * 3, [[2, 3, 4, 5]] * 3))
     assert [int(each.counted.sum()) for each in (two, first, second)] == [6, 4, 2]
-    assert batch_cut.parts_of(view([[1, 2]], [[2, 3]])) == []
+    assert micro_batch_split.parts_of(view([[1, 2]], [[2, 3]])) == []
 
 
 def update(**changes: Any) -> Finding:

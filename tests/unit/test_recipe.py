@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from speedlab.config import ConfigError, OptimizerConfig
-from speedlab.engine.build.recipe import Recipe
-from speedlab.engine.step.onebit import OneBitAdam
+from speedlab.optim.factory import Recipe
+from speedlab.optim.onebit_adam import OneBitAdam
 
 
 class TakesAnything(torch.optim.SGD):

@@ -7,7 +7,7 @@ from typing import Any
 
 from telemetry_samples import make_folder
 
-from speedlab.engine.run.reporting import Reporter
+from speedlab.trainer.reporting import Reporter
 
 
 def test_a_mailbox_that_cannot_be_read_is_told_of_once_and_heard_again_later(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from speedlab.config import RunConfig
-from speedlab.engine.build.schedule import follow_schedule, make_schedule
+from speedlab.optim.lr_schedule import follow_schedule, make_schedule
 
 
 def rates(steps: int, count: int, longer: int | None = None) -> list[float]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from speedlab.config import OffloadConfig
-from speedlab.engine.run.slow_disk import SlowDisk
-from speedlab.engine.step.clock import StepCosts
+from speedlab.engine.phase_timer import StepCosts
+from speedlab.trainer.health import SlowDisk
 
 DISK = OffloadConfig(optimizer="disk")
 

@@ -1,11 +1,11 @@
 """Checkpoints without a layout: each rank writes what it answers for, a manifest says which slice of which part of
 which parameter is where, and any layout reads any other's. Nothing is ever pickled."""
 
-from speedlab.engine.checkpoint.deepspeed import import_deepspeed
-from speedlab.engine.checkpoint.huggingface import export_hf, import_hf
+from speedlab.engine.checkpoint.async_save import Saving
+from speedlab.engine.checkpoint.deepspeed_universal import import_deepspeed
+from speedlab.engine.checkpoint.hf import export_hf, import_hf
 from speedlab.engine.checkpoint.prune import prune
 from speedlab.engine.checkpoint.read import load
-from speedlab.engine.checkpoint.saving import Saving
 from speedlab.engine.checkpoint.write import finish_saving, save, saving_of
 from speedlab.telemetry.checkpoints import CheckpointError
 

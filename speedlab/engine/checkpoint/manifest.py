@@ -28,9 +28,9 @@ from typing import Any
 
 from torch import Tensor
 
-from speedlab.engine.checkpoint.described import describe_model
-from speedlab.engine.checkpoint.pieces import Stretch
-from speedlab.engine.step.state import TrainingState
+from speedlab.engine.checkpoint.model_description import describe_model
+from speedlab.engine.checkpoint.slices import Stretch
+from speedlab.engine.state import TrainingState
 from speedlab.layout import Part
 from speedlab.telemetry.checkpoints import MANIFEST, CheckpointError
 

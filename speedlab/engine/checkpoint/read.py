@@ -18,16 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedlab.engine.checkpoint.agree import all_or_none
-from speedlab.engine.checkpoint.files import Files
-from speedlab.engine.checkpoint.kept import begin_at_zero, load_kept
-from speedlab.engine.checkpoint.pieces import Stretch, blocks, copy_blocks
-from speedlab.engine.checkpoint.random_state import restore_random
-from speedlab.engine.checkpoint.tensor_file import real
+from speedlab.engine.checkpoint.collective_errors import all_or_none
+from speedlab.engine.checkpoint.optimizer_feedback import begin_at_zero, load_kept
+from speedlab.engine.checkpoint.safetensors_files import Files, real
+from speedlab.engine.checkpoint.slices import Stretch, blocks, copy_blocks
 from speedlab.engine.checkpoint.verify import newest_good, sound_manifest
 from speedlab.engine.checkpoint.write import finish_saving
-from speedlab.engine.step.communicating import Communicating
-from speedlab.engine.step.module_state import (
+from speedlab.engine.module_state import (
     decode,
     extra_states,
     frozen_tensors,
@@ -35,8 +32,10 @@ from speedlab.engine.step.module_state import (
     put_back,
     put_back_frozen,
 )
-from speedlab.engine.step.optimizer_states import Scalars
-from speedlab.engine.step.state import TrainingState
+from speedlab.engine.rng import restore_random
+from speedlab.engine.state import TrainingState
+from speedlab.optim.compressed_optimizer import Communicating
+from speedlab.optim.optimizer_state import Scalars
 from speedlab.parallel.zero import Flat, Slot
 from speedlab.telemetry.checkpoints import CheckpointError, Place, find_checkpoint
 

@@ -9,10 +9,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from speedlab.comm import Group
-from speedlab.engine.checkpoint.agree import all_or_none
+from speedlab.engine.checkpoint.collective_errors import all_or_none
 from speedlab.engine.checkpoint.manifest import read_manifest, sources_of
-from speedlab.engine.checkpoint.tensor_file import hash_of
-from speedlab.engine.step.state import TrainingState
+from speedlab.engine.checkpoint.safetensors_files import hash_of
+from speedlab.engine.state import TrainingState
 from speedlab.telemetry.checkpoints import MANIFEST, CheckpointError, checkpoints_in
 
 

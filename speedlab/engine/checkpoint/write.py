@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedlab.engine.checkpoint.agree import all_or_none, on_first
-from speedlab.engine.checkpoint.manifest import common_of, describe_part, manifest_of
-from speedlab.engine.checkpoint.random_state import random_tensors, random_words
-from speedlab.engine.checkpoint.saving import (
+from speedlab.engine.checkpoint.async_save import (
     Saving,
     await_outcome,
     await_reports,
@@ -36,9 +33,12 @@ from speedlab.engine.checkpoint.saving import (
     whose,
     write_report,
 )
-from speedlab.engine.checkpoint.tensor_file import Values, real, to_disk, write_tensors
-from speedlab.engine.step.module_state import NotEncodable, encode, extra_states, frozen_tensors
-from speedlab.engine.step.state import TrainingState
+from speedlab.engine.checkpoint.collective_errors import all_or_none, on_first
+from speedlab.engine.checkpoint.manifest import common_of, describe_part, manifest_of
+from speedlab.engine.checkpoint.safetensors_files import Values, real, to_disk, write_tensors
+from speedlab.engine.module_state import NotEncodable, encode, extra_states, frozen_tensors
+from speedlab.engine.rng import random_tensors, random_words
+from speedlab.engine.state import TrainingState
 from speedlab.offload import Kept
 from speedlab.parallel.zero import Flat, Slot
 from speedlab.placement import Holders, Where

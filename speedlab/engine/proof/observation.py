@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import speedlab.engine.proof.first_update as first_update
-from speedlab.engine.step.state import TrainingState
-from speedlab.engine.step.step import Step
-from speedlab.engine.step.update import engine_hook
+from speedlab.engine.state import TrainingState
+from speedlab.engine.train_step import Step
 from speedlab.models.gpt import Prediction
+from speedlab.optim.sharded_update import engine_hook
 
 
 class Observation:

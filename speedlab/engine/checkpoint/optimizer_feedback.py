@@ -1,0 +1,109 @@
+"""Loading what is kept beside gradients: by an optimizer that sums them itself, or by islands that meet.
+
+What each rank has of its own (`Holders.OWN`: a worker's error) comes back to the rank it was of, where there are as
+many as before; else every rank gets the mean over them, so that the mean, which is all that the next sum sees, is what
+it was. With what islands have of their own (`Holders.ISLANDS_PART`: their errors) it is the same. What belongs to a
+partition (`Holders.OWN_PART`: the error of the mean that a rank serves, an anchor) goes with its elements.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedlab.engine.checkpoint.safetensors_files import Files
+from speedlab.engine.checkpoint.slices import Stretch
+from speedlab.engine.state import TrainingState
+from speedlab.optim.compressed_optimizer import Communicating, keeps_now
+from speedlab.optim.diloco import Islands
+from speedlab.parallel.zero import Flat, Slot
+from speedlab.placement import Holders
+
+
+@torch.no_grad()
+def load_kept(engine: TrainingState, files: Files, manifest: dict[str, Any]) -> None:
+    """Fill what is kept, where the optimizer's groups, loaded before, say that it sums gradients itself, or where there
+    are islands. Where the checkpoint has not all of it, that begins anew, and is told. Collective."""
+    keeper = engine.keeper
+    if keeper is not None:
+        if missing := _missing(engine, keeper, manifest):
+            warnings.warn(f"{missing}, which begins as on the first step", UserWarning, stacklevel=2)
+            engine.begin_anew()
+        else:
+            _load(engine, keeper, files, manifest)
+    if isinstance(engine.optimizer, Communicating) and not keeps_now(engine.optimizer):
+        for flat in engine.partitioned_optimizer.flats:
+            begin_at_zero(engine.partitioned_optimizer.states_of(flat))
+
+
+def begin_at_zero(states: Mapping[str, Tensor]) -> None:
+    """A variance that was frozen is infinite where there was no gradient, and would be for ever where it is updated."""
+    for name, state in states.items():
+        if name.startswith("exp_avg_sq"):  # 1-bit LAMB has two.
+            state.masked_fill_(state.isinf(), 0.0)
+
+
+def _missing(engine: TrainingState, keeper: Islands | Communicating, manifest: dict[str, Any]) -> str:
+    """What a checkpoint has not of what `keeper` goes on from, the same on all ranks. Collective."""
+    stored, entries, name = manifest.get("kept", {}), manifest["parameters"], type(keeper).__name__
+    trained = {name for name, entry in entries.items() if entry["trainable"]}
+    if any(stored.get(kind, {}).keys() != trained for kind in keeper.kept):
+        has = ", ".join(stored) or "nothing of it"
+        return f"the checkpoint has not all of {name} ({', '.join(keeper.kept)}; it has {has})"
+    own = [slot.name for flat in engine.partitioned_optimizer.flats for slot in flat.slots if slot.name not in trained]
+    new = sorted({name for each in engine.everyone.collect(own) for name in each})
+    if not new:
+        return ""
+    more = f" and {len(new) - 1} more were" if len(new) > 1 else " was"
+    return f"{new[0]}{more} not trained when the checkpoint was written, so that it has not all of {name}"
+
+
+def _load(engine: TrainingState, keeper: Islands | Communicating, files: Files, manifest: dict[str, Any]) -> None:
+    stored, entries = manifest["kept"], manifest["parameters"]
+    for flat in engine.flats:
+        for kind, state in ({} if flat.gradient is None else flat.gradient.kept).items():
+            holders = engine.placement.flats[flat.name][0].states[kind].holders
+            own = holders is Holders.OWN
+            among = {Holders.OWN: flat.gather_group, Holders.ISLANDS_PART: engine.islands.group}.get(holders)
+            for slot, low, high in _held(flat, whole=own):
+                pieces = stored[kind][slot.name]
+                stretch = Stretch(
+                    engine.placement[slot.name].part, max(0, low - slot.offset), min(slot.numel, high - slot.offset)
+                )
+                base = 0 if own else flat.start
+                into = state[slot.offset + stretch.start - base : slot.offset + stretch.end - base]
+                told = {piece["holder"] for piece in pieces}
+                as_before = among is not None and len(told) == among.size
+                wanted = {among.index} if among is not None and as_before else told
+                shape = entries[slot.name]["shape"]
+                _mean(files, kind, stretch, into, [
+                    {"shape": shape, "slices": [piece for piece in pieces if piece["holder"] == holder]}
+                    for holder in sorted(wanted)
+                ])  # fmt: skip  # one entry for each holder
+    if keeper is engine.islands:
+        engine.islands.anchored()
+
+
+def _held(flat: Flat, *, whole: bool) -> Iterator[tuple[Slot, int, int]]:
+    """(slot, range of the flat) of the parameters of which this rank holds something."""
+    low, high = (0, flat.padded) if whole else (flat.start, flat.end)
+    for slot in flat.slots:
+        if max(slot.offset, low) < min(slot.offset + slot.numel, high):
+            yield slot, low, high
+
+
+def _mean(files: Files, kind: str, stretch: Stretch, into: Tensor, entries: list[dict[str, Any]]) -> None:
+    """The mean of what these entries of a manifest have."""
+    if len(entries) == 1:
+        files.copy(entries[0], kind, stretch, into)
+        return
+    one = torch.zeros_like(into)
+    into.zero_()
+    for entry in entries:
+        files.copy(entry, kind, stretch, one)
+        into.add_(one)
+    into.div_(len(entries))

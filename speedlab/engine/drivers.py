@@ -1,0 +1,357 @@
+"""What computes a step's micro-batches: the whole model on this rank, or the stages of a pipeline. One interface."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from speedlab.engine.loss import LossFunction, loss_of
+from speedlab.engine.loss_weights import TARGETS, Count, targets_of, with_one_counted
+from speedlab.engine.phase_timer import PhaseClock
+from speedlab.engine.pipeline_batches import pipeline_parts
+from speedlab.engine.state import TrainingState
+from speedlab.engine.train_step import Step
+from speedlab.layout import LayoutError
+from speedlab.models.gpt import FeedForward
+from speedlab.models.packed import keep_separate, without_cache
+from speedlab.parallel.context import ContextParallel
+from speedlab.parallel.pipeline import Pipeline, StageModule
+from speedlab.parallel.zero import map_tensors
+from speedlab.telemetry.records import Span
+
+Batch = Any
+"""A micro-batch: tokens, targets and perhaps positions of documents, (B, T) int64 each, or whatever `losses.loss_of`
+knows what to do with."""
+
+
+class PipelineOutput(NamedTuple):
+    """What the engine's call gives under a pipeline. `logits`: (B, T, V)."""
+
+    logits: Tensor
+
+
+class Driver(Protocol):
+    """Computes forwards and backwards of this rank; gradients end in the flats, summed when they are due."""
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the module gives for these arguments."""
+        ...
+
+    def backward(self, loss: Tensor, counted_targets: Count = None, *, retain_graph: bool = False) -> None:
+        """Gradients of a micro-batch's loss, the mean over so many targets."""
+        ...
+
+    def train(self, batches: Sequence[Batch]) -> None:
+        """Forward and backward of all micro-batches of a step."""
+        ...
+
+    def evaluate(self, batch: Batch) -> list[tuple[Tensor, Count]]:
+        """The loss of a micro-batch, without gradients, and how many targets it is the mean of; [] where another rank
+        of the pipeline has it."""
+        ...
+
+    def update(self) -> AbstractContextManager[object]:
+        """To be entered around the optimizer's update."""
+        ...
+
+    @property
+    def timeline(self) -> list[Span]:
+        """What this rank did in the last step, in order; [] without a pipeline."""
+        ...
+
+    @property
+    def began(self) -> float:
+        """When it began, in seconds since the epoch; 0 without a pipeline."""
+        ...
+
+    def abandon(self) -> bool:
+        """After an exception: drop what is under way. Whether gradients of earlier micro-batches were lost with it."""
+        ...
+
+    def reconnect(self) -> None:
+        """A step that was cut off is forgotten."""
+        ...
+
+
+class WholeModel:
+    """Every rank holds the model's forward."""
+
+    began = 0.0
+    timeline: list[Span] = []  # noqa: RUF012  # nothing ever writes to it
+
+    def __init__(
+        self, state: TrainingState, step: Step, clock: PhaseClock, *, dtype: torch.dtype, loss: LossFunction | None
+    ) -> None:
+        """`dtype`: what floating-point inputs are cast to. `loss`: the user's; None takes what the forward gives."""
+        self._state, self._step, self._clock, self._dtype, self._loss_function = state, step, clock, dtype, loss
+        (self._zero,) = state.zeros
+        self._module = state.module
+        self._weighs_evaluations = state.config.loss_over != "micro_batches"
+        self._running_statistics = [b for module in state.modules for b in _running_statistics(module)]
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._step.weights.is_on and torch.is_grad_enabled():
+            args, kwargs = self._counted(args, kwargs)
+        # A call without gradients and targets may generate, which needs a cache.
+        trains = torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in TARGETS)
+        with self._micro_batch((args, kwargs)), without_cache(self._module) if trains else nullcontext():
+            kwargs = keep_separate(self._module, kwargs) if trains else kwargs
+            args, kwargs = map_tensors(args, self._cast), map_tensors(kwargs, self._cast)
+            return self._module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, counted_targets: Count = None, *, retain_graph: bool = False) -> None:
+        weights = self._step.weights
+        count = weights.of_backward(counted_targets)
+        again = weights.has_loss and counted_targets is None
+        self._backward(loss, count, again=again, retain_graph=retain_graph)
+
+    def _counted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Count the targets in the arguments of a call, and return arguments of which at least one counts."""
+        args, kwargs = _by_name(self._module, args, kwargs)
+        targets = targets_of(self._module, kwargs)
+        self._step.weights.saw_forward(None if targets is None else targets.number)
+        return args, kwargs if targets is None else with_one_counted(kwargs, targets)
+
+    def _backward(self, loss: Tensor, count: Count, *, again: bool = False, retain_graph: bool = False) -> None:
+        due = self._step.sync and (self._step.at_boundary or self._zero.residency.gradients_go)
+        with self._clock.phase("backward"):
+            (scale,) = self._step.scales([count], again=again)
+            self._zero.begin_backward(sync=due)
+            self._step.in_backward = True
+            try:
+                (loss * scale).backward(retain_graph=retain_graph)
+            finally:
+                self._step.in_backward = False
+            self._zero.end_backward()
+        self._step.ended_backward([loss])
+
+    def train(self, batches: Sequence[Batch]) -> None:
+        for number, batch in enumerate(batches, 1):
+            self._backward(*self._loss(batch))
+            if number < len(batches):
+                self._step.ended_micro_batch()
+
+    def evaluate(self, batch: Batch) -> list[tuple[Tensor, Count]]:
+        return [self._loss(batch)]
+
+    @contextmanager
+    def _micro_batch(self, given: Any) -> Iterator[None]:
+        """To be entered around the forward of what was given."""
+        if torch.is_grad_enabled() and self._step.trains:
+            self._step.data.look(given)
+        for buffer in self._running_statistics:
+            self._state.group.broadcast(buffer)
+        self._step.begin_micro_batch()
+        with self._clock.phase("forward"):
+            yield
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        tensor = self._state.to_device(tensor)
+        return tensor.to(self._dtype) if tensor.dtype == torch.float32 else tensor
+
+    def _loss(self, batch: Batch) -> tuple[Tensor, Count]:
+        """The loss of a micro-batch, and how many targets it is the mean of."""
+        with self._micro_batch(batch):
+            if isinstance(batch, Mapping):
+                batch = dict(batch)
+            if self._loss_function is not None:
+                return loss_of(self._module, map_tensors(batch, self._cast), self._loss_function), None
+            if isinstance(batch, dict):
+                # Of the whole step, as a Trainer passes it: this loss is a mean, and gets its weight afterwards.
+                batch.pop("num_items_in_batch", None)
+                batch = keep_separate(self._module, batch)  # Before anything is on a device, where looks would wait.
+            targets = targets_of(self._module, batch)
+            weighs = self._step.weights.is_on if torch.is_grad_enabled() else self._weighs_evaluations
+            if targets is not None and weighs:
+                batch = with_one_counted(batch, targets)
+            loss = loss_of(self._module, map_tensors(batch, self._cast), None)
+            return loss, None if targets is None else targets.number
+
+    def update(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def abandon(self) -> bool:
+        was = self._zero.current.value == "backward"
+        self._zero.abandon_pass()
+        return was
+
+    def reconnect(self) -> None:
+        pass  # The Zero, which knows its passes, does it.
+
+
+class PipelineStages:
+    """No rank holds the model's forward: a step is one call."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        step: Step,
+        clock: PhaseClock,
+        *,
+        dtype: torch.dtype,
+        split_backward: bool,
+        context: ContextParallel,
+    ) -> None:
+        """`split_backward`: see `Pipeline`; `context`: of each of the stages."""
+        self._state, self._step, self._clock, self._context = state, step, clock, context
+        parallel, mesh = state.config.parallel, state.mesh
+        self._group = mesh["pp"]
+        self._pipeline = Pipeline(
+            [cast(StageModule, module) for module in state.modules],
+            state.zeros,
+            self._group,
+            schedule=parallel.schedule,
+            dtype=dtype,
+            own_length=self._own_length,
+            split_backward=split_backward,
+            on_forward=step.begin_micro_batch,
+            phase=clock.phase,
+        )
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput:
+        """Logits of tokens, on every rank and without gradients."""
+        tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("tokens"))
+        if torch.is_grad_enabled() or not isinstance(tokens, Tensor) or len(args) + len(kwargs) != 1:
+            kind = RuntimeError if torch.is_grad_enabled() else TypeError
+            raise kind(
+                f"under {self._state.layout} no rank holds the whole model; train with engine.train_batch(batches), "
+                "evaluate with engine.evaluate(batches), both of pairs (tokens, targets), and call the engine for "
+                "logits with tokens alone, (B, T) int64, in torch.no_grad()"
+            )
+        state, group = self._state, self._group
+        made = self._pipeline.evaluate(state.to_device(tokens))
+        described = [list(made[0].shape), str(made[0].dtype).removeprefix("torch.")] if made else None
+        shape, dtype = group.share(described, group.size - 1)
+        logits = made[0] if made else torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
+        group.broadcast(logits, group.size - 1)
+        return PipelineOutput(logits[:, : tokens.shape[1]])  # Without what pads them.
+
+    @property
+    def _token_share(self) -> int:
+        """Of how many tensor ranks each has its tokens of an activation."""
+        return self._state.layout.tp if self._state.config.parallel.sequence else 1
+
+    def _own_length(self, length: int) -> int:
+        return -(-self._context.own_length(length) // self._token_share)
+
+    def _check_length(self, length: int) -> None:
+        """On all ranks, of which only some embed the tokens: the others would wait for theirs."""
+        layout = self._state.layout
+        if layout.cp > 1:
+            self._context.check_length(length)
+        elif rest := length % self._token_share:
+            raise LayoutError(
+                f"train_batch: under {layout} a sequence of {length} tokens does not divide by {self._token_share}; "
+                f"use {length - rest} or {length - rest + self._token_share} tokens"
+            )
+
+    def backward(self, loss: Tensor, counted_targets: Count = None, *, retain_graph: bool = False) -> None:
+        raise RuntimeError(f"under {self._state.layout} a step is one call: engine.train_batch(batches)")
+
+    def train(self, batches: Sequence[Batch]) -> None:
+        parts = [self._parts(batch) for batch in batches]
+        step = self._step
+        counts = [_number_of(self._state.modules[0], each) for each in parts]
+        if step.weights.is_on:
+            parts = [_with_one_counted(self._state.modules[0], each) for each in parts]
+        step.data.look(batches)
+        if len(shapes := {tuple(tokens.shape) for tokens, *_ in parts}) > 1:
+            told = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
+            raise ValueError(f"train_batch: under a pipeline micro-batches are of one shape, and these are {told}")
+        if len({len(each) for each in parts}) > 1:
+            raise ValueError(
+                "train_batch: positions came with some micro-batches and not with others; give all or none"
+            )
+        self._check_length(parts[0][0].shape[1])
+        given = [self._state.to_device(torch.cat(each)) for each in zip(*parts, strict=True)]
+        with self._clock.phase("forward"):
+            scales = step.scales(counts)
+        losses = self._pipeline.train(*given, micro_batches=step.micro_batches.size, scales=scales)
+        step.ended_backward(losses)
+        step.micro_batches.ended = step.micro_batches.size - 1
+
+    def evaluate(self, batch: Batch) -> list[tuple[Tensor, Count]]:
+        parts, stage = self._parts(batch), self._state.modules[0]
+        count = _number_of(stage, parts)
+        if self._state.config.loss_over != "micro_batches":
+            parts = _with_one_counted(stage, parts)
+        losses = self._pipeline.evaluate(*map(self._state.to_device, parts))
+        return [(loss, count) for loss in losses]
+
+    def _parts(self, batch: Batch) -> tuple[Tensor, ...]:
+        """Tokens, targets and perhaps positions. What is wrong with them is found on all ranks, of which only some
+        embed them."""
+        return pipeline_parts(batch, cast(StageModule, self._state.modules[0]), self._state.layout)
+
+    def update(self) -> AbstractContextManager[object]:
+        return self._pipeline.update()
+
+    @property
+    def timeline(self) -> list[Span]:
+        return self._pipeline.timeline
+
+    @property
+    def began(self) -> float:
+        return self._pipeline.began
+
+    def abandon(self) -> bool:
+        self._pipeline.abandon()
+        return True
+
+    def reconnect(self) -> None:
+        self._pipeline.reconnect()
+
+
+def driver_of(state: TrainingState, step: Step, clock: PhaseClock, loss: LossFunction | None) -> Driver:
+    """What computes under this layout. `loss`: the user's; None takes what the forward gives."""
+    if state.layout.pp == 1:
+        return WholeModel(state, step, clock, dtype=state.dtype, loss=loss)
+    # Where a block computes its forward anew or is compiled, either half of a backward would do all of it.
+    modules = (module for part in state.modules for module in part.modules())
+    tiled = any(isinstance(module, FeedForward) and module.tile is not None for module in modules)
+    config = state.config
+    return PipelineStages(
+        state,
+        step,
+        clock,
+        dtype=state.dtype,
+        split_backward=not (config.activation.checkpointing != "none" or config.compile or tiled),
+        context=state.model_parts[0].context,
+    )
+
+
+def _running_statistics(module: nn.Module) -> list[Tensor]:
+    """Of batch norms, which follow rank 0 as under DistributedDataParallel."""
+    norms = [m for m in module.modules() if isinstance(m, _NormBase)]
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
+
+
+def _number_of(module: nn.Module, parts: tuple[Tensor, ...]) -> Count:
+    """How many targets count."""
+    targets = targets_of(module, parts)
+    return None if targets is None else targets.number
+
+
+def _with_one_counted(module: nn.Module, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    targets = targets_of(module, parts)
+    return parts if targets is None else with_one_counted(parts, targets)
+
+
+def _by_name(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same call by names of the forward's parameters, if all of its arguments have one."""
+    try:
+        bound = inspect.signature(module.forward).bind_partial(*args)
+    except (TypeError, ValueError):  # The call itself says what is wrong.
+        return args, kwargs
+    unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
+    if any(bound.signature.parameters[name].kind in unnamed for name in bound.arguments):
+        return args, kwargs
+    return (), {**bound.arguments, **kwargs}

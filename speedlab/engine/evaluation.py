@@ -1,0 +1,67 @@
+"""The mean loss over all ranks' micro-batches, without training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from speedlab.engine.consistency_checks import SAME, SameData
+from speedlab.engine.drivers import Batch
+from speedlab.engine.loss_weights import Count
+from speedlab.parallel.mesh import Mesh
+
+
+def mean_loss(
+    batches: Iterable[Batch],
+    loss_of: Callable[[Batch], list[tuple[Tensor, Count]]],
+    *,
+    modules: Sequence[nn.Module],
+    mesh: Mesh,
+    over_targets: bool,
+) -> float:
+    """Of what `loss_of` gives for each of this rank's micro-batches: the loss, and how many targets it is the mean of
+    ([] where another rank has it). `modules` are in their evaluation mode meanwhile. Collective.
+
+    With `over_targets` it is the mean over all targets that count, if their number is known; else over micro-batches.
+    Raises ValueError where ranks of one data index were given different micro-batches, or nobody any; where no target
+    counts, and where some numbers are known and others not."""
+    modes = [(module, module.training) for part in modules for module in part.modules()]
+    found: list[tuple[Tensor, Count]] = []
+    data = SameData(mesh, compare_first=False)
+    try:
+        for part in modules:
+            part.eval()
+        for batch in batches:
+            data.look(batch)
+            found += loss_of(batch)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    vector = torch.zeros(5, dtype=torch.float64, device=mesh.device)
+    for loss, count in found if mesh.counts_losses else []:
+        known = over_targets and count is not None
+        weight = count if known and count is not None else 1.0
+        # A count on the host is a number, so that nothing waits for its copy; one on a device stays there.
+        weight = float(weight) if not isinstance(weight, Tensor) or weight.is_cpu else weight.double()
+        vector[0] += loss.double() * weight
+        vector[1] += weight
+        vector[2] += known
+        vector[3] += 1
+    difference = data.take()
+    if difference is not None:
+        vector[4] = difference
+    loss_sum, total, counted, every, differing = mesh.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait.
+    if difference is not None and differing != SAME:
+        raise data.error()
+    if not every:
+        raise ValueError("evaluate: no micro-batch was given; give at least one")
+    if 0 < counted < every:
+        raise ValueError(
+            "evaluate: some micro-batches say how many targets count, others do not; give all of them labels or "
+            "targets, or set loss_over to 'micro_batches'"
+        )
+    if not total:
+        raise ValueError("evaluate: no target counts (all are -100), so the loss is the mean of nothing; give some")
+    return loss_sum / total

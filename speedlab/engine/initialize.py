@@ -1,0 +1,443 @@
+"""`speedlab.initialize`: from a plain module to an engine, with DeepSpeed's signature and return value."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from cuda_ops import cpu_sdpa, warm
+from speedlab.comm import Traffic, World, join
+from speedlab.comm.shared.memfd import host_identity
+from speedlab.comm.timeouts import Timeout, checked_seconds
+from speedlab.config import ConfigError, GivenConfig, OuterConfig, RunConfig, ScheduleConfig, config_of
+from speedlab.config.batch import Batch
+from speedlab.config.island_rules import host_problem
+from speedlab.data import Epochs
+from speedlab.engine.engine import Engine
+from speedlab.engine.kernels import prepare_optimizer, prepare_small_states
+from speedlab.engine.loss import LossFunction, check_loss
+from speedlab.engine.memory_ledger import PeakMemory, suit_allocator
+from speedlab.engine.parallelize import build_model_part, plan_model_parts
+from speedlab.engine.placement_builder import away_folder, needs_of, residency_of
+from speedlab.engine.precision import LossScale, compute_dtype
+from speedlab.engine.sparse_attention import BlockSparse, check_attention
+from speedlab.engine.state import ModelPart
+from speedlab.layout import Layout
+from speedlab.models.gpt import Attend
+from speedlab.offload import Stores
+from speedlab.optim.compressed_optimizer import check_whole_gradients, kept_by, steps_apart
+from speedlab.optim.diloco import kept_by_islands
+from speedlab.optim.factory import Groups, OptimizerChoice, Recipe, asked_groups
+from speedlab.optim.fused import FusedOptimizer, LooksAtParameters
+from speedlab.optim.lr_schedule import make_schedule
+from speedlab.optim.sharded_optimizer import PartitionedOptimizer
+from speedlab.parallel.mesh import Mesh
+from speedlab.parallel.zero import UnitChoice
+from speedlab.placement import Placement
+
+log = logging.getLogger("speedlab.engine")
+
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+"""The engine that drives a module, so that setting up twice leaves nothing of the first behind."""
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    optimizer: OptimizerChoice = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    config: GivenConfig | None = None,
+    *,
+    loss: LossFunction | None = None,
+    units: UnitChoice | None = None,
+    tp_plan: Mapping[str, str] | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    device: torch.device | str | None = None,
+    timeout_seconds: float | None = None,
+) -> tuple[Engine, Optimizer, DataLoader[Any] | None, Any]:
+    """Wrap any module for training on all ranks of the world. Collective: every rank calls it with the same arguments.
+
+    Args:
+        args: ignored; it stands where DeepSpeed's signature has it.
+        model_parameters: as DeepSpeed's, for an optimizer that is made here: all that requires a gradient, or groups of
+            it with options of their own.
+        model: a module with equal parameters on all ranks (rank 0's count), or a callable that makes one. The values
+            of a callable's model equal `torch.manual_seed(config.seed); model()` bit for bit. While it runs, large
+            parameters are freed, and they are computed again unit by unit: use it for models that do not fit whole.
+            Parameters that it loads (`from_pretrained`) stay whole on each rank until they are partitioned.
+        optimizer: an elementwise torch optimizer as class (with the arguments that `config.optimizer` names, and else
+            the class's own defaults; one that sends signs, as 1-bit Adam's, has all of it), as callable of the list of
+            trainable parameters, or as an instance over them; None makes the one that the configuration describes.
+            With None, all parameters may be frozen, as a teacher's: the engine computes and is never stepped.
+        training_data: a dataset with a length and items by number; the returned loader gives each rank its share in
+            micro-batches, each epoch in an order of its own. After `engine.load_checkpoint` it goes on behind the items
+            that the checkpoint had trained on, under any layout.
+        lr_scheduler: a torch scheduler, or a callable that makes one of the optimizer; None makes the configuration's
+            when the optimizer too comes from it, and else none. `engine.step` steps it.
+        config: RunConfig, a dict of its fields, or the path of a JSON or YAML file; of DeepSpeed's keys, too. A
+            RunConfig counts with all its defaults; of the others, gradients are clipped and a schedule is followed
+            only where they name `clip_norm` and `schedule`.
+        loss: `loss(model, batch)`, which calls the model and gives the mean loss of a micro-batch: what `train_batch`
+            and `evaluate` compute of their batches, whatever these are. Without it a forward takes (tokens, targets),
+            perhaps with `positions` of documents, or a dict of keyword arguments, and gives the loss or an output with
+            `.loss`.
+        units: which modules are gathered together; None chooses repeated blocks.
+        tp_plan: how layers are cut over tensor-parallel ranks, as in Hugging Face's plans: pattern of module names →
+            style. None takes the one that the model brings along.
+        timeout_seconds: how long collectives of SpeedLab's groups wait for a rank that does not come, while the engine
+            lives. Then PeerLost names the call in which each rank is. None takes `config.timeout_seconds`, else what
+            the cluster or the world of ranks was given, else 1,800.
+
+    Returns (engine, optimizer, loader or None, scheduler or None).
+    Raises ConfigError before anything is changed, and LayoutError where the number of ranks does not fit.
+    """
+    if model is None:
+        raise ConfigError("initialize: model is missing; give a torch.nn.Module, or a callable that makes one")
+    config = _config(config)
+    gc.collect()  # What an earlier set-up of a notebook cell left behind may still be held by cycles.
+    timeout = _timeout(config.timeout_seconds if timeout_seconds is None else timeout_seconds)
+    world = join(device)
+    layout = config.layout(world.size, built_in=False)
+    check_loss(loss, layout)
+    groups = None
+    if isinstance(model, nn.Module) and (optimizer is None or isinstance(optimizer, type)):
+        groups = asked_groups(model, model_parameters)
+    batch = config.batch.resolve(layout.data_size)
+    if isinstance(model, nn.Module):
+        check_attention(model, config.model.attention)
+    _prepare_kernels(config, optimizer, world.device)
+    epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
+    parts = {"loss": loss, "units": units, "tp_plan": tp_plan, "batch": batch, "groups": groups, "timeout": timeout}
+    engine = _build(model, optimizer, lr_scheduler, config, world, **parts)
+    _refuse_plateau(engine)
+    for module in engine.modules:
+        _engines[module] = weakref.ref(engine)
+    _prepare_attention(engine)  # Behind that: who interrupts it can call again.
+    engine.epochs = epochs
+    loader = _loader(training_data, epochs, batch, config.seed, collate_fn)
+    return engine, engine.optimizer, loader, engine.scheduler
+
+
+def _build(
+    model: nn.Module | Callable[[], nn.Module],
+    optimizer: OptimizerChoice,
+    lr_scheduler: Any,
+    config: RunConfig,
+    world: World,
+    *,
+    loss: LossFunction | None,
+    units: UnitChoice | None,
+    tp_plan: Mapping[str, str] | None,
+    batch: Batch,
+    groups: Groups | None,
+    timeout: Timeout | None,
+) -> Engine:
+    """The model's parts on this rank, the optimizer over their flats, and the engine over both. Collective."""
+    layout, dtype = config.layout(world.size, built_in=False), compute_dtype(config.precision, world.device)
+    suit_allocator(world.device, sparing=config.offload.used)
+    outside_bytes = PeakMemory.resident()
+    if isinstance(model, nn.Module):
+        _take_back(model)
+    attention = BlockSparse(config.model.attention)
+    with ExitStack() as on_failure:
+        on_failure.callback(attention.undo)
+        model = attention.within(model)
+        traffic = Traffic()
+        mesh = Mesh(layout, world, traffic)
+        _check_islands(mesh, config)
+        plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
+        trains = _check_trains(optimizer, [plan.module for plan in plans], mesh)
+        recipe = _recipe(optimizer, [plan.module for plan in plans], config, groups, mesh)
+        _check_scheduler(lr_scheduler, recipe.instance)
+        _check_communicating(recipe.kind, config, mesh)
+        if mesh.rank == 0:
+            _tell_of_no_use(optimizer, recipe.kind, config)
+        _check_masters(recipe.kind, [plan.module for plan in plans], mesh)
+        stores = Stores(away_folder(config), rank=world.rank, traffic=traffic, device=world.device)
+        parts = [
+            build_model_part(
+                plan,
+                config,
+                mesh,
+                tp_plan=tp_plan,
+                units=units,
+                groups=recipe.group_of,
+                compute_dtype=dtype,
+                accumulation=batch.accumulation,
+                kept=kept_by(recipe.kind) or kept_by_islands(config.outer, layout.islands),
+                left_to_optimizer=kept_by(recipe.kind) is not None,
+                stores=stores,
+                moments=config.optimizer.moments if optimizer is None else 2,
+            )
+            for plan in plans
+        ]
+        partitioned = _partitioned(recipe, parts, mesh)
+        engine = Engine(
+            parts,
+            optimizer=partitioned,
+            scheduler=_scheduler(lr_scheduler, optimizer, config, partitioned.inner),
+            config=config,
+            batch=batch,
+            world=world,
+            mesh=mesh,
+            traffic=traffic,
+            stores=stores,
+            loss_scale=LossScale(config.precision, dtype),
+            dtype=dtype,
+            outside_bytes=outside_bytes,
+            loss=loss,
+            attention=attention,
+            trains=trains,
+            timeout=timeout,
+        )
+        on_failure.pop_all()
+    return engine
+
+
+def _check_trains(optimizer: OptimizerChoice, modules: Sequence[nn.Module], mesh: Mesh) -> bool:
+    """Whether any rank has a parameter to train; a rank's pipeline stages may all be frozen. Collective.
+
+    Raises ConfigError, on all ranks, where an optimizer was given and no rank has one."""
+    own = any(parameter.requires_grad for module in modules for parameter in module.parameters())
+    trains = any(mesh.everyone.collect(own))
+    if not trains and optimizer is not None:
+        raise ConfigError(
+            "model: no parameter is to be trained; set requires_grad of those that shall be. Without `optimizer`, an "
+            "engine computes with a frozen model, as a teacher's, and is never stepped"
+        )
+    return trains
+
+
+def _recipe(
+    optimizer: OptimizerChoice,
+    modules: Sequence[nn.Module],
+    config: RunConfig,
+    groups: Groups | None,
+    mesh: Mesh,
+) -> Recipe:
+    """How to make the optimizer. Raises on all ranks, which may have other parameters, what is against it on one.
+    Collective."""
+    recipe, error, problem = None, None, ""
+    try:
+        recipe = Recipe(optimizer, modules, config.optimizer, groups, trial_on=mesh.device)
+        problem = recipe.forms.problem(recipe.kind.__name__, needs_of(config, mesh))
+    except Exception as raised:
+        error, problem = raised, str(raised) or type(raised).__name__
+    problem = next(filter(None, mesh.everyone.collect(problem)), "")
+    if error is not None:
+        raise error
+    if problem or recipe is None:
+        raise ConfigError(problem)
+    return recipe
+
+
+def _timeout(seconds: float | None) -> Timeout | None:
+    """Raises ConfigError for what is no number of seconds."""
+    try:
+        return None if seconds is None else Timeout(checked_seconds(seconds, "timeout_seconds"))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _partitioned(recipe: Recipe, parts: Sequence[ModelPart], mesh: Mesh) -> PartitionedOptimizer:
+    """The optimizer over the flats of all parts. Collective."""
+    partitioned = PartitionedOptimizer(
+        [flat for part in parts for flat in part.zero.flats],
+        Placement.joined(part.zero.placement for part in parts),
+        mesh.summed_first,
+        recipe.build,
+        group_count=recipe.group_count,
+        apart=issubclass(recipe.kind, LooksAtParameters) or recipe.forms.whole_only,
+        forms=recipe.forms,
+    )
+    partitioned.prepare()
+    return partitioned
+
+
+def _config(config: GivenConfig | None) -> RunConfig:
+    """The caller's configuration. A RunConfig counts with its defaults, which the caller could see; anything else is
+    taken at its word: what it does not name, clipping and a schedule, is not done."""
+    if isinstance(config, RunConfig):
+        return config
+    named = config_of({} if config is None else config)
+    unasked = {"clip_norm": None, "schedule": ScheduleConfig(kind="constant", warmup_steps=0)}
+    return named.model_copy(update={key: value for key, value in unasked.items() if key not in named.model_fields_set})
+
+
+def _prepare_kernels(config: RunConfig, optimizer: OptimizerChoice, device: torch.device) -> None:
+    """Compile what this configuration needs beyond what every run does; ConfigError where there is no kernel for it."""
+    prepare_small_states(config, device)
+    if optimizer is None:
+        prepare_optimizer(config, device)
+    sparse = config.model.attention.kind == "block_sparse" or config.data.documents == "separate"
+    if sparse and device.type == "cpu":
+        warm.warm_up(lambda line: print(line, flush=True), steps=warm.SPARSE)
+
+
+def _prepare_attention(engine: Engine) -> None:
+    """Compile what a model that is known to ask for torch's attention takes on this processor, for the dtype it
+    computes in. Others do with their first call."""
+    choice = engine.config.precision.attention
+    asks = any(_asks_for_attention(module) for part in engine.modules for module in part.modules())
+    if asks and cpu_sdpa.in_use(engine.world.device, choice) != "torch":
+        warm.warm_up(lambda line: print(line, flush=True), steps=warm.SPARSE, dtypes=(engine.dtype,))
+
+
+def _asks_for_attention(module: nn.Module) -> bool:
+    """Of torch's `scaled_dot_product_attention`, as far as is known: the built-in GPT, torch's layer, transformers."""
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return chosen == "sdpa" or isinstance(module, Attend | nn.MultiheadAttention)
+
+
+def _check_islands(mesh: Mesh, config: RunConfig) -> None:
+    """Raises ConfigError, on all ranks, where islands cut hosts; what is said of meetings that nobody has is told to be
+    of no use. Collective where there are islands."""
+    if mesh.layout.islands == 1:
+        usual = OuterConfig()
+        unused = [name for name in OuterConfig.model_fields if getattr(config.outer, name) != getattr(usual, name)]
+        if unused and mesh.rank == 0:
+            log.warning(
+                "%s: said how islands meet, and parallel.islands is 1, so that nothing meets; set parallel.islands to "
+                "2 or more, or leave it out",
+                ", ".join(f"outer.{name}" for name in unused),
+            )
+        return
+    problem = host_problem(mesh.layout.islands, mesh.everyone.collect(host_identity()))
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _tell_of_no_use(optimizer: OptimizerChoice, kind: type[Optimizer], config: RunConfig) -> None:
+    """What is said of another optimizer than the one that trains. One that sends signs has all of the configuration,
+    whoever made it."""
+    settings = config.optimizer
+    if kept_by(kind) is not None:
+        return
+    name = settings.name if optimizer is None else ""
+    if not name and settings.sums_itself:
+        log.warning(
+            "optimizer.name: says %s, and the optimizer that was given trains, %s, whose gradients travel whole; leave "
+            "out `optimizer` to have the other",
+            settings.name,
+            kind.__name__,
+        )
+    for field, made_for in settings.of_no_use(name):
+        log.warning(
+            "optimizer.%s: says how %s goes, and %s trains; set optimizer.name to it%s, or leave it out",
+            field,
+            " or ".join(made_for),
+            name or kind.__name__,
+            "" if name else " and give no `optimizer`",
+        )
+
+
+def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -> None:
+    """Of optimizers that sum gradients themselves: what cannot be is refused, and what will not be is said."""
+    if kept_by(kind) is not None and mesh.layout.islands > 1:
+        raise ConfigError(
+            f"parallel.islands {mesh.layout.islands}: {kind.__name__} sums gradients itself, over all ranks in every "
+            "step; use AdamW, with outer.compression 'signs'"
+        )
+    if steps_apart(kind) and mesh.layout.cp > 1:
+        raise ConfigError(
+            f"parallel.cp {mesh.layout.cp}: ranks of {kind.__name__} make steps of their own, and cp ranks compute one "
+            "sequence together, with the same parameters; set it to 1"
+        )
+    if kept_by(kind) is not None and config.optimizer.in_backward:
+        raise ConfigError(f"optimizer.in_backward: {kind.__name__} sums gradients itself, whole ones; set it to false")
+    try:
+        residency = residency_of(config, dp=mesh.gather.size, device=mesh.device.type)
+        check_whole_gradients(kind, residency, config.zero.stage)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if kept_by(kind) is not None and config.clip_norm is not None and mesh.rank == 0:
+        log.warning("clip_norm %g: not in steps whose gradients %s sums itself", config.clip_norm, kind.__name__)
+
+
+def _check_masters(kind: type[Optimizer], modules: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Raises ConfigError on all ranks, whose pipeline stages may differ, where the optimizer has kernels alone and a
+    parameter would have masters that they do not update."""
+    if not issubclass(kind, FusedOptimizer):
+        return
+    every = (item for module in modules for item in module.named_parameters())
+    wide = [
+        (name, parameter.dtype) for name, parameter in every if parameter.requires_grad and parameter.dtype.itemsize > 4
+    ]
+    found = "{} is trained in {}".format(*wide[0]) if wide else ""
+    if problem := next(filter(None, mesh.everyone.collect(found)), ""):
+        raise ConfigError(
+            f"optimizer: {kind.__name__} updates float32 masters, and {problem}; give parameters in float32 or narrower"
+        )
+
+
+def _take_back(model: nn.Module) -> None:
+    """If an engine drives this module already, its parameters come back whole and that engine ends."""
+    reference = _engines.pop(model, None)
+    earlier = reference() if reference is not None else None
+    if earlier is None:
+        return
+    earlier.destroy()
+
+
+def _scheduler(choice: Any, optimizer_choice: OptimizerChoice, config: RunConfig, optimizer: Optimizer) -> Any:
+    if choice is None:
+        return make_schedule(config.schedule, optimizer, config.steps) if optimizer_choice is None else None
+    made = not isinstance(choice, type) and hasattr(choice, "step")
+    return choice if made else choice(optimizer)
+
+
+def _check_scheduler(choice: Any, instance: Optimizer | None) -> None:
+    """Raises ConfigError for a scheduler of another optimizer than the one that will train. `instance`: this one, where
+    the user's own object trains."""
+    its = None if isinstance(choice, type) else getattr(choice, "optimizer", None)
+    if isinstance(its, Optimizer) and its is not instance:
+        raise ConfigError(
+            "lr_scheduler: it was made of another optimizer than the one that will train, whose rate would never "
+            "change; give its optimizer as optimizer, too, or give a callable that makes the scheduler of an optimizer"
+        )
+
+
+def _refuse_plateau(engine: Engine) -> None:
+    """Raises ConfigError, and ends the engine, where its scheduler cannot be stepped by `engine.step`."""
+    if isinstance(engine.scheduler, ReduceLROnPlateau):
+        engine.destroy()
+        raise ConfigError(
+            "lr_scheduler: ReduceLROnPlateau.step takes a metric, which engine.step does not have; leave lr_scheduler "
+            "out, make it of the returned optimizer and step it yourself"
+        )
+
+
+def _epochs(data: Dataset[Any] | None, batch: Batch, layout: Layout, rank: int, seed: int) -> Epochs | None:
+    """This rank's order of the data; checked before anything is built."""
+    if data is None:
+        return None
+    # An IterableDataset may have a length, and inherits a method for items that only raises.
+    if not isinstance(data, Sized) or not hasattr(data, "__getitem__") or isinstance(data, IterableDataset):
+        raise ConfigError(
+            f"training_data: a {type(data).__name__} has no length or no items by number, so that its order cannot be "
+            "shared out; give a map-style dataset, or make a loader of your own"
+        )
+    share, size = layout.data_index(rank), len(data)
+    return Epochs(size, micro_size=batch.micro_size, shares=layout.data_size, share=share, seed=seed)
+
+
+def _loader(
+    data: Dataset[Any] | None, epochs: Epochs | None, batch: Batch, seed: int, collate_fn: Callable[..., Any] | None
+) -> DataLoader[Any] | None:
+    if data is None or epochs is None:
+        return None
+    # A generator of its own: starting an epoch leaves torch's random state alone.
+    numbers = torch.Generator().manual_seed(seed)
+    return DataLoader(data, batch_size=batch.micro_size, sampler=epochs, collate_fn=collate_fn, generator=numbers)

@@ -1,0 +1,79 @@
+"""What states and exchanges in fewer bytes need of a device: kernels that are there, and compiled before the first
+step.
+
+What computes the models of an engine in the place of torch's own kernels: `precision.products`,
+`precision.attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from cuda_ops import cpu_sdpa, gpu, onednn_matmul, stochastic, warm
+from speedlab.config import ConfigError, PrecisionConfig, RunConfig
+
+
+def prepare_small_states(config: RunConfig, device: torch.device) -> None:
+    """Compile the kernels of 8-bit moments and of stochastic rounding, where `config` asks for one of them. Raises
+    ConfigError where a GPU keeps such states and has no kernels for them."""
+    small = {"moments": config.precision.moments == "8bit", "masters": config.precision.masters == "none"}
+    asked = [f"precision.{name} {getattr(config.precision, name)!r}" for name, is_so in small.items() if is_so]
+    if not asked:
+        return
+    if device.type == "cuda" and config.offload.optimizer == "none" and not gpu.available():
+        raise ConfigError(
+            f"{' and '.join(asked)}: kernels for GPUs need numba-cuda; install it with: pip install 'speedlab[cuda]', "
+            "or set offload.optimizer to 'host', where they are computed on the host"
+        )
+    warm.warm_up(lambda line: print(line, flush=True), steps=warm.COMPACT)
+
+
+def prepare_optimizer(config: RunConfig, device: torch.device) -> None:
+    """The same of signs, where the optimizer sends them, and of updates that look at whole parameters."""
+    optimizer = config.optimizer
+    steps = (*(warm.SIGNS if optimizer.sums_itself else ()), *(warm.LAYERWISE if optimizer.looks_at_parameters else ()))
+    if optimizer.sums_itself and config.zero.stage:  # Narrow parameters are rounded as they move.
+        steps += (stochastic.warm,)
+    if not steps:
+        return
+    if device.type == "cuda" and not gpu.available():
+        raise ConfigError(
+            f"optimizer.name {optimizer.name!r}: kernels for GPUs need numba-cuda; install it with: pip install "
+            "'speedlab[cuda]', or set optimizer.name to 'adamw'"
+        )
+    warm.warm_up(lambda line: print(line, flush=True), steps=tuple(dict.fromkeys(steps)))
+
+
+class OwnKernels:
+    """Products and attention of the models of one engine, until `undo`. Nothing of another engine, or of one that this
+    process had before, changes which kernels these are."""
+
+    def __init__(
+        self, models: Iterable[nn.Module], chosen: PrecisionConfig, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._products = onednn_matmul.Products(chosen.products)
+        layers = {module for model in models for module in model.modules()}  # Parts of a pipeline may share some.
+        multiplies = onednn_matmul.in_use(device, dtype, chosen.products) != "torch"
+        self._hooks = onednn_matmul.hook(layers, self._products) if multiplies else []
+        self._attends = cpu_sdpa.in_use(device, chosen.attention) != "torch"
+        if self._attends:
+            cpu_sdpa.install()
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Around forward and backward. An exception may come in the midst of a product, and ends it."""
+        try:
+            with cpu_sdpa.under_way(self._attends), onednn_matmul.within(self._products):
+                yield
+        except BaseException:
+            onednn_matmul.end()
+            raise
+
+    def undo(self) -> None:
+        """Layers and kernels are as they were."""
+        for hook in self._hooks:
+            hook.remove()

@@ -1,0 +1,246 @@
+"""Filling the placement table: from units, tensor parallelism and the layout to a row for each parameter.
+
+Whether states that go to a disk have room there: known by all ranks before anything is made or moved.
+
+The groups that a run's flats travel over: the dp ranks, and where the configuration asks for it how they lie on
+hosts (ZeRO++, arXiv:2306.10209).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from speedlab.comm import Group, Rails, hosts_of
+from speedlab.config import ConfigError, PrecisionConfig, RunConfig
+from speedlab.config.quantized_rules import secondary_problem, unequal_problem
+from speedlab.layout import REPLICATED, Layout
+from speedlab.offload import OffloadError, Stores
+from speedlab.optim.parameter_forms import Needs
+from speedlab.parallel.mesh import ENDS, Mesh
+from speedlab.parallel.tensor import TensorParallel
+from speedlab.parallel.zero import UnitPlan, Ways
+from speedlab.parallel.zero.flat_param import trainable_in_low_precision
+from speedlab.placement import EIGHT_BITS, Holders, Home, Placement, Residency, Row, Where, homes
+
+
+def residency_of(config: RunConfig, *, dp: int, device: str) -> Residency:
+    """Who holds the states of a run's flats, and where, with `dp` ranks on devices of a kind."""
+    return Residency.of_stage(
+        config.zero.stage,
+        dp,
+        optimizer=Where.of_choice(config.offload.optimizer),
+        parameters=Where.of_choice(config.offload.parameters),
+        in_backward=config.optimizer.in_backward,
+        delayed=config.offload.delayed_update is not None,
+        device=device,
+        quantized_weights=config.zero.quantized_weights,
+        quantized_gradients=config.zero.quantized_gradients,
+        secondary_ranks=config.zero.secondary_partition or 0,
+    )
+
+
+def needs_of(config: RunConfig, mesh: Mesh) -> Needs:
+    """What a run asks of the forms in which its optimizer is given parameters."""
+    residency = residency_of(config, dp=mesh.gather.size, device=mesh.device.type)
+    settings = {
+        f"offload.optimizer {config.offload.optimizer!r}": residency.states_at is not Where.DEVICE,
+        f"offload.parameters {config.offload.parameters!r}": residency.parameters_at is not Where.DEVICE,
+        f"precision.moments {config.precision.moments!r}": config.precision.moments == EIGHT_BITS,
+        f"precision.masters {config.precision.masters!r}": config.precision.masters != "float32",
+    }
+    return Needs(
+        stage=config.zero.stage,
+        ranks=mesh.gather.size if residency.optimizer_states is Holders.PARTITIONED else 1,
+        tp=mesh.layout.tp,
+        pp=mesh.layout.pp,
+        offload=next((setting for setting, is_used in settings.items() if is_used), ""),
+        in_backward=config.optimizer.in_backward,
+    )
+
+
+def place_parameters(
+    plans: Sequence[UnitPlan],
+    tensor: TensorParallel,
+    mesh: Mesh,
+    *,
+    tied: frozenset[str],
+    groups: Mapping[int, int],
+    residency: Residency,
+    dtypes: Mapping[int, torch.dtype],
+    precision: PrecisionConfig,
+    accumulation: int,
+    kept: Mapping[str, Home] | None = None,
+    left_to_optimizer: bool = False,
+) -> Placement:
+    """The rows of one pipeline stage on this rank; its parameters are still whole, and may be on meta.
+
+    Args:
+        tied: names of parameters that the first and the last pipeline stage both hold.
+        groups: id of a parameter → index of its optimizer group.
+        dtypes: id of a parameter → what it computes in.
+        precision: as what masters and moments are kept.
+        accumulation: micro-batches of a step. The gradients of several are summed in float32.
+        kept: what stays beside gradients from step to step.
+        left_to_optimizer: whether the optimizer may sum gradients itself; these are in float32.
+    """
+    layout = mesh.layout
+    rows = []
+    for plan in plans:
+        for name, parameter in plan.parameters.items():
+            part = tensor.parts.get(name)
+            first = (("tp",) if name in tensor.partial else ()) + ((ENDS,) if name in tied else ())
+            wide = accumulation > 1 or left_to_optimizer
+            forms = _forms(dtypes[id(parameter)], parameter.requires_grad, precision, wide=wide)
+            holder = _answering(layout, mesh.rank, tensor.first_holder(name), name in tied)
+            rows.append(
+                Row(
+                    name=name,
+                    unit=plan.name,
+                    group=groups.get(id(parameter), 0),
+                    shape=tuple(parameter.shape) if part is None else part.own_shape,
+                    part=part,
+                    cut_over=() if part is None else ("tp",),
+                    summed_over=(*first, *_spread(layout)),
+                    scale=1.0 / (accumulation * layout.replicas),
+                    answered_by=holder,
+                    answers=holder == mesh.rank,
+                    left_to_optimizer=left_to_optimizer,
+                    trainable=parameter.requires_grad,
+                    states=homes(residency, **forms, kept=kept),
+                )
+            )
+    return Placement(rank=mesh.rank, residency=residency, rows=tuple(rows))
+
+
+def _spread(layout: Layout) -> tuple[str]:
+    """The name of the ranks that ZeRO partitions over, as one."""
+    return (" × ".join(axis for axis in REPLICATED if layout.size(axis) > 1 or axis == "dp"),)
+
+
+def _answering(layout: Layout, rank: int, tensor_index: int, tied: bool) -> int:
+    """The rank, of this rank's dp index, that answers for a parameter."""
+    place = layout.coordinates(rank) | {"tp": tensor_index}
+    return layout.rank(**(place | {"pp": 0} if tied else place))
+
+
+def _forms(dtype: torch.dtype, trainable: bool, precision: PrecisionConfig, *, wide: bool) -> dict[str, str]:
+    name = str(dtype).removeprefix("torch.")
+    if not trainable:
+        return {"parameter": name}
+    forms = {"parameter": name, "gradient": name}
+    if trainable_in_low_precision(dtype):
+        forms["gradient"] = "float32" if wide else name
+        forms["moments"] = "float32"
+        # What has no master is rounded stochastically, which bfloat16 alone has a kernel for.
+        if precision.masters == "float32" or dtype is not torch.bfloat16:
+            forms["master"] = "float32"
+    if precision.moments == EIGHT_BITS and dtype.itemsize <= 4:
+        forms["moments"] = EIGHT_BITS
+    return forms
+
+
+def away_folder(config: RunConfig) -> Path:
+    """Where states on disk have their files: beside the runs, unless the caller says. They have no names."""
+    if config.offload.folder is not None:
+        return config.offload.folder.expanduser()
+    return config.folder if config.folder.is_dir() else Path.cwd()
+
+
+def more_on_disk(placement: Placement, wanted: Residency, *, dp: int, moments: int) -> int:
+    """Bytes that this rank will have on disk, where states are placed as `wanted`, beyond what it has there.
+    `moments`: how many an element has."""
+    needed, had = (table.bytes_at(Where.DISK, dp=dp, moments=moments) for table in (placement.moved(wanted), placement))
+    return max(0, needed - had)
+
+
+def refuse_without_room(needed: int, stores: Stores, everyone: Group) -> None:
+    """Raises ConfigError, on all ranks alike, where so many bytes more of this rank's states find no room on its disk,
+    or the folder is of no use. Collective."""
+    if not any(everyone.collect(needed)):
+        return
+    told = everyone.collect(_own(stores, needed))
+    problems = {problem for *_, problem in told if problem}
+    if problems:
+        raise ConfigError("\n".join(sorted(problems)))
+    for host, disk, folder, _, free, _ in told:
+        total = sum(each[3] for each in told if each[:2] == [host, disk])
+        if total > free:
+            raise ConfigError(
+                f"offload: the states of the ranks on {host} need {total / 2**30:,.2f} GiB in {folder}, where "
+                f"{free / 2**30:,.2f} GiB are free; make room, give offload.folder on another disk, or keep some of "
+                "them on the host"
+            )
+
+
+def _own(stores: Stores, needed: int) -> list[object]:
+    """[host, disk, folder, bytes needed, bytes free, what is wrong] of this rank."""
+    host = os.uname().nodename
+    if not needed:
+        return [host, -1, "", 0, 0, ""]
+    try:
+        store = stores.of(Where.DISK)
+    except OffloadError as error:
+        return [host, -1, "", 0, 0, str(error)]
+    folder = stores.folder
+    return [host, folder.stat().st_dev, str(folder), needed, store.capacity_bytes - store.nbytes, ""]
+
+
+def ways_of(config: RunConfig, mesh: Mesh) -> Ways:
+    """The groups of this rank's flats. Collective over all ranks.
+
+    Raises ConfigError, on all ranks, where the ranks of a group lie on hosts in a way that does not go with what is
+    asked for.
+    """
+    zero = config.zero
+    if mesh.gather.size == 1 or not (zero.quantized_gradients or zero.secondary_partition):
+        return Ways(gather=mesh.gather, reduce=mesh.reduce)
+    hosts = hosts_of(mesh.gather)
+    # All ranks make equally many groups, or none.
+    every = [list(map(len, each)) for each in mesh.everyone.collect(hosts)]
+    for counts in every:
+        if problem := unequal_problem(counts) or secondary_problem(zero.secondary_partition, counts[0]):
+            raise ConfigError(problem)
+    if any(list(place) != sorted(place) for place in zip(*hosts, strict=True)):
+        raise ConfigError(
+            f"zero.quantized_gradients, zero.secondary_partition: ranks lie on hosts as {hosts}, in another order on "
+            "one than on another; name hosts so that their ranks follow each other"
+        )
+    if len({tuple(counts) for counts in every}) > 1:
+        raise ConfigError(
+            "zero.quantized_gradients, zero.secondary_partition: groups of data-parallel ranks lie on hosts in "
+            f"different ways ({', '.join(' + '.join(map(str, counts)) for counts in every)} ranks a host); choose "
+            "parallel.tp and parallel.pp so that they divide the ranks of a host, or set both to their defaults"
+        )
+    return Ways(
+        gather=mesh.gather,
+        reduce=mesh.reduce,
+        hosts=_exchanging(mesh, hosts) if zero.quantized_gradients else None,
+        secondary=_partition(mesh, hosts, zero.secondary_partition) if zero.secondary_partition else None,
+    )
+
+
+def _exchanging(mesh: Mesh, hosts: Sequence[Sequence[int]]) -> Rails[Group]:
+    own = mesh.gather.index
+    inside = next(ranks for ranks in hosts if own in ranks)
+    place = inside.index(own)
+    columns = list(zip(*hosts, strict=True))
+    return Rails(
+        inside=_group(mesh, "reduce inside", inside),
+        across=_group(mesh, "reduce between", columns[place]),
+        places=tuple(columns),
+    )
+
+
+def _partition(mesh: Mesh, hosts: Sequence[Sequence[int]], size: int) -> Group:
+    own = mesh.gather.index
+    inside = next(ranks for ranks in hosts if own in ranks)
+    first = inside.index(own) // size * size
+    return _group(mesh, "secondary", inside[first : first + size])
+
+
+def _group(mesh: Mesh, channel: str, indices: Sequence[int]) -> Group:
+    return mesh.group(channel, [mesh.gather.ranks[index] for index in indices])

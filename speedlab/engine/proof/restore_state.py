@@ -1,0 +1,54 @@
+"""Forwards and backwards that leave a training as it was: random streams, buffers, gradients, modes, the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from speedlab.engine.rng import random_tensors, random_words, restore_random
+from speedlab.engine.state import TrainingState
+from speedlab.engine.train_step import Step
+
+
+@contextmanager
+def left_as_it_was(state: TrainingState, step: Step) -> Iterator[None]:
+    """Between two steps: what passes inside change beside parameters is put back, whatever happens."""
+    device = state.world.device
+    words, tensors = random_words(), random_tensors(device)
+    has_gradients = torch.is_grad_enabled()
+    modes = [(module, module.training) for part in state.modules for module in part.modules()]
+    buffers = [
+        (module, name, buffer, buffer.detach().clone())
+        for part in state.modules
+        for module in part.modules()
+        for name, buffer in module._buffers.items()
+        if isinstance(buffer, Tensor)
+    ]
+    # A training learns it from the batches of its first step, and rounds by it: a trial must not teach it.
+    counted = state.counted_per_micro_batch
+    before, step.only_looked_at = step.only_looked_at, True
+    try:
+        yield
+        step.reset()
+    except Exception:
+        step.reset()  # Not after an interrupt, which must not wait for peers: `reconnect` does it then.
+        raise
+    finally:
+        step.only_looked_at = before
+        state.counted_per_micro_batch = counted
+        for module, mode in modes:
+            module.training = mode
+        _restore(buffers)
+        torch.set_grad_enabled(has_gradients)
+        restore_random(words, tensors, device)
+
+
+@torch.no_grad()
+def _restore(buffers: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
+    for module, name, buffer, values in buffers:
+        module._buffers[name] = buffer
+        if not torch.equal(buffer, values):  # A write would raise the version for nothing.
+            buffer.copy_(values)

@@ -1,0 +1,228 @@
+"""What one reduction over the ranks tells about a step: its loss, its gradient's norm, and what is not finite."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from speedlab.comm import Group, check_peers
+from speedlab.config.errors import more_in
+from speedlab.engine.consistency_checks import SAME
+from speedlab.engine.loss_weights import Counted
+from speedlab.offload import visit
+from speedlab.optim.errors import NonFiniteError
+from speedlab.parallel.zero import Flat
+
+
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What one reduction over the ranks told about a step."""
+
+    loss: float
+    """Mean of the losses that were given to `backward`, over the targets that count in them, or over micro-batches and
+    ranks."""
+    counted: int
+    """How many targets counted in the step; 0 if it is a mean over micro-batches."""
+    none_counts: bool
+    """Whether no target counts in the whole step of an island."""
+    some_unknown: bool
+    """Whether some losses of the step are means over a known number of targets, and others not."""
+    weight: float
+    """What the gradient is to be multiplied with, to be the mean over the targets that count."""
+    grad_norm: float
+    """Global norm of the gradient before clipping; of several islands, this rank's own."""
+    signals: tuple[float, ...]
+    """Sums over ranks of the numbers that were given to `step`."""
+    finite: bool
+    """Whether the gradient is, in every island."""
+    unused: int
+    """Of how many of their parameters the ranks together got no gradient."""
+    written: int
+    """How many of them were changed too early, over all ranks: `TrainingState.written_too_early`."""
+    same_data: bool
+    """Whether ranks that compute one batch together were given the same."""
+    differing: int
+    """In the gradients of how many parameters tensor peers differ that should not: as of `SameGradients`."""
+    unseen: int
+    """Of how many of those there was no gradient."""
+    lost: int
+    """How many parameters were written into where the values are lost: as of `UnseenWrites`."""
+
+
+def sum_totals(
+    everyone: Group,
+    losses: Sequence[Tensor],
+    squares: Tensor,
+    *,
+    scale: float,
+    signals: Sequence[float],
+    island: tuple[int, int],
+    unused: int,
+    written: int,
+    difference: Tensor | None,
+    gradients: Tensor | None,
+    lost: Tensor | None,
+    counted: Counted | None,
+) -> Totals:
+    """`losses`: of this rank's micro-batches, as far as they count; `squares`: the sum over its own elements of the
+    gradient, which is `scale` times too large; `island`: this rank's, and of how many, each with a gradient of its own;
+    `unused`, `written`: as of `Totals`, on this rank; `difference`: as `SameData.take` gives it;
+    `gradients`: as `SameGradients.take` does; `lost`: as `UnseenWrites.take` does;
+    `counted`: as `LossWeights.take` does."""
+    device = squares.device
+    own_island, islands = island
+    known, targets, weighted = _weighted(losses, counted, squares)
+    # What the host knows goes to the device in one copy, which does not wait.
+    numbers = [len(losses), known, unused, written, *signals]
+    told = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+    zero = torch.zeros_like(squares)
+    of_islands = [each if index == own_island else zero for each in (squares, targets) for index in range(islands)]
+    looked = [zero if found is None else found for found in (difference, lost)]
+    measured = torch.stack([*of_islands, weighted, *looked])
+    vector = torch.cat([measured, zero.new_zeros(2) if gradients is None else gradients, told])
+    # The one point of a step where the host waits for the device: clipping, the overflow decision and the control
+    # words of the run need these numbers before the update. Ranks then sum them over the host's connections, so that
+    # the group of all ranks needs none between devices.
+    own = vector.cpu()
+    check_peers()  # Where a peer has left, what should have come over the device never did.
+    every = everyone.sum_scalars(own).tolist()
+    totals, counts, rest = every[:islands], every[islands : 2 * islands], every[2 * islands :]
+    loss_sum, other_data, lost_writes, differing, unseen, count, known, left_alone, too_early, *summed = rest
+    total, own_count = totals[own_island], counts[own_island]
+    factor = None if counted is None or not known else counted.factor
+    weight = 1.0 if factor is None else factor / max(1.0, own_count)
+    return Totals(
+        loss=loss_sum / max(1.0, sum(counts) if known else count),
+        counted=int(sum(counts)),
+        none_counts=known == count > 0 and min(counts) == 0,
+        some_unknown=0 < known < count,
+        weight=weight,
+        grad_norm=math.sqrt(total) * weight / scale if total >= 0 else math.nan,
+        signals=tuple(summed),
+        finite=math.isfinite(sum(totals)),
+        unused=int(left_alone),
+        written=int(too_early),
+        same_data=difference is None or other_data == SAME,
+        differing=int(differing),
+        unseen=int(unseen),
+        lost=int(lost_writes),
+    )
+
+
+def _weighted(losses: Sequence[Tensor], counted: Counted | None, like: Tensor) -> tuple[int, Tensor, Tensor]:
+    """(of how many losses the targets are counted, how many targets count, the sum of losses by what they weigh), the
+    last two on the device of `like`."""
+    if not losses:
+        return 0, torch.zeros_like(like), torch.zeros_like(like)
+    stacked = torch.stack([loss.double() for loss in losses])
+    if counted is None:
+        return 0, torch.zeros_like(like), stacked.sum()
+    known = [count for count in counted.losses if count is not None]
+    if len(known) < len(losses):  # Refused if other losses are counted; else all weigh the same.
+        return len(known), torch.zeros_like(like), stacked.sum()
+    weights, added = _vector(known, like), _vector(counted.added, like)
+    return len(known), added.sum(), (stacked * weights).sum()
+
+
+def _vector(numbers: Sequence[float | Tensor], like: Tensor) -> Tensor:
+    if any(isinstance(number, Tensor) for number in numbers):
+        return torch.stack([torch.as_tensor(number, dtype=like.dtype, device=like.device) for number in numbers])
+    return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
+
+
+def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[Flat], *, step: int) -> NonFiniteError:
+    """The error that says in which losses and gradients of step `step` it was. Collective."""
+    flats = list(flats)
+    # Ranges of the partitions do not overlap, so every bad element is named by the rank that owns it.
+    tensors = [name for flat in flats for name in _non_finite_slots(flat)]
+    ranks, reports = _whose_loss(everyone, losses, tensors[:5])
+    names = list(dict.fromkeys(name for report in reports for name in report))
+    where = _where(ranks)
+    what = f"the gradient is not finite in {', '.join(names[:3])}" + (" and others" if len(names) > 3 else "")
+    return NonFiniteError(
+        f"step {step}: {where}; {what}. The update was not made: parameters are those of step {step - 1}. "
+        f"Lower optimizer.lr, set clip_norm, or go back to a checkpoint{_read_elsewhere(flats)}; {more_in('loss')}",
+        step=step,
+        ranks=ranks,
+        tensors=names,
+    )
+
+
+def too_large_to_exchange(norm: float, *, step: int) -> NonFiniteError:
+    """The error of a gradient whose mean as signs may not be finite, which not all ranks would find out."""
+    return NonFiniteError(
+        f"step {step}: the gradient's norm is {norm:.3g}; what is that large is not finite where it is summed. The "
+        f"update was not made: parameters and error feedback are those of step {step - 1}. Lower optimizer.lr, or go "
+        f"back to a checkpoint; {more_in('loss')}",
+        step=step,
+        ranks=[],
+        tensors=[],
+    )
+
+
+def loss_of_no_targets(everyone: Group, losses: Sequence[Tensor], *, step: int, updated: bool) -> NonFiniteError:
+    """The error of a loss that is not a number, of which the gradient is finite. Collective."""
+    ranks, _ = _whose_loss(everyone, losses, [])
+    what = "Parameters have changed: go back to a checkpoint" if updated else "No parameter has changed"
+    return NonFiniteError(
+        f"step {step}: {_where(ranks)}, and the gradient is, as of a micro-batch without any target that counts (all "
+        f"-100). {what}. Use engine.train_batch, set loss_over to 'tokens', or leave such micro-batches out",
+        step=step,
+        ranks=ranks,
+        tensors=[],
+    )
+
+
+def updated_non_finite(everyone: Group, losses: Sequence[Tensor], *, step: int) -> NonFiniteError:
+    """The error where gradients were used in backward, before anybody could know. Collective."""
+    ranks, _ = _whose_loss(everyone, losses, [])
+    return NonFiniteError(
+        f"step {step}: {_where(ranks)}; a gradient was not finite, and optimizer.in_backward has updated parameters "
+        f"with it. Go back with load_checkpoint and lower optimizer.lr; {more_in('loss')}",
+        step=step,
+        ranks=ranks,
+        tensors=[],
+    )
+
+
+def _whose_loss(everyone: Group, losses: Sequence[Tensor], tensors: list[str]) -> tuple[list[int], list[list[str]]]:
+    """Ranks that have a loss that is not finite, and the `tensors` that each of all ranks tells of. Collective."""
+    own = bool(losses) and not bool(torch.isfinite(torch.stack([loss.float() for loss in losses])).all())
+    reports = everyone.collect({"loss": own, "tensors": tensors})
+    ranks = [rank for rank, report in zip(everyone.ranks, reports, strict=True) if report["loss"]]
+    return ranks, [report["tensors"] for report in reports]
+
+
+def _read_elsewhere(flats: Sequence[Flat]) -> str:
+    """What else it may be, where parameters come and go."""
+    if not any(flat.residency.parameters_come for flat in flats):
+        return ""
+    return (
+        ". A loss that reads parameters itself (a penalty on weights, a weight of a layer that is not called) reads "
+        "NaN where they are partitioned: use a stage below 3 for it"
+    )
+
+
+def _where(ranks: Sequence[int]) -> str:
+    if not ranks:
+        return "the loss is finite on every rank"
+    return f"the loss is not finite on rank {', '.join(map(str, ranks))}"
+
+
+def _non_finite_slots(flat: Flat) -> list[str]:
+    found: list[str] = []
+    if flat.gradient is None:
+        return found
+    with visit([] if flat.gradient.away is None else [flat.gradient.away]):
+        start, gradient = flat.gradient.counted
+        if bool(torch.isfinite(gradient).all()):
+            return found
+        for slot in flat.slots:
+            low, high = max(slot.offset, start), min(slot.offset + slot.numel, start + gradient.numel())
+            if low < high and not bool(torch.isfinite(gradient[low - start : high - start]).all()):
+                found.append(slot.name)
+    return found

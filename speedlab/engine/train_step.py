@@ -1,0 +1,416 @@
+"""A step: micro-batches, what their gradients are multiplied with, and the update that ends them.
+
+1. Each micro-batch is announced (`begin_micro_batch`) and, once its backward has ended, counted (`ended_micro_batch`).
+2. `end` takes one reduction of a few numbers over the ranks: the gradient's norm, the loss, how many targets count in
+   it (`loss_weights`), signals, how many parameters somebody did not use, and whether ranks that share a batch had the
+   same one, and the same gradients of what they share.
+3. A gradient that is not finite ends the step without an update.
+4. Parameters that no rank used are left alone; all others are updated, clipped together. An optimizer that sums
+   gradients itself does so before: what it raises leaves everything as it was. Islands meet where it is time.
+5. Whatever happens, the state is one between two steps afterwards (`reset`), or `updating` says that it is not.
+
+With `optimizer.in_backward` each unit is updated as soon as its gradient is there (`_use`), and the end finds nothing
+left to update. With `offload.delayed_update` the end of a step finishes the update of the step before, and begins its
+own on a thread (`late`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from speedlab.engine.consistency_checks import SameData, SameGradients, UnseenWrites
+from speedlab.engine.gradient_accumulation import Accumulation
+from speedlab.engine.loss_weights import Count, LossWeights, none_counts, some_unknown
+from speedlab.engine.rng import RandomStreams
+from speedlab.engine.state import TrainingState
+from speedlab.engine.step_reduction import (
+    Totals,
+    find_non_finite,
+    loss_of_no_targets,
+    sum_totals,
+    too_large_to_exchange,
+    updated_non_finite,
+)
+from speedlab.optim.compressed_optimizer import kept_by, sums_itself, updates_unused
+from speedlab.parallel.zero import Flat, Gradient, used_by_any
+from speedlab.parallel.zero.units import Pass
+
+Update = Callable[[], AbstractContextManager[object]]
+
+_MOST_EXCHANGED = 1e30
+"""Norm of gradients that an optimizer may sum itself: sums of what is larger might not be finite, which only some ranks
+of a pipeline or a tensor would find out."""
+
+
+class Step:
+    """Where this rank stands in its step."""
+
+    def __init__(
+        self, state: TrainingState, streams: RandomStreams, *, accumulation: int, around_update: Update, trains: bool
+    ) -> None:
+        """`around_update`: entered around what the end of a step takes. `trains`: whether any rank has a parameter to
+        train."""
+        self.trains = trains
+        self.micro_batches = Accumulation(accumulation, lambda: sum(zero.gathers.forwards for zero in state.zeros))
+        """Which of the step's micro-batches is the present one."""
+        self.sync = True
+        """Whether gradients are summed over the ranks when they are due."""
+        self.totals: Totals | None = None
+        """Of the last step."""
+        self._state, self._streams = state, streams
+        self.weights = LossWeights(state)
+        """What the losses of the present step weigh."""
+        self.data = SameData(state.mesh)
+        """What the micro-batches of the present step were made of."""
+        self._same_gradients = SameGradients(state.mesh, state.zeros)
+        self._unseen_writes = UnseenWrites(
+            state.zeros,
+            state.everyone,
+            # What an optimizer keeps apart, or updates in backward, is of another update then.
+            compares_masters=not (state.config.optimizer.in_backward or kept_by(type(state.optimizer))),
+        )
+        self._losses: list[Tensor] = []
+        self.in_backward = False
+        """Whether a backward is on its way."""
+        self._fed = False
+        """Whether a backward of the present step has ended."""
+        self.only_looked_at = False
+        """Whether a person's cell has the engine, between two steps of a run: what the run does is refused to it."""
+        self._around_update = around_update
+        self._in_backward = state.config.optimizer.in_backward
+        for zero in state.zeros:
+            zero.reductions.left_to_optimizer = partial(sums_itself, state.optimizer)
+        if self._in_backward:
+            for flat, gradient in zip(
+                state.partitioned_optimizer.flats, state.partitioned_optimizer.gradients, strict=True
+            ):
+                gradient.use = partial(self._use, flat, gradient)
+
+    @property
+    def scale(self) -> float:
+        """Factor on the loss of a micro-batch, so that gradients are means over the global batch, and over ranks that
+        have the same loss of one batch."""
+        return self._state.loss_scale.value / (self.micro_batches.size * self._state.layout.replicas)
+
+    def scales(self, counts: Sequence[Count], *, again: bool = False) -> list[float | Tensor]:
+        """The same for losses that are means over so many targets: as `LossWeights.weigh`."""
+        weights = self.weights.weigh(counts, micro_batches=self._whole_step, again=again)
+        return [self.scale * weight for weight in weights]
+
+    @property
+    def _whole_step(self) -> int:
+        """Of a step, over all ranks of an island that are given different ones."""
+        layout = self._state.layout
+        return self.micro_batches.size * layout.data_size // layout.islands
+
+    @property
+    def at_boundary(self) -> bool:
+        """Whether the present micro-batch is the last one of its step."""
+        return self.micro_batches.at_boundary
+
+    @property
+    def loss_dtype(self) -> str | None:
+        """The dtype of the present step's losses, as far as this rank has some."""
+        return str(self._losses[0].dtype).removeprefix("torch.") if self._losses else None
+
+    @property
+    def under_way(self) -> bool:
+        """Whether some of a step's micro-batches have ended, or some of its gradients are here."""
+        return self.micro_batches.ended > 0 or self._fed
+
+    def refuse_after_cut(self) -> None:
+        """Raises RuntimeError where an update or a backward was cut off in the middle, and inside a backward."""
+        if self.in_backward:
+            raise RuntimeError(
+                "the engine was called inside engine.backward, as by torch.utils.checkpoint around it; checkpoint "
+                "engine.module, or its blocks, instead"
+            )
+        # What is updated in backward is between its end and that of the step as it should be.
+        if self._state.updating and not (self._in_backward and self._fed):
+            number = self._state.partitioned_optimizer.late or self._state.global_step + 1
+            raise RuntimeError(
+                f"the update of step {number} was cut off and has changed some parameters only; go back with "
+                "load_checkpoint"
+            )
+        if any(zero.current is Pass.BACKWARD for zero in self._state.zeros):
+            raise RuntimeError(
+                f"a backward of step {self._state.global_step + 1} was cut off on this rank, and other ranks may stand "
+                "elsewhere; let all ranks meet anew and call engine.reconnect(), or set up the engine again"
+            )
+
+    def refuse_frozen(self, what: str) -> None:
+        """Raises RuntimeError where no parameter is trained."""
+        if not self.trains:
+            raise RuntimeError(
+                f"{what}: no parameter of this engine's model requires a gradient, so that it computes (a call, "
+                "evaluate) and is never stepped. To train it, set requires_grad of its parameters and call initialize "
+                "again; a student's loss goes through the student's engine alone"
+            )
+
+    def refuse_inside(self, what: str) -> None:
+        """Raises RuntimeError inside a step, and in a cell between two steps of a run."""
+        self.refuse_in_a_look(what)
+        if self.under_way:
+            raise RuntimeError(f"{what}: {self._under_way()}; do it between two steps")
+
+    def refuse_in_a_look(self, what: str) -> None:
+        """Raises RuntimeError in a cell between two steps of a run."""
+        if self.only_looked_at:
+            raise RuntimeError(
+                f"{what}: this cell runs between two steps of a run and may only look, and change values; "
+                "run.advance(), run.reshape(), run.save() and run.resume() do the rest"
+            )
+
+    def begin_backward(self) -> None:
+        """A backward of the caller's own loop comes. Raises RuntimeError, after giving up the step, where it belongs to
+        another micro-batch than the step counts."""
+        try:
+            self.micro_batches.begin_backward(sync=self.sync)
+        except RuntimeError:
+            self.reset()
+            raise
+
+    def ends(self) -> bool:
+        """Whether the caller's `step` ends the step, or only its present micro-batch. Raises RuntimeError, after giving
+        up the step, where its gradients would be divided by another number of micro-batches than it had."""
+        try:
+            self.micro_batches.check_end()
+        except RuntimeError:
+            self.reset()
+            raise
+        return self.at_boundary
+
+    def refuse_to_forget(self, what: str) -> None:
+        """Raises RuntimeError in an accumulation, of which `what` would lose the gradients so far."""
+        if self.micro_batches.size > 1 and self.under_way:
+            raise RuntimeError(
+                f"{what}: {self._under_way()}, and its gradients so far would be lost. Leave the call out: "
+                "engine.step() clears gradients when it updates. engine.abandon_step() gives the step up, and its "
+                "micro-batches have to be run again"
+            )
+
+    @contextmanager
+    def gradients_shown(self) -> Iterator[None]:
+        """Inside, `.grad` of the tensors in the optimizer's groups is torch's, which is None in a step."""
+        self._state.partitioned_optimizer.hold_gradients(False)
+        try:
+            yield
+        finally:
+            self._state.partitioned_optimizer.hold_gradients(self._fed)
+
+    def _under_way(self) -> str:
+        return f"micro-batch {self.micro_batches.ended + 1} of {self.micro_batches.size} of a step is under way"
+
+    # ---- micro-batches -----------------------------------------------------------------------------------------------
+
+    def begin_micro_batch(self, index: int | None = None) -> None:  # 1
+        """The next forward is of this rank's micro-batch `index` of the step, by default of the present one."""
+        layout = self._state.layout
+        # Of a frozen model no step ends: each forward is one, so that nothing is kept of those before.
+        frozen = None if self.trains else sum(zero.gathers.forwards for zero in self._state.zeros)
+        number = self.micro_batches.next if index is None else index
+        place = number * layout.data_size + self._state.mesh.data_index
+        self._streams.begin(self._state.global_step if frozen is None else frozen, place)
+
+    def ended_backward(self, losses: Sequence[Tensor]) -> None:
+        """Gradients of these losses, one of a micro-batch each, are in the flats."""
+        self._losses += [loss.detach() for loss in losses]
+        self._fed = True
+        self._state.partitioned_optimizer.hold_gradients(True)
+
+    def ended_micro_batch(self) -> None:
+        self.micro_batches.end_micro_batch()
+        self.weights.ended_micro_batch()
+
+    def reset(self) -> None:
+        """Forget what the step has gathered: losses, gradients, the count."""
+        for zero in self._state.zeros:
+            zero.clear_gradients()
+        self._state.partitioned_optimizer.hold_gradients(False)
+        if self._in_backward:
+            self._state.partitioned_optimizer.end_visits()
+        self._state.stores.trim()
+        self._losses.clear()
+        self.weights.forget()
+        self.data.forget()
+        self._same_gradients.forget()
+        self._unseen_writes.forget()
+        self._streams.forget()
+        self.micro_batches.forget()
+        self._fed = False
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def end(self, signals: Sequence[float], clip_norm: float | None) -> bool:
+        """Update the parameters. True when they were updated. Raises NonFiniteError when the gradient is not finite and
+        a smaller loss scale cannot help."""
+        self.refuse_in_a_look("step")
+        state = self._state
+        if any(zero.unsummed for zero in state.zeros):
+            raise RuntimeError(
+                "step: the last backward ran inside no_sync, so that no gradients were summed over the ranks; run the "
+                "last backward of a step outside it"
+            )
+        state.partitioned_optimizer.refuse_new_groups()
+        state.partitioned_optimizer.refuse_hooks()
+        with self._around_update():
+            try:
+                self.totals = totals = self._sum_totals(signals)  # 2
+                self._refuse(totals)
+                exchanged = sums_itself(state.optimizer)
+                if not totals.finite or (exchanged and totals.grad_norm > _MOST_EXCHANGED):
+                    self._overflow(totals)  # 3
+                    return False
+                self._same_gradients.took(totals.unseen)
+                self._unseen_writes.took()
+                left_alone = totals.unused and not self._in_backward and not updates_unused(state.optimizer)
+                unused = self._unused() if left_alone else {}
+                state.before_change()
+                state.islands.before_update()
+                # Ctrl-C may cut an exchange off when some of what it keeps is new; what it raises leaves all as it was.
+                state.updating = state.updating or exchanged
+                state.partitioned_optimizer.hold_gradients(False)
+                factor = state.partitioned_optimizer.exchange(self._factor(totals, clip_norm), unused)
+            except Exception:
+                state.updating = self._in_backward and state.updating
+                self.reset()
+                raise
+            state.apply_late()
+            state.updating = True
+            if not self._in_backward:
+                self._update(factor, unused)  # 4
+            state.partitioned_optimizer.tell_updated(state.everyone)
+            for zero in state.zeros:
+                zero.learn_order()
+            self.reset()  # 5
+            self._unseen_writes.updated()
+            state.islands.stepped(state.global_step + 1)
+            state.wait_until_read()
+        state.global_step += 1
+        state.loss_scale.update(overflow=False)
+        state.updating = False
+        if state.scheduler is not None:
+            state.scheduler.step()
+        return True
+
+    def _update(self, factor: float, unused: Mapping[str, Collection[int]]) -> None:
+        state = self._state
+        if not state.zeros[0].residency.gradients_wait:
+            state.partitioned_optimizer.step(factor, unused, number=state.global_step)
+            return
+        state.partitioned_optimizer.step_late(factor, unused, number=state.global_step)
+        first = state.config.offload.delayed_update
+        if first is None or state.global_step + 1 < first:
+            state.partitioned_optimizer.publish()
+
+    def _use(self, flat: Flat, gradient: Gradient) -> None:
+        """Update a flat whose gradient is there, in the middle of a backward."""
+        self.refuse_in_a_look("backward, which updates with optimizer.in_backward")
+        state = self._state
+        # Peers over which terms were summed may have used what this rank has not.
+        used = used_by_any([gradient])[0] if gradient.summed_first else gradient.used
+        unused = {index for index, is_used in enumerate(used) if not is_used}
+        if len(unused) == len(flat.slots):
+            state.partitioned_optimizer.end_visits([flat])
+            return
+        state.partitioned_optimizer.refuse_hooks()
+        with self._around_update():
+            flat.take_changes()
+            state.updating = True
+            state.partitioned_optimizer.step(
+                unused={flat.name: unused}, number=state.global_step, flats=[flat], ahead=self._next(flat)
+            )
+
+    def _next(self, flat: Flat) -> Flat | None:
+        """The one whose gradient comes next. Its backward is over: its reduction is under way when this is asked."""
+        order = [
+            each for zero in self._state.zeros for unit in zero.backward_order for each in unit.flats if each.trainable
+        ]
+        place = order.index(flat)
+        return order[place + 1] if place + 1 < len(order) else None
+
+    def _factor(self, totals: Totals, clip_norm: float | None) -> float:
+        factor = totals.weight / self._state.loss_scale.value
+        if sums_itself(self._state.optimizer):
+            return factor
+        if clip_norm is not None and totals.grad_norm > clip_norm:
+            factor *= clip_norm / (totals.grad_norm + 1e-6)
+        return factor
+
+    def _sum_totals(self, signals: Sequence[float]) -> Totals:
+        state = self._state
+        losses = self._losses if state.mesh.counts_losses else []
+        counted = self.weights.take(self._whole_step)
+        unused = sum(gradient.used.count(False) for gradient in state.partitioned_optimizer.gradients)
+        squares = torch.zeros((), dtype=torch.float64, device=state.world.device)
+        if self._fed:  # Else what stands there are the gradients of the step before.
+            squares += state.partitioned_optimizer.sum_of_squares()
+        return sum_totals(
+            state.everyone,
+            losses,
+            squares,
+            scale=state.loss_scale.value,
+            signals=signals,
+            island=(state.islands.index, state.layout.islands),
+            unused=unused,
+            written=len(state.written_too_early()),
+            difference=self.data.take(),
+            gradients=self._same_gradients.take(),
+            lost=self._unseen_writes.take(state.world.device),
+            counted=counted,
+        )
+
+    def _refuse(self, totals: Totals) -> None:
+        """Raises, on all ranks, what no update shall be made of."""
+        if not totals.same_data:
+            raise self.data.error()
+        if totals.some_unknown:
+            raise some_unknown(self._state.global_step + 1)
+        if totals.none_counts:
+            raise none_counts(self._state.global_step + 1)
+        if totals.finite and math.isnan(totals.loss):
+            raise loss_of_no_targets(
+                self._state.everyone, self._losses, step=self._state.global_step + 1, updated=self._in_backward
+            )
+        if totals.differing:
+            raise self._same_gradients.error(self._state.global_step + 1, updated=self._in_backward)
+        if totals.written:
+            raise RuntimeError(f"step: {self._state.words_of_early_writes()}")
+        if totals.lost and totals.finite:
+            raise self._unseen_writes.error(self._state.global_step + 1, updated=self._in_backward)
+
+    def _unused(self) -> dict[str, set[int]]:
+        """Slots of flats by name that no rank of any island has used in this step: states have the same histories in
+        all. Collective."""
+        optimizer = self._state.partitioned_optimizer
+        found = used_by_any(optimizer.gradients, self._state.islands.group)
+        return {
+            flat.name: {index for index, used in enumerate(own) if not used}
+            for flat, own in zip(optimizer.flats, found, strict=True)
+        }
+
+    def _overflow(self, totals: Totals) -> None:
+        """Skip the update; float16 goes on with a smaller scale, anything else stops."""
+        state, error = self._state, None
+        if self._in_backward:
+            error = updated_non_finite(state.everyone, self._losses, step=state.global_step + 1)
+        elif state.loss_scale.exhausted and totals.finite:
+            error = too_large_to_exchange(totals.grad_norm, step=state.global_step + 1)
+        elif state.loss_scale.exhausted:
+            flats = state.partitioned_optimizer.flats
+            error = find_non_finite(state.everyone, self._losses, flats, step=state.global_step + 1)
+        state.loss_scale.update(overflow=True)
+        self.reset()
+        if error is not None:
+            raise error
+        if state.partitioned_optimizer.late:
+            state.before_change()
+            state.apply_late()
+            state.wait_until_read()
+            state.updating = False

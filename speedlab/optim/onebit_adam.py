@@ -1,0 +1,159 @@
+"""Two phases of a training on slow networks (arXiv:2102.02888): Adam's moments for a while, then momenta as signs over
+a variance that stays as it is. What is made of them is the optimizer's (`onebit`, `onebit_lamb`).
+
+1. Warm-up: the plain optimizer to the bit; the engine sums gradients, and clips them. It ends after `freeze_step`
+   updates, or when the variance is steady: its sum, corrected for its start at 0, changes by less than 1 - `steady`
+   within 1 / (1 - beta2) updates in which the learning rate did not rise (section 7.1 has .96 and the same distance).
+2. The variance is frozen: corrected for its start, and not below `variance_floor`² of what its parameter has in the
+   mean, because an element that was hardly used would be thrown about by signs that are its neighbours'. What had no
+   gradient at all in the warm-up has no rate, and is not trained from then on: its variance is infinite.
+3. From then on, with n ranks, gradients gᵢ of each, moment m and frozen variance v:
+   mᵢ = beta1 m + (1 - beta1) gᵢ;  m = the mean of mᵢ, as signs with error feedback on both sides (`SignMeans`).
+   Nothing is clipped: the norm of the sum is known to nobody. Of one rank, and with compression "none", m is exact.
+
+Between two steps a rank keeps its own error plus beta1 m ("carried", the whole flat), which is all that the next
+exchange wants of both, and the error of the mean that it serves ("server_error", its partition). Where states are
+partitioned, 3 is another one and so is what is kept: `to_owners`.
+
+1-bit Adam (arXiv:2102.02888): AdamW in the warm-up, then, with the mean momentum m and the frozen variance v,
+p -= lr (weight_decay p + m / (1 - beta1ᵗ) / (√v + eps)).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cuda_ops.adam_frozen_variance import adam_frozen
+from speedlab.comm import Group
+from speedlab.config import OptimizerConfig
+from speedlab.optim.compressed_optimizer import Exchanged
+from speedlab.optim.fused import Given, step_device
+from speedlab.optim.sharded_sign_compression import ToOwners
+from speedlab.optim.sign_compression import SERVER_ERROR
+from speedlab.placement import Holders, Home
+
+CARRIED = "carried"
+
+
+class TwoPhases(ToOwners):
+    """An optimizer whose momenta travel as signs once the variance is frozen. The phase is in each of `param_groups`,
+    so that checkpoints have it: `updates` so far, `frozen_at` (None: warm-up), and `variance` and `rate` of the last
+    look."""
+
+    kept: ClassVar[Mapping[str, Home]] = {
+        CARRIED: Home(holders=Holders.OWN, form="float32"),
+        SERVER_ERROR: Home(holders=Holders.OWN_PART, form="float32"),
+    }
+    worker: ClassVar[str] = CARRIED
+
+    def __init__(self, params: Any, settings: OptimizerConfig) -> None:
+        super().__init__(params, settings)
+        self._freeze_step, self._steady = settings.freeze_step, settings.steady
+        self.begin_anew()
+
+    # ---- the phase ---------------------------------------------------------------------------------------------------
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the variance is frozen."""
+        return self.param_groups[0]["frozen_at"] is not None
+
+    def begin_anew(self) -> None:
+        """The warm-up begins."""
+        self._phase(updates=0, frozen_at=None, variance=None, rate=None, partitioned=False)
+
+    def updated(self, flats: Sequence[Exchanged], everyone: Group) -> None:
+        """Count an update, and freeze the variance where the warm-up is over."""
+        self._phase(updates=self.param_groups[0]["updates"] + 1)
+        if self.communicates:
+            return
+        self._told = {"compressed": 0.0}
+        if self._warm(flats, everyone):
+            self._freeze(flats)  # 2
+            self._phase(frozen_at=self.param_groups[0]["updates"])
+
+    def _warm(self, flats: Sequence[Exchanged], everyone: Group) -> bool:
+        """Whether the warm-up is over; the same on all ranks."""
+        first = self.param_groups[0]
+        updates, beta2 = first["updates"], first["betas"][1]
+        if self._freeze_step is not None:
+            return updates >= self._freeze_step
+        if updates % max(1, round(1 / (1 - beta2))):
+            return False
+        sums = [each.moments["exp_avg_sq"].sum(dtype=torch.float64) for each in flats if "exp_avg_sq" in each.moments]
+        total = torch.stack(sums).sum().cpu() if sums else torch.zeros((), dtype=torch.float64)
+        # Corrected for its start at 0 in any case: else it would seem to grow.
+        now = float(everyone.sum_scalars(total.view(1))) / (1 - beta2**updates)
+        before, rate = first["variance"], first["rate"]
+        self._phase(variance=now, rate=float(first["lr"]))
+        if not before or not now:
+            return False
+        self._told["steadiness"] = min(now / before, before / now)
+        return self._told["steadiness"] >= self._steady and float(first["lr"]) <= rate
+
+    @torch.no_grad()
+    def _freeze(self, flats: Sequence[Exchanged]) -> None:
+        beta1, beta2 = self.param_groups[0]["betas"]
+        for group in self.param_groups:
+            for segment in group["params"]:
+                if state := self.state.get(segment):
+                    state["exp_avg_sq"].div_(1 - beta2 ** self._counted(int(state["step"])))
+        for each in flats:
+            gradient = each.gradient
+            variance = each.moments.get("exp_avg_sq")
+            floors = self._raise_to_floor(each, variance)
+            carried, moment = gradient.kept[self.worker].zero_(), each.moments.get("exp_avg")
+            if each.whole and moment is not None:
+                torch.mul(moment, beta1, out=carried)
+            gradient.kept[SERVER_ERROR].zero_()
+            self._frozen(each, floors)
+
+    def _frozen(self, each: Exchanged, floors: Sequence[float]) -> None:
+        """The variance of this flat is frozen, and for each of its slots not below one of `floors`."""
+
+    # ---- the exchange ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def exchange(self, flats: Sequence[Exchanged], factor: float) -> None:
+        """The mean momentum of all ranks, from their own gradients."""
+        if not flats:
+            return
+        beta1 = self.param_groups[0]["betas"][0]
+        self._weigh(flats)
+        self._told = {"compressed": 1.0}
+        self._hold_masters(flats)
+        self._mean(flats, (1 - beta1) * factor * flats[0].gradient.group.size, beta1 if flats[0].whole else 0.0)
+        self._add_missed(flats)
+
+    def _weigh(self, flats: Sequence[Exchanged]) -> None:
+        """Before an exchange: change the terms of gradients as momenta are changed while they travel. Collective."""
+
+
+class OneBitAdam(TwoPhases):
+    """AdamW whose momenta travel as signs once the variance is frozen."""
+
+    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+        if not self.communicates:
+            super()._update(segment, group, given)
+            return
+        state = self.state[segment]
+        if not state:  # Never used in the warm-up.
+            state["step"] = torch.zeros((), device=step_device(self, group, segment))
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(segment), torch.full_like(segment, math.inf)
+        state["step"] += 1
+        lr = float(group["lr"])
+        adam_frozen(
+            segment,
+            given.gradient,
+            state["exp_avg"],
+            state["exp_avg_sq"],
+            given.copy,
+            size=lr / (1 - group["betas"][0] ** self._counted(int(state["step"]))),
+            decay=lr * group["weight_decay"],
+            eps=group["eps"],
+        )

@@ -1,0 +1,497 @@
+"""A trial of an optimizer on small tensors: does it update each element by itself, as partitioned states need?
+
+The engine gives an optimizer one-dimensional segments of flats in the place of parameters: several parameters end to
+end, or the part of them that a rank holds. The trial trains small parameters as a plain loop does, and in each of these
+forms, over enough steps for warm-ups and look-aheads, and compares. Nothing is decided by the name of a class.
+
+1. The reference: parameters of several shapes, all in one optimizer.
+2. Each parameter by itself, flattened; several end to end; both halves of these in an optimizer each; some parameters
+   in one optimizer and some in another; a step for each tensor. Each has the same gradients.
+3. A form is right if parameters and numbers of groups (the estimate `d` of Prodigy) are those of the reference.
+
+The trial leaves random generators, and the parameters of the model, as they were.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+import warnings
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.optim import Optimizer
+
+from speedlab.config import ConfigError
+from speedlab.optim.parameter_forms import Forms
+
+_SMALL = ((13, 11), (5,), (3, 2, 2, 2), (6, 7))
+"""Shapes of a group's parameters: a matrix, a vector, a convolution's, another matrix."""
+_LARGE = ((67, 71), (37,), (5, 3, 3, 3), (24, 31))
+"""The same where blocks show: the first has more elements than optimizers of 8 bits leave in float32, and none is a
+multiple of their blocks. Only an optimizer that passes on small ones trains these: a Shampoo of so long a vector would
+invert its square."""
+_Shapes = Sequence[tuple[int, ...]]
+_IN_A_FLAT = 2
+"""So many of them are in a flat together."""
+_FEW = ((7,),)
+"""The parameters of further groups."""
+_MOST_GROUPS = 3
+"""Groups that have all shapes, if they have other options than these: """
+_ANY_GROUP_HAS = ("lr", "initial_lr", "weight_decay", "name")
+_STEPS, _STEPS_LARGE = 30, 12
+"""Of small and of large parameters. Several optimizers do something else from their 5th, 10th or 25th step on."""
+_ALIGNED = 4
+"""Parameters begin at such elements of a flat (`Flat`)."""
+_EARLY = 3
+"""After so many steps parameters are compared, too: what one step does may be little beside all."""
+_LEAST_RATE = 1e-3
+"""A learning rate below it, as 0 before a warm-up, would show no difference."""
+_TOLERANCE = 2e-4
+"""Of a parameter's movement. Sums over parameters in another order stay below it; blocks of 8 bits do not."""
+
+
+class Subject:
+    """An optimizer that can be made again and again over other tensors."""
+
+    def __init__(
+        self,
+        options: Sequence[Mapping[str, Any]],
+        *,
+        make: Callable[[list[dict[str, Any]]], Optimizer] | None = None,
+        instance: Optimizer | None = None,
+        names: Sequence[str],
+        dimensions: Sequence[Collection[int]] = (),
+        key: Hashable = None,
+    ) -> None:
+        """`options`: of each group. `make`: of groups over tensors; without it the optimizer is copied from `instance`.
+        `names`: of the first parameter of each group. `dimensions`: which parameters of each group have.
+        `key`: what its forms depend on, of two subjects that have the same; None if that is not known."""
+        self.options, self.names, self.key = options, names, key
+        self.dimensions = dimensions or [()] * len(options)
+        self._make, self._instance = make, instance
+
+    def reference(self, parameters: list[list[Tensor]]) -> Optimizer:
+        """Over `parameters` of each group, as a plain loop makes it."""
+        if self._make is not None:
+            return self._made(parameters)
+        assert self._instance is not None
+        stands_for: dict[int, Any] = {}
+        for group, own in zip(self._instance.param_groups, parameters, strict=True):
+            stands_for |= {id(p): own[number % len(own)] for number, p in enumerate(group["params"])}
+        return self._over(_copied(self._instance, stands_for), parameters)
+
+    def over(self, segments: list[list[Tensor]]) -> Optimizer:
+        """Over `segments` of each group, as the engine makes it and exchanges them later."""
+        if self._make is None:
+            return self._over(self.reference([[torch.zeros_like(s) for s in own] for own in segments]), segments)
+        made = self._made([[torch.zeros_like(s) for s in own] for own in segments])
+        return self._made(segments) if made.state else self._over(made, segments)
+
+    def _made(self, every: list[list[Tensor]]) -> Optimizer:
+        assert self._make is not None
+        groups = [{**own, "params": list(tensors)} for own, tensors in zip(self.options, every, strict=True)]
+        return _raised(require_base(self._make(groups)))
+
+    @staticmethod
+    def _over(optimizer: Optimizer, tensors: list[list[Tensor]]) -> Optimizer:
+        for group, own in zip(optimizer.param_groups, tensors, strict=True):
+            group["params"] = list(own)
+        return _raised(optimizer)
+
+
+def try_optimizer(subject: Subject, device: torch.device) -> Forms:
+    """Train small tensors on `device` in each form. Found once for each `key` in a process."""
+    if isinstance(torch.empty(0, device=device), FakeTensor):
+        device = torch.device("cpu")  # Fake tensors have no values to compare.
+    key = None if subject.key is None else (subject.key, device)
+    if key in _known:
+        return _known[key]
+    found = _try(subject, device)
+    if key is not None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[key] = found
+    return found
+
+
+_known: dict[Hashable, Forms] = {}
+_MOST_KNOWN = 256
+
+
+def _try(subject: Subject, device: torch.device) -> Forms:
+    with _nothing_changes(device):
+        found = _Trial(subject, device, _SMALL, _STEPS).found()
+        if not (found.flattened or found.joined):
+            return found
+        large = _Trial(subject, device, _LARGE, _STEPS_LARGE).found()
+        return replace(
+            found,
+            failure=large.failure,
+            flattened=found.flattened and large.flattened,
+            joined=found.joined and large.joined,
+            parts=found.parts and large.parts,
+            shares=found.shares and large.shares,
+        )
+
+
+# ---- the small parameters --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Small:
+    """A parameter of the trial: its group, its first value, and its gradients by step."""
+
+    group: int
+    value: Tensor
+    gradients: list[Tensor]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [start, end) of flattened parameters end to end, each from a multiple of `_ALIGNED` on."""
+
+    parameters: tuple[int, ...]
+    start: int
+    end: int
+
+
+class _Trial:
+    """Of parameters of some shapes, over so many steps."""
+
+    def __init__(self, subject: Subject, device: torch.device, shapes: _Shapes, steps: int) -> None:
+        self._subject, self._steps = subject, steps
+        self._small = list(_small_parameters(subject, device, shapes, steps))
+        self._flats = list(_flats(self._small))
+
+        self._unsaved = ""
+        """A state that no checkpoint could have."""
+
+    def found(self) -> Forms:
+        before = _random_states()
+        try:
+            expected = self._reference()
+        except ConfigError:
+            raise
+        except Exception as error:
+            return Forms(failure=f"failed in a trial with small tensors: {type(error).__name__}: {_first_line(error)}")
+        if before != _random_states():
+            return Forms(failure="draws random numbers, of which ranks would have different ones")
+        if all(torch.equal(value, small.value) for value, small in zip(expected.values, self._small, strict=True)):
+            return Forms(
+                failure=f"changed none of the parameters in its param_groups, as {self._name(0)!r}, in {self._steps} "
+                "steps of a trial with small tensors"
+            )
+        each = [_Piece((k,), 0, _padded(small.value.numel())) for k, small in enumerate(self._small)]
+        unpadded = [_Piece((k,), 0, small.value.numel()) for k, small in enumerate(self._small)]
+        flattened = self._trained([unpadded])
+        stuck = self._stuck(flattened, expected)
+        if stuck is not None:
+            return Forms(
+                failure=f"updates something else than the parameters in its param_groups, as {self._name(stuck)!r}, "
+                "which become parts of flats"
+            )
+        joined = self._trained([self._flats])
+        forms = Forms(
+            flattened=self._equal(flattened, expected),
+            joined=self._equal(joined, expected),
+            parts=self._equal(self._trained(_halves(self._flats)), expected),
+            pieces=self._equal(self._trained([self._flats], apart=True), joined),
+        )
+        if self._unsaved and not (forms.flattened or forms.joined):
+            return Forms(
+                failure=f"keeps a state, {self._unsaved!r}, that is neither a number nor one value for each element, "
+                "which no checkpoint could hold"
+            )
+        shares = forms.parts or self._equal(self._trained([each[::2], each[1::2]]), self._trained([each]))
+        return replace(forms, shares=shares)
+
+    def _name(self, number: int) -> str:
+        return self._subject.names[self._small[number].group]
+
+    def _stuck(self, trained: _Values | None, expected: _Values) -> int | None:
+        """A parameter that only the reference has changed."""
+        if trained is None:
+            return None
+        for number, (small, value, wanted) in enumerate(zip(self._small, trained.values, expected.values, strict=True)):
+            if torch.equal(value, small.value) and not torch.equal(wanted, small.value):
+                return number
+        return None
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def _reference(self) -> _Values:
+        parameters = [nn.Parameter(small.value.clone()) for small in self._small]
+        optimizer = self._subject.reference(self._by_group(parameters, [small.group for small in self._small]))
+        trained = _Values(self._small)
+        for step in range(self._steps):
+            for parameter, small in zip(parameters, self._small, strict=True):
+                parameter.grad = small.gradients[step].clone()
+            optimizer.step()
+            for number, parameter in enumerate(parameters):
+                trained.note(step, number, 0, parameter.detach().flatten())
+        trained.numbers.append(_numbers_of(optimizer))
+        return trained
+
+    def _trained(self, ranks: Sequence[Sequence[_Piece]], *, apart: bool = False) -> _Values | None:
+        """The parameters after the same steps where each of `ranks` has an optimizer over its pieces; None if that
+        raises. `apart`: a step for each piece."""
+        trained = _Values(self._small)
+        try:
+            for pieces in ranks:
+                self._train(pieces, trained, apart=apart)
+        except Exception:
+            return None
+        return trained
+
+    def _train(self, pieces: Sequence[_Piece], trained: _Values, *, apart: bool) -> None:
+        segments = [self._cut(piece, [small.value for small in self._small]) for piece in pieces]
+        groups = [self._small[piece.parameters[0]].group for piece in pieces]
+        optimizer = self._subject.over(self._by_group(segments, groups))
+        given: dict[tuple[int, str], Tensor] = {}
+        for step in range(self._steps):
+            gradients = [small.gradients[step] for small in self._small]
+            shares = [self._cut(piece, gradients) for piece in pieces]
+            for together in [[k] for k in range(len(pieces))] if apart else [list(range(len(pieces)))]:
+                for k in together:
+                    segments[k].grad = shares[k]
+                optimizer.step()
+                for k in together:
+                    segments[k].grad = None
+                    self._adopt(optimizer, k, segments[k], given)
+            for piece, segment in zip(pieces, segments, strict=True):
+                self._note(step, piece, segment, trained)
+        trained.numbers.append(_numbers_of(optimizer))
+
+    def _adopt(self, optimizer: Optimizer, k: int, segment: Tensor, given: dict[tuple[int, str], Tensor]) -> None:
+        """As `OptimizerStates.adopt`: states with a value for each element are copied into memory of the engine."""
+        state = optimizer.state.get(segment, {})
+        for key, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != segment.shape:
+                if not _is_number(value):
+                    self._unsaved = key
+                    raise TypeError(key)
+            elif given.get((k, key)) is not value:
+                state[key] = given[k, key] = torch.zeros_like(segment, dtype=value.dtype).copy_(value)
+
+    def _by_group(self, tensors: Iterable[Tensor], groups: Iterable[int]) -> list[list[Tensor]]:
+        found: list[list[Tensor]] = [[] for _ in self._subject.options]
+        for tensor, group in zip(tensors, groups, strict=True):
+            found[group].append(tensor)
+        return found
+
+    def _cut(self, piece: _Piece, every: Sequence[Tensor]) -> Tensor:
+        flat = [every[k].flatten() for k in piece.parameters]
+        padded = [nn.functional.pad(each, (0, -each.numel() % _ALIGNED)) for each in flat]
+        return torch.cat(padded)[piece.start : piece.end].clone()
+
+    def _note(self, step: int, piece: _Piece, segment: Tensor, trained: _Values) -> None:
+        offset = 0
+        for k in piece.parameters:
+            numel = self._small[k].value.numel()
+            low, high = max(piece.start, offset), min(piece.end, offset + numel)
+            if low < high:
+                trained.note(step, k, low - offset, segment[low - piece.start : high - piece.start])
+            offset += _padded(numel)
+
+    # ---- comparing ---------------------------------------------------------------------------------------------------
+
+    def _equal(self, trained: _Values | None, expected: _Values | None) -> bool:
+        if trained is None or expected is None:
+            return False
+        for early in (True, False):
+            values = zip(self._small, trained.at(early=early), expected.at(early=early), strict=True)
+            if not all(_is_near(value, wanted, small.value) for small, value, wanted in values):
+                return False
+        return all(_alike(numbers, expected.numbers[0]) for numbers in trained.numbers)
+
+
+def _is_near(value: Tensor, wanted: Tensor, begun: Tensor) -> bool:
+    """Whether a parameter is where another one went."""
+    allowed = _TOLERANCE * (wanted - begun).abs().max() + 4 * torch.finfo(value.dtype).eps * wanted.abs()
+    return bool(((value - wanted).abs() <= allowed).all())
+
+
+_Numbers = list[dict[str, float]]
+"""Options of each group that are numbers."""
+
+
+class _Values:
+    """Parameters after `_EARLY` steps and at the end, and the numbers of each optimizer's groups."""
+
+    def __init__(self, small: Sequence[_Small]) -> None:
+        self._early, self._late = ([each.value.clone() for each in small] for _ in range(2))
+        self.numbers: list[_Numbers] = []
+
+    def note(self, step: int, number: int, start: int, values: Tensor) -> None:
+        """Elements of parameter `number`, from `start` on, after a step."""
+        for kept in (self._early, self._late) if step < _EARLY else (self._late,):
+            kept[number].view(-1)[start : start + values.numel()] = values
+
+    def at(self, *, early: bool) -> list[Tensor]:
+        return self._early if early else self._late
+
+    @property
+    def values(self) -> list[Tensor]:
+        """At the end."""
+        return self._late
+
+
+def _small_parameters(subject: Subject, device: torch.device, shapes: _Shapes, steps: int) -> Iterator[_Small]:
+    """Magnitudes differ between parameters and inside them, so that norms of parts are not those of wholes."""
+    generator = torch.Generator().manual_seed(1)
+    kinds = list[str]()
+    for group, (own, dimensions) in enumerate(zip(subject.options, subject.dimensions, strict=True)):
+        kind = repr(sorted((key, repr(value)) for key, value in own.items() if key not in _ANY_GROUP_HAS))
+        has_all = kind not in kinds and len(set(kinds)) < _MOST_GROUPS
+        kinds.append(kind)
+        like = [shape for shape in shapes if len(shape) in dimensions] or shapes
+        for number, shape in enumerate(like if has_all else _FEW):
+            slope = torch.linspace(0.5, 2.0, torch.Size(shape).numel()).view(shape)
+            direction = torch.randn(shape, generator=generator)
+            value = torch.randn(shape, generator=generator) * slope * (1.0, 0.02, 3.0, 0.2)[number]
+            gradients = []
+            for step in range(steps):
+                noise = torch.randn(shape, generator=generator)
+                # The last but one is large, so that norms at which gradients are clipped are exceeded.
+                size = 10.0 ** (number - 2) * (30.0 if step == steps - 2 else 1.0 + 0.1 * step)
+                gradient = (direction + 0.5 * noise) * slope * size
+                if step == 0:  # Some optimizers leave out what is along the parameter, if there is little of it.
+                    gradient -= value * (gradient * value).sum() / value.square().sum()
+                    gradient += value * gradient.norm() / value.norm() * (0.05 / value.numel() ** 0.5)
+                gradients.append(gradient.to(device))
+            yield _Small(group, value.to(device), gradients)
+
+
+def _flats(small: Sequence[_Small]) -> Iterator[_Piece]:
+    """What is in a flat together, of one group each."""
+    for group in dict.fromkeys(each.group for each in small):
+        own = [number for number, each in enumerate(small) if each.group == group]
+        for first in range(0, len(own), _IN_A_FLAT):
+            together = own[first : first + _IN_A_FLAT]
+            yield _Piece(tuple(together), 0, sum(_padded(small[k].value.numel()) for k in together))
+
+
+def _halves(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+    """What two ranks have of these."""
+    middles = [_padded(piece.end // 2) for piece in pieces]
+    return [
+        [_Piece(piece.parameters, 0, middle) for piece, middle in zip(pieces, middles, strict=True)],
+        [_Piece(piece.parameters, middle, piece.end) for piece, middle in zip(pieces, middles, strict=True)],
+    ]
+
+
+def _padded(numel: int) -> int:
+    return -(-numel // _ALIGNED) * _ALIGNED
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a checkpoint can have it as a number."""
+    return value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _numbers_of(optimizer: Optimizer) -> _Numbers:
+    return [
+        {key: float(value) for key, value in group.items() if value is not None and _is_number(value)}
+        for group in optimizer.param_groups
+    ]
+
+
+def _alike(some: _Numbers, others: _Numbers) -> bool:
+    for own, theirs in zip(some, others, strict=True):
+        if own.keys() != theirs.keys():
+            return False
+        for key, value in own.items():
+            wanted = theirs[key]
+            if not (value == wanted or value != value != wanted != wanted or abs(value - wanted) <= 1e-3 * abs(wanted)):
+                return False
+    return True
+
+
+def require_base(optimizer: Optimizer) -> Optimizer:
+    """Raises ConfigError if its class has not called torch's constructor."""
+    missing = [name for name in ("param_groups", "state", "_optimizer_step_pre_hooks") if not hasattr(optimizer, name)]
+    if missing:
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__}.__init__ has not called super().__init__(params, defaults), so it "
+            f"has no {missing[0]}. Call it there, with the parameters that step() updates"
+        )
+    return optimizer
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def _raised(optimizer: Optimizer) -> Optimizer:
+    """With learning rates that show a difference."""
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, int | float | Tensor) and not isinstance(rate, bool) and float(rate) < _LEAST_RATE:
+            group["lr"] = torch.full_like(rate, _LEAST_RATE) if isinstance(rate, Tensor) else _LEAST_RATE
+    return optimizer
+
+
+def _copied(optimizer: Optimizer, stands_for: dict[int, Any]) -> Optimizer:
+    """A copy without hooks and schedules. `stands_for`: by id of a tensor, its place in the copy. torch's own way to
+    copy an optimizer drops all but groups and states, also of an optimizer inside another one."""
+    made = object.__new__(type(optimizer))
+    stands_for[id(optimizer)] = made
+    for inner in _optimizers_in(vars(optimizer)):
+        if id(inner) not in stands_for:
+            _copied(inner, stands_for)
+    for name, value in vars(optimizer).items():
+        if name == "step":  # A scheduler has wrapped it.
+            continue
+        is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
+        made.__dict__[name] = type(value)() if is_hooks else copy.deepcopy(value, stands_for)
+    return made
+
+
+def _optimizers_in(attributes: Mapping[str, Any]) -> Iterator[Optimizer]:
+    for value in attributes.values():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        yield from (each for each in held if isinstance(each, Optimizer))
+
+
+# ---- what stays as it was --------------------------------------------------------------------------------------------
+
+
+def _random_states() -> list[Any]:
+    states: list[Any] = [torch.get_rng_state().tolist(), random.getstate()]
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states.append((kind, keys.tolist(), *rest))
+    if torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state().tolist())
+    return states
+
+
+@contextmanager
+def _nothing_changes(device: torch.device) -> Iterator[None]:
+    """Random states and warnings are as before afterwards, and nothing is compiled for small tensors."""
+    ours, numpy = random.getstate(), sys.modules.get("numpy")
+    theirs = None if numpy is None else numpy.random.get_state()
+    with ExitStack() as stack:
+        stack.enter_context(unset_fake_temporarily())
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.no_grad())
+        try:
+            yield
+        finally:
+            random.setstate(ours)
+            if numpy is not None:
+                numpy.random.set_state(theirs)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0][:200]

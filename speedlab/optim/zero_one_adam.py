@@ -1,0 +1,430 @@
+"""0/1 Adam (arXiv:2202.06009, algorithm 1): a variance that is updated ever more seldom, momenta as signs between these
+updates, and once it is frozen steps that exchange nothing.
+
+1. WHOLE steps (`Steps`): gradients are summed, and clipped, by the engine. As long as no step was of another kind this
+   is AdamW to the bit; then the variance of before counts for the update, and takes the gradient behind it. Its mean
+   is corrected by the updates that it had, the momentum's by all.
+2. All others: each rank's own momentum mᵢ = beta1 m + (1 - beta1) gᵢ moves its parameters by rate mᵢ / D, with
+   rate = lr / (1 - beta1ᵗ) and D = √v + eps, and the same rate mᵢ is added to what is to be sent, uᵢ. Nothing is
+   clipped.
+3. SIGNS steps: u, the mean of uᵢ, travels as signs with error feedback on both sides (`SignMeans`). Where steps of
+   each rank's own came before, parameters go back to the anchor, where they were at the last exchange. All ranks
+   subtract u / D there and take u / Σ rate as momentum, the same bits.
+
+Decay stays apart from gradients, also over several steps: with share = Π (1 - lr weight_decay) since the anchor,
+parameters are share (anchor - Σ (rate / share) mᵢ / D), so u is summed with rate / share.
+
+The variance is floored as 1-bit Adam's is (`_raise_to_floor`) behind each WHOLE step that signs come after. What had
+no gradient yet has no rate. A parameter that nobody used in steps of 2 is one whose gradient is 0: signs of it travel
+anyway, and its anchor would wait. Of one rank all is exact, and nothing is ever sent.
+
+What is missed is worth as much as the rates at which it was summed: where they fall to a FAR-th or less, an error of
+before would be all of u, and u / Σ rate no momentum; so errors then fall with them, and rise again (`_revalue`).
+Elements of a chunk have one magnitude: u of parameters whose Σ rate is that far below others' is lifted to theirs while
+it travels (`_exchange_sums`).
+
+Between two exchanges a rank keeps its error plus uᵢ ("to_send", the whole flat) and the error of the mean that it
+serves ("server_error"). Whoever wants one model of all ranks ends the interval (`meet`).
+
+What each step of 0/1 Adam does, by its number from 1 on (arXiv:2202.06009, section 6).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cuda_ops.adam_frozen_variance import adam_frozen
+from speedlab.comm import Group
+from speedlab.config import OptimizerConfig
+from speedlab.optim.compressed_optimizer import Exchanged
+from speedlab.optim.fused import FusedAdamW, Given
+from speedlab.optim.sign_compression import FAR, SERVER_ERROR, SendsSigns, lift, served, whole_terms
+from speedlab.parallel.zero import Gradient
+from speedlab.placement import Holders, Home
+
+
+class Kind(Enum):
+    """What travels in a step."""
+
+    WHOLE = "gradients, whole; the variance is updated"
+    SIGNS = "signs of the momenta of all steps since the last exchange"
+    NOTHING = "nothing: a step of each rank's own"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Of a run."""
+
+    freeze_step: int | None
+    """The last step that may update the variance; None: it always may."""
+    variance_doubling: int
+    """How often the variance is updated before the distance of these updates doubles."""
+    local_doubling: int
+    """Steps behind `freeze_step` before the distance of exchanges doubles."""
+    max_local_steps: int
+    """The largest distance of exchanges."""
+
+    @property
+    def plain(self) -> int:
+        """The steps at the beginning that are all WHOLE."""
+        return self.variance_doubling if self.freeze_step is None else min(self.freeze_step, self.variance_doubling)
+
+    def kind(self, step: int) -> Kind:
+        """Of step `step`, counted from 1."""
+        if self.freeze_step is None or step <= self.freeze_step:
+            return Kind.WHOLE if self._updates_variance(step) else Kind.SIGNS
+        return Kind.NOTHING if step % self.distance(step) else Kind.SIGNS
+
+    def distance(self, step: int) -> int:
+        """Of exchanges, around step `step`."""
+        if self.freeze_step is None or step <= self.freeze_step:
+            return 1
+        doublings = min((step - self.freeze_step - 1) // self.local_doubling, self.max_local_steps.bit_length())
+        return min(self.max_local_steps, 2**doublings)
+
+    def to_exchange(self, step: int) -> int:
+        """Steps behind `step` until signs travel the next time."""
+        found = step + 1
+        while self.kind(found) is not Kind.SIGNS:
+            found += 1
+        return found - step
+
+    def _updates_variance(self, step: int) -> bool:
+        """At multiples of a distance that is 1 at first, and doubles behind so many of them."""
+        distance, behind = 1, 0
+        while True:
+            first = behind // distance + 1
+            behind = distance * (first + self.variance_doubling - 1)
+            if step <= behind:
+                return step % distance == 0
+            distance *= 2
+
+
+TO_SEND = "to_send"
+
+_LEAST_RATE = 1e-12
+"""For a learning rate of 0, by which no sum of momenta could be divided again. It moves no float32."""
+
+
+class ZeroOneAdam(SendsSigns):
+    """AdamW whose variance is updated seldom and whose ranks exchange seldom."""
+
+    kept: ClassVar[Mapping[str, Home]] = {
+        TO_SEND: Home(holders=Holders.OWN, form="float32"),
+        SERVER_ERROR: Home(holders=Holders.OWN_PART, form="float32"),
+    }
+    worker: ClassVar[str] = TO_SEND
+
+    def __init__(self, params: Any, settings: OptimizerConfig) -> None:
+        super().__init__(params, settings)
+        self._steps = Steps(
+            freeze_step=settings.freeze_step,
+            variance_doubling=settings.variance_doubling,
+            local_doubling=settings.local_doubling,
+            max_local_steps=settings.max_local_steps,
+        )
+        self._alone = False
+        """Whether there is no other rank; known from the first exchange on."""
+        self._to_send: dict[Tensor, Tensor] = {}
+        """Of each segment, where it is summed, in the present step."""
+        self._lifted: list[tuple[Gradient, slice, float]] = []
+        """What travels times a factor in the present exchange."""
+        self.apart = False
+        self.begin_anew()
+
+    # ---- the phase ---------------------------------------------------------------------------------------------------
+
+    @property
+    def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """AdamW's, and where ranks make steps of their own from where they last were alike."""
+        return FusedAdamW.needs if self._steps.freeze_step is None else FusedAdamW.needs | {"anchor"}
+
+    @property
+    def _kind(self) -> Kind:
+        """Of the present step, or between two steps of the next one."""
+        return self._steps.kind(self._updates + 1)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the next step is none that updates the variance."""
+        return self._kind is not Kind.WHOLE
+
+    @property
+    def keeps(self) -> bool:
+        """Whether something was sent, or will be in the next step."""
+        return self._updates >= self._steps.plain
+
+    def begin_anew(self) -> None:
+        """As on the first step."""
+        self.apart = False
+        self._phase(updates=0)
+        for state in self.state.values():
+            _begin_interval(state)
+
+    @torch.no_grad()
+    def updated(self, flats: Sequence[Exchanged], everyone: Group) -> None:
+        """Count an update; behind one of the variance, signs want its floor."""
+        step = self._updates + 1
+        self._phase(updates=step)
+        self._to_send = {}
+        if self._steps.kind(step) is not Kind.WHOLE:
+            return
+        self._told = {"compressed": 0.0}
+        if step > self._steps.plain:
+            self._told["variance_updated"] = 1.0
+        if not self.communicates:
+            return
+        for each in flats:
+            variance = each.moments.get("exp_avg_sq")
+            if variance is not None:
+                variance.masked_fill_(variance.isinf(), 0.0)
+            self._raise_to_floor(each, variance)
+
+    # ---- the exchange ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def exchange(self, flats: Sequence[Exchanged], factor: float) -> None:  # 2
+        """This rank's own momentum in the place of each gradient, or in SIGNS steps the mean of what is to be sent."""
+        if not flats:
+            return
+        step, size, beta1 = self._updates + 1, flats[0].gradient.group.size, self.param_groups[0]["betas"][0]
+        self._alone = size == 1
+        self._told = {"compressed": 1.0}
+        group_of = self._group_of()
+        if not self._alone:
+            self._revalue(flats)
+        for each in flats:
+            terms = whole_terms(each.gradient)
+            for segment, here in _places(each):
+                state = self.state.get(segment) or _UNBORN
+                sent = self._kind is Kind.SIGNS and not self._alone
+                weight = self._rates(state, group_of[segment], ahead=1)[0] if sent else 1.0
+                terms[here].mul_((1 - beta1) * factor * size * weight)
+                if "exp_avg" in state:
+                    terms[here].add_(state["exp_avg"], alpha=beta1 * weight)
+                self._to_send[segment] = each.gradient.kept[TO_SEND][here]
+        if self._alone:
+            return
+        if self._steps.freeze_step is not None and step > self._steps.freeze_step:
+            self._told["steps_to_exchange"] = self._steps.to_exchange(step)
+        if self._kind is Kind.SIGNS:  # 3
+            states = {segment: self.state.get(segment) or _UNBORN for segment in group_of}
+            self._exchange_sums(flats, {s: self._rates(own, group_of[s], ahead=1)[2] for s, own in states.items()})
+        elif self._signs:
+            self._tell_bytes(flats, sent=False)
+
+    def _revalue(self, flats: Sequence[Exchanged]) -> None:
+        """Where an interval begins at a rate far from those of the last one, errors follow it, by powers of two, which
+        round nothing."""
+        group_of = self._group_of()
+        for each in flats:
+            kept = each.gradient.kept
+            for segment, here in _places(each):
+                state = self.state.get(segment) or _UNBORN
+                # Checkpoints of before have no "worth".
+                before, now = float(state.get("worth", 0.0)), self._rates(state, group_of[segment], ahead=1)[0]
+                if float(state["rates"]) or not before or 1 / FAR < now / before < FAR:
+                    continue
+                factor = 2.0 ** round(math.log2(now / before))
+                for error in (kept[TO_SEND][here], kept[SERVER_ERROR][served(each.gradient, here)]):
+                    error.mul_(factor)
+                self.state[segment]["worth"] = _number(now)
+
+    def _exchange_sums(self, flats: Sequence[Exchanged], rates: Mapping[Tensor, float], *, look: bool = True) -> None:
+        """The mean of what stands in `gradient.own` and is to be sent; `rates`: their sum for each segment.
+        Collective."""
+        largest = max(rates.values(), default=0.0)
+        far = {each: lift(own, largest) for each, own in rates.items() if largest > FAR * own}
+        self._lifted = [
+            (each.gradient, here, far[segment]) for each in flats for segment, here in _places(each) if segment in far
+        ]
+        for gradient, here, factor in self._lifted:
+            _lift(gradient, here, factor)
+        try:
+            self._mean(flats, 1.0, 0.0, look=look)
+        finally:
+            for gradient, here, factor in self._lifted:
+                _lift(gradient, here, 1 / factor)
+            self._lifted = []
+
+    def _update_of(self, each: Exchanged, moment: Tensor) -> Tensor:
+        direction = super()._update_of(each, moment)
+        for gradient, here, factor in self._lifted:
+            if gradient is each.gradient:
+                direction[here].div_(factor)
+        return direction
+
+    @torch.no_grad()
+    def meet(self, flats: Sequence[Exchanged]) -> None:
+        """End the interval now: parameters and momenta are those of all ranks. Collective; nothing happens where they
+        are not `apart`. Raises what an exchange does."""
+        if not self.apart:
+            return
+        told = self._told
+        for each in flats:
+            each.gradient.group.wait_until_all_read()  # What is written over now.
+            whole_terms(each.gradient).zero_()
+        group_of = self._group_of()
+        self._exchange_sums(flats, {segment: float(self.state[segment]["rates"]) for segment in group_of}, look=False)
+        for each in flats:
+            terms = whole_terms(each.gradient)
+            for segment, here in _places(each):
+                state = self.state[segment]
+                self._land(segment, state, group_of[segment], terms[here], None, back=True)
+        self.apart, self._told = False, told
+
+    # ---- the update --------------------------------------------------------------------------------------------------
+
+    def _group_of(self) -> dict[Tensor, dict[str, Any]]:
+        return {segment: group for group in self.param_groups for segment in group["params"]}
+
+    def _state_of(self, segment: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        born = not self.state[segment]
+        state = super()._state_of(segment, group)
+        if "variance_step" not in state:
+            state["variance_step"] = state["step"].clone()  # As many as AdamW's, whose states these may have been.
+            _begin_interval(state)
+            state["worth"] = _number(0.0)  # The largest rate of the last interval.
+        if born:
+            if self._steps.freeze_step is not None:
+                state["anchor"] = torch.zeros_like(segment)
+            if self.communicates:
+                state["exp_avg_sq"].fill_(math.inf)
+        return state
+
+    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+        state, kind = self._state_of(segment, group), self._kind
+        if kind is not Kind.WHOLE:
+            state["step"] += 1
+            self._move(segment, state, group, given)
+            return
+        if state["variance_step"] == state["step"] and self._updates < self._steps.plain:  # 1
+            super()._update(segment, group, given)
+        else:
+            self._move_whole(segment, state, group, given)
+        state["variance_step"] += 1
+
+    def _move_whole(self, segment: Tensor, state: dict[str, Tensor], group: dict[str, Any], given: Given) -> None:
+        """By the variance of before, which then takes the gradient."""
+        (beta1, beta2), gradient, variance = group["betas"], given.gradient.mul_(given.factor), state["exp_avg_sq"]
+        state["step"] += 1
+        state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
+        rate, decay = self._rate(state, group)
+        self._subtract(segment, state["exp_avg"], None, state, group, given.copy, rate=rate, decay=decay)
+        variance.masked_fill_(variance.isinf(), 0.0).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+
+    def _move(self, segment: Tensor, state: dict[str, Tensor], group: dict[str, Any], given: Given) -> None:
+        """By `given`: this rank's momentum, or the mean of what was to be sent."""
+        rate, decay = self._rate(state, group)
+        if self._alone:
+            self._subtract(segment, given.gradient, state["exp_avg"], state, group, given.copy, rate=rate, decay=decay)
+            return
+        own, share, total = self._rates(state, group)
+        first = not float(state["rates"])
+        state["rates"], state["share"] = _number(total), _number(share)
+        state["worth"] = _number(own if first else max(own, float(state["worth"])))
+        if self._kind is Kind.NOTHING:
+            if first:
+                state["anchor"].copy_(segment)
+            self._subtract(segment, given.gradient, state["exp_avg"], state, group, given.copy, rate=rate, decay=decay)
+            self._to_send[segment].add_(state["exp_avg"], alpha=own)
+            self.apart = True
+            return
+        self._land(segment, state, group, given.gradient, given.copy, back=not first)  # Else it is the anchor itself.
+        self.apart = False
+
+    def _land(
+        self,
+        segment: Tensor,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+        mean: Tensor,
+        copy: Tensor | None,
+        *,
+        back: bool,
+    ) -> None:
+        """`back` to the anchor, and from there by the `mean` of what was sent."""
+        share = float(state["share"])
+        if back:
+            segment.copy_(state["anchor"])
+        torch.div(mean, float(state["rates"]), out=state["exp_avg"])
+        self._subtract(segment, mean, None, state, group, copy, rate=share, decay=1 - share)
+        _begin_interval(state)
+
+    def _subtract(
+        self,
+        segment: Tensor,
+        moment: Tensor,
+        laid_by: Tensor | None,
+        state: dict[str, Tensor],
+        group: dict[str, Any],
+        copy: Tensor | None,
+        *,
+        rate: float,
+        decay: float,
+    ) -> None:
+        """The root of the variance stays as it is, uncorrected, so eps and the rate are corrected."""
+        updates = self._counted(int(state["variance_step"]))
+        root = math.sqrt(1 - group["betas"][1] ** updates)
+        adam_frozen(
+            segment,
+            moment,
+            laid_by,
+            state["exp_avg_sq"],
+            copy,
+            size=rate * root,
+            decay=decay,
+            eps=group["eps"] * root,
+        )
+
+    def _rate(self, state: Mapping[str, Tensor], group: Mapping[str, Any], *, ahead: int = 0) -> tuple[float, float]:
+        """(rate, decay) of the update by which `state` counts now, or will count `ahead`."""
+        lr = max(float(group["lr"]), _LEAST_RATE)
+        corrected = lr / (1 - group["betas"][0] ** self._counted(int(state["step"]) + ahead))
+        return corrected, float(group["lr"]) * group["weight_decay"]
+
+    def _rates(
+        self, state: Mapping[str, Tensor], group: Mapping[str, Any], *, ahead: int = 0
+    ) -> tuple[float, float, float]:
+        """rate / share of that update; the share and the sum of such rates behind it."""
+        rate, decay = self._rate(state, group, ahead=ahead)
+        share = float(state["share"]) * (1 - decay)
+        return rate / share, share, float(state["rates"]) + rate / share
+
+
+def _places(each: Exchanged) -> list[tuple[Tensor, slice]]:
+    """The segments of a flat of which every rank has the whole, and where they lie in it."""
+    assert each.whole  # `check_whole_gradients`.
+    starts = [(each.gradient.slots[first].offset, segment) for first, segment in each.segments]
+    return [(segment, slice(start, start + segment.numel())) for start, segment in starts]
+
+
+def _lift(gradient: Gradient, here: slice, factor: float) -> None:
+    """Multiply what is exchanged, and kept, by a power of two."""
+    for tensor in (
+        whole_terms(gradient)[here],
+        gradient.kept[TO_SEND][here],
+        gradient.kept[SERVER_ERROR][served(gradient, here)],
+    ):
+        tensor.mul_(factor)
+
+
+def _begin_interval(state: dict[str, Tensor]) -> None:
+    """Nothing is to be sent since the anchor. These are never changed in place: a checkpoint has them in float32."""
+    if state:
+        state["rates"], state["share"] = _number(0.0), _number(1.0)
+
+
+def _number(value: float) -> Tensor:
+    return torch.full((), value, dtype=torch.float64)
+
+
+_UNBORN: Mapping[str, Tensor] = {"step": _number(0.0), "rates": _number(0.0), "share": _number(1.0)}
+"""Of what was never used so far."""

@@ -1,0 +1,318 @@
+"""Control words: what a person may ask of a run, as a table of words, their arguments, and what each does.
+
+1. Rank 0 reads the mailbox; all ranks act on what it read.
+2. The table says which arguments a word takes and of what kind they are; this is checked before anything else.
+3. What can be wrong with them is looked for on every rank, without meeting the others. If one finds something, all
+   answer the same, and nothing has happened.
+4. The word is carried out, by all together. If that fails on one rank, all meet anew. Where the word has changed
+   nothing, it is refused and the run goes on; else the ranks may differ, and the run fails.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from speedlab.config import ConfigError
+from speedlab.config.errors import unknown_key
+from speedlab.optim.lr_schedule import follow_schedule
+from speedlab.telemetry.checkpoints import CheckpointError, find_checkpoint, go_back_to, numbered_name, step_of
+from speedlab.telemetry.folder import Command
+from speedlab.telemetry.live import cell_path
+from speedlab.telemetry.records import RunState
+from speedlab.telemetry.shape import CHANGES, changed_config, shape_of
+from speedlab.trainer.collective_errors import Parted, Refusal, agreed, together
+from speedlab.trainer.live_cells import CutOff, run_between_steps
+from speedlab.trainer.reporting import Reporter
+from speedlab.trainer.training_run import Training
+
+
+class Answer(NamedTuple):
+    """What a word has done: the event that says so."""
+
+    kind: str
+    text: str
+    details: Mapping[str, Any] = {}
+
+
+Action = Callable[[], Answer]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """What a word takes under one name. None stands for an argument that is not given."""
+
+    says: str
+    fits: Callable[[Any], bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Word:
+    """`plan` looks, on one rank and without changing anything, at whether the word can be carried out, and returns how;
+    it raises ConfigError. `changes`: whether an action that fails may leave ranks that differ."""
+
+    plan: Callable[..., Action]
+    arguments: Mapping[str, Argument]
+    changes: bool = False
+
+
+def carry_out_pending(training: Training, reporter: Reporter) -> None:
+    """Every control word that waits, in order; words to go on that were there before an interrupt do not undo it.
+    Collective. Raises CutOff."""
+    commands = None
+    if training.world.rank == 0:
+        commands = [(asdict(command), _is_overtaken(training, command)) for command in reporter.waiting()]
+    for fields, overtaken in training.control.share(commands):
+        command = Command(**fields)
+        if overtaken:
+            _refuse_overtaken(reporter, command)
+        else:
+            _carry_out(training, reporter, command)
+
+
+def refuse_overtaken(training: Training, reporter: Reporter) -> None:
+    """Words to go on that wait first, and were there before an interrupt that has ended this: nobody shall find them
+    later. By the first rank alone."""
+    for command in reporter.waiting():
+        if not _is_overtaken(training, command):
+            return
+        _refuse_overtaken(reporter, command)
+
+
+def _is_overtaken(training: Training, command: Command) -> bool:
+    return command.word in ("resume", "step") and command.time < training.interruption.came_at
+
+
+def _refuse_overtaken(reporter: Reporter, command: Command) -> None:
+    text = f"{command.word}: the run was interrupted after this was asked for; ask again to go on"
+    reporter.answer(command.number, "warning", text, error=True)
+
+
+def _carry_out(training: Training, reporter: Reporter, command: Command) -> None:
+    start = time.perf_counter()
+    try:
+        answer = _act(training, command)
+    except Refusal as refusal:
+        reporter.answer(command.number, "warning", f"{command.word}: {refusal}", error=True)
+        return
+    except CutOff as cut:
+        seconds = time.perf_counter() - start
+        details = {"cell": command.arguments["cell"], "failed": cut.failed, "seconds": seconds}
+        reporter.answer(command.number, "looked", "a cell that was interrupted", **details)
+        raise
+    reporter.answer(command.number, answer.kind, answer.text, **answer.details, seconds=time.perf_counter() - start)
+
+
+def _act(training: Training, command: Command) -> Answer:
+    """Raises Refusal, on all ranks alike, when nothing was changed, and Parted when the ranks may differ."""
+    word = WORDS[command.word]
+    if training.state in (RunState.STOPPED, RunState.FINISHED) and command.word not in _ALSO_AT_THE_END:
+        raise Refusal(f"the run is {training.state.value}; {_GOES_ON[training.state]}")
+    problem = _problem(word, command.arguments)
+    if problem is not None:
+        raise Refusal(problem)
+    action = agreed(training.control, lambda: _planned(word, training, command.arguments))
+    training.changing = word.changes
+    try:
+        answer = together(training, action)
+    except Refusal:
+        training.changing = False
+        raise
+    except Parted as parted:
+        if word.changes and not parted.alike:
+            raise
+        training.changing = False
+        raise Refusal(str(parted)) from parted
+    training.changing = False
+    return answer
+
+
+_ALSO_AT_THE_END = ("save", "stop", "resume", "live", "prove")
+_GOES_ON = {
+    RunState.STOPPED: "run.resume() goes on with it",
+    RunState.FINISHED: "run.resume(steps=…) makes it longer",
+}
+
+
+def _planned(word: Word, training: Training, arguments: Mapping[str, Any]) -> Action:
+    try:
+        return word.plan(training, **arguments)
+    except ConfigError:
+        raise
+    except Exception as error:  # Nothing was changed, so whatever it is, the run can go on.
+        raise ConfigError(f"{type(error).__name__}: {error}") from error
+
+
+def _problem(word: Word, arguments: Mapping[str, Any]) -> str | None:
+    for name, value in arguments.items():
+        if name not in word.arguments:
+            return unknown_key(name, tuple(word.arguments), {}) if word.arguments else f"it takes no {name!r}"
+        known = word.arguments[name]
+        if value is not None and not known.fits(value):
+            return f"{name} is {value!r}; it is {known.says}"
+    return None
+
+
+# ---- the words -------------------------------------------------------------------------------------------------------
+
+
+def _pause(training: Training) -> Action:
+    def pause() -> Answer:
+        training.state = RunState.PAUSED
+        return Answer("paused", f"after step {training.engine.global_step}")
+
+    return pause
+
+
+def _resume(training: Training, step: int | None = None, tag: str | None = None, steps: int | None = None) -> Action:
+    """Go on: from where the run stands, or from a checkpoint, and to step `steps`."""
+    folder = training.folder.path / "checkpoints"
+    try:
+        path = find_checkpoint(folder, tag, step=step) if tag is not None or step is not None else None
+        at = training.engine.global_step if path is None else step_of(path)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    end = steps or training.config.steps
+    if at >= end:
+        raise ConfigError(f"it would go on from step {at} and ends at {end}; steps={2 * at} would make it longer")
+
+    def resume() -> Answer:
+        told = []
+        if path is not None:
+            training.engine.load_checkpoint(path)
+            told.append(f"from {path.name}")
+        if end != training.config.steps:
+            training.config = training.config.replace(steps=end)
+            told.append(f"to step {end}")
+        follow_schedule(training.engine.scheduler, training.config)
+        if training.world.rank == 0:
+            if path is not None:
+                go_back_to(path)
+            training.folder.update_config(training.folder.config.replace(steps=end))
+        training.state, training.budget = RunState.RUNNING, None
+        return Answer("resumed", " ".join(told))
+
+    return resume
+
+
+def _step(training: Training, n: int | None = None) -> Action:
+    count = n or 1
+
+    def step() -> Answer:
+        training.state, training.budget = RunState.RUNNING, count
+        return Answer("resumed", f"for {count} step{'s' if count > 1 else ''}")
+
+    return step
+
+
+def _stop(training: Training) -> Action:
+    def stop() -> Answer:
+        if training.state is not RunState.FINISHED:
+            training.state = RunState.STOPPED
+        return Answer("stopped", f"after step {training.engine.global_step}")
+
+    return stop
+
+
+def save(training: Training, tag: str | None = None) -> Action:
+    """Write a checkpoint under this name, or under one that its step makes."""
+    folder = training.folder.path / "checkpoints"
+    target = folder / (tag or numbered_name(folder, training.engine.global_step))
+    if target.exists():
+        raise ConfigError(f"{target} exists already and is never overwritten; give another tag or move it away")
+
+    def written() -> Answer:
+        path = training.engine.save_checkpoint(target.parent, target.name)
+        return Answer("checkpoint", path.name, {"bytes": sum(file.stat().st_size for file in path.iterdir())})
+
+    return written
+
+
+def _live(training: Training, cell: str, ranks: list[int] | None = None, asks: bool = False) -> Action:
+    """Run a cell that lies in the run folder, on `ranks` or on all; see `run_between_steps`."""
+    size = training.world.size
+    where = range(size) if ranks is None else ranks
+    if training.cells is None:
+        raise ConfigError("these engines take no cells: no cluster has started them")
+    # First of all: the code of a cell that is refused does not stay in the folder.
+    code = training.cells.take(cell_path(training.folder.path, cell)) if training.world.rank == 0 else ""
+    if not where:
+        raise ConfigError(f"no rank was named; the run has ranks 0 to {size - 1}")
+    if missing := [rank for rank in where if rank >= size]:
+        raise ConfigError(f"there is no rank {missing[0]}; the run has ranks 0 to {size - 1}")
+
+    def look() -> Answer:
+        failed = run_between_steps(training, training.control.share(code), cell, where, asks=asks)
+        return Answer("looked", f"a cell on {len(set(where))} of {size} ranks", {"cell": cell, "failed": failed})
+
+    return look
+
+
+def _prove(training: Training) -> Action:
+    def prove() -> Answer:
+        return Answer(*training.first_batch.prove())
+
+    return prove
+
+
+def _reshape(training: Training, **changes: Any) -> Action:
+    size = training.world.size
+    wanted = changed_config(training.config, size, built_in=training.built_in, **changes)
+    before, named = shape_of(training.config, size), training.shape_text
+
+    def reshape() -> Answer:
+        through = training.move_to(wanted)
+        details = {"before": before, "after": shape_of(training.config, size), "through": through}
+        return Answer("reshaped", f"{named} → {training.shape_text}", details)
+
+    return reshape
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def _whole(least: int) -> Argument:
+    return Argument(
+        says=f"a whole number of at least {least}",
+        fits=lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least,
+    )
+
+
+def _names_a_folder(tag: Any) -> bool:
+    return isinstance(tag, str) and bool(tag) and Path(tag).name == tag and not tag.startswith(".")
+
+
+_TAG = Argument(says="the name of a folder: letters, digits, '-' and '_'", fits=_names_a_folder)
+_CELL = Argument(says="the name of a cell", fits=lambda value: isinstance(value, str) and value.isalnum())
+_RANKS = Argument(
+    says="a list of ranks", fits=lambda value: isinstance(value, list) and all(_whole(0).fits(rank) for rank in value)
+)
+_SWITCH = Argument(says="true or false", fits=lambda value: isinstance(value, bool))
+_CHANGE = {
+    "zero": _whole(0),
+    "schedule": Argument(says="the name of a schedule", fits=lambda value: isinstance(value, str)),
+    "sequence": _SWITCH,
+    "cp_pad": _SWITCH,
+    "cut": Argument(
+        says="a list of blocks for each pipeline stage",
+        fits=lambda value: isinstance(value, list) and all(_whole(0).fits(count) for count in value),
+    ),
+    "offload": Argument(
+        says="a mapping of optimizer or parameters to none, host or disk", fits=lambda value: isinstance(value, Mapping)
+    ),
+}
+
+WORDS: dict[str, Word] = {
+    "pause": Word(plan=_pause, arguments={}),
+    "resume": Word(plan=_resume, arguments={"step": _whole(0), "tag": _TAG, "steps": _whole(1)}, changes=True),
+    "step": Word(plan=_step, arguments={"n": _whole(1)}),
+    "stop": Word(plan=_stop, arguments={}),
+    "save": Word(plan=save, arguments={"tag": _TAG}),
+    "reshape": Word(plan=_reshape, arguments={name: _CHANGE.get(name, _whole(1)) for name in CHANGES}, changes=True),
+    "prove": Word(plan=_prove, arguments={}),
+    "live": Word(plan=_live, arguments={"cell": _CELL, "ranks": _RANKS, "asks": _SWITCH}),
+}
+"""Of `telemetry.folder.CONTROL_WORDS`, each."""

@@ -1,0 +1,174 @@
+"""Whether a run fits its ranks in another shape: what each would hold at the peak of a step, before anything changes.
+
+Of the GPT of the configuration the planner knows the peak. Of any other model it knows the states; activations are what
+the ranks hold now, in proportion to a micro-batch's tokens, to how many are under way, and to the share of the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from speedlab.comm import Group
+from speedlab.config import ConfigError, RunConfig
+from speedlab.config.errors import more_in
+from speedlab.engine.engine import Engine
+from speedlab.layout import LayoutError
+from speedlab.planner import Peaks, parameter_count, parameters_by_rank, predicted_peaks, rank_states
+from speedlab.planner.rank_memory import RankMemory
+from speedlab.telemetry.shape import changed_config
+from speedlab.trainer.collective_errors import Refusal, agreed
+
+_CHANGES_NAMED = 3
+"""How many changes that would fit are told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What the ranks can hold, and hold now, by rank, in the shape of `config`."""
+
+    config: RunConfig
+    parameters: int
+    """Of the whole model."""
+    built_in: bool
+    """Whether the model is the GPT of the configuration."""
+    dtype: Any
+    device: Any
+    capacity: Sequence[int]
+    activations: Sequence[int]
+    buffers: Sequence[int]
+    beside: Sequence[int]
+    """What each process holds beside tensors."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the planner knows the model: it is the GPT of the configuration, or counts as one."""
+        return self.built_in or self.parameters == parameter_count(self.config.model)
+
+    @property
+    def size(self) -> int:
+        return len(self.capacity)
+
+
+def held_now(engine: Engine, config: RunConfig, parameters: int, control: Group, *, built_in: bool) -> Held:
+    """Collective."""
+    ledger = agreed(control, engine.ledger)
+    beside = max(0, ledger.other_framework) + ledger.outside_framework
+    own = [ledger.capacity_bytes, ledger.activations, ledger.communication_buffers, beside]
+    capacity, activations, buffers, processes = zip(*control.collect(own), strict=True)
+    return Held(
+        config=config,
+        parameters=parameters,
+        built_in=built_in,
+        dtype=str(engine.dtype).removeprefix("torch."),
+        device=engine.world.device.type,
+        capacity=capacity,
+        activations=activations,
+        buffers=buffers,
+        beside=processes,
+    )
+
+
+def refuse_what_does_not_fit(held: Held, wanted: RunConfig) -> Peaks:
+    """The peaks of `wanted`. Raises Refusal when a rank could not hold its own, and would hold more than now: which
+    one, of what, what it can hold, and which changes would fit."""
+    try:
+        peaks = peaks_of(held, wanted)
+        if peaks.fits or max(peaks.peak_bytes) <= max(peaks_of(held, held.config).peak_bytes):
+            return peaks
+    except ValueError as error:
+        raise Refusal(str(error)) from error
+    rank = peaks.tightest
+    layout = wanted.layout(held.size, built_in=False)
+    parts = sorted(((count, name) for name, count in peaks.memory[rank].by_category().items()), reverse=True)
+    most = ", ".join(f"{name.replace('_', ' ')} {_mib(count)}" for count, name in parts if count > 0)
+    how = "" if held.known else _HOW
+    fitting = [_words(change) for change in _changes_that_fit(held, wanted)]
+    advice = f"what would fit: {'; '.join(fitting)}" if fitting else "take more engines"
+    raise Refusal(
+        f"{layout} at ZeRO stage {wanted.zero.stage} would hold {_mib(peaks.peak_bytes[rank])} on rank {rank} at "
+        f"the peak of a step, which has {_mib(held.capacity[rank])}: {most}{how}; {advice}; {more_in('memory')}"
+    )
+
+
+_HOW = " (activations are those of now, in proportion to a micro-batch's tokens and the share of the model)"
+
+
+def peaks_of(held: Held, wanted: RunConfig) -> Peaks:
+    """What each rank would hold at the peak of a step in the shape of `wanted`. Raises ValueError when there is no such
+    run."""
+    found = predicted_peaks(
+        wanted,
+        held.size,
+        capacity_bytes=held.capacity,
+        dtype=held.dtype,
+        device=held.device,
+        beside_bytes=held.beside,
+        parameters=None if held.known else held.parameters,
+    )
+    return found if found is not None else _scaled(held, wanted)
+
+
+def _scaled(held: Held, wanted: RunConfig) -> Peaks:
+    layout = wanted.layout(held.size, built_in=False)
+    counts = parameters_by_rank(wanted, layout, whole=held.parameters)
+    states = rank_states(wanted, layout, counts, stage=wanted.zero.stage, dtype=held.dtype)
+    share = _activation_share(wanted, held.size) / _activation_share(held.config, held.size)
+    activations, buffers = int(max(held.activations) * share), max(held.buffers)
+    memory = [
+        RankMemory(
+            parameters=state.parameters,
+            gradients=state.gradients,
+            master_weights=state.master_weights,
+            optimizer_moments=state.optimizer_moments,
+            activations=activations,
+            communication_buffers=buffers,
+            outside_framework=beside,
+        )
+        for state, beside in zip(states, held.beside, strict=True)
+    ]
+    return Peaks(memory=tuple(memory), capacity_bytes=tuple(held.capacity))
+
+
+def _activation_share(config: RunConfig, size: int) -> float:
+    """Tokens whose activations a rank keeps at once, times its share of the model."""
+    layout = config.layout(size, built_in=False)
+    batch = config.batch.resolve(layout.data_size)
+    waiting = batch.accumulation if config.parallel.schedule == "gpipe" else min(batch.accumulation, layout.pp)
+    model_ranks = layout.tp * layout.cp * layout.pp
+    return batch.micro_size * config.data.sequence_length * (waiting if layout.pp > 1 else 1) / model_ranks
+
+
+def _changes_that_fit(held: Held, wanted: RunConfig) -> Iterator[dict[str, Any]]:
+    """The first few single changes, then pairs, under which `wanted` would fit, as `reshape` takes them."""
+    layout = wanted.layout(held.size, built_in=False)
+    micro_batches = wanted.batch.resolve(layout.data_size).accumulation
+    singles: list[dict[str, Any]] = [
+        *({"zero": stage} for stage in range(wanted.zero.stage + 1, 4)),
+        *({"micro_batches": micro_batches * more} for more in (2, 4, 8)),
+        {"tp": 2 * layout.tp},
+        {"cp": 2 * layout.cp},
+        {"pp": 2 * layout.pp},
+    ]
+    pairs = [
+        one | other for k, one in enumerate(singles) for other in singles[k + 1 :] if not one.keys() & other.keys()
+    ]
+    fitting = (change for change in (*singles, *pairs) if _fits(held, wanted, change))
+    yield from itertools.islice(fitting, _CHANGES_NAMED)
+
+
+def _fits(held: Held, wanted: RunConfig, change: dict[str, Any]) -> bool:
+    try:
+        return peaks_of(held, changed_config(wanted, held.size, built_in=held.built_in, **change)).fits
+    except (ConfigError, LayoutError):
+        return False
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f} MiB"
+
+
+def _words(change: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in change.items())

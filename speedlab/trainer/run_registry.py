@@ -1,0 +1,192 @@
+"""The runs that an engine process holds: what the cluster calls on every rank.
+
+`advance` is the one task that a cluster submits for a run. It returns when the run pauses or ends; what it has built
+stays in this process, so that a paused run's engines are idle and its tensors can be looked at.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from speedlab.comm import Group, Traffic, join, leave
+from speedlab.config import ConfigError
+from speedlab.models import generate as generate_tokens
+from speedlab.telemetry.checkpoints import newest
+from speedlab.telemetry.folder import RunFolder, RunFolderError
+from speedlab.telemetry.records import RunState
+from speedlab.trainer.cell_runner import Cells
+from speedlab.trainer.collective_errors import Parted, Refusal, agreed
+from speedlab.trainer.trainer import Trainer
+from speedlab.trainer.training_run import OwnModel
+
+_trainers: dict[Path, Trainer] = {}
+"""Runs that this engine holds, by folder: at most one is alive, because each fills the device."""
+
+
+@contextmanager
+def _gradients_on() -> Iterator[None]:
+    """Inside, and behind it: an interrupt that comes between two lines of a `no_grad` leaves it as inside."""
+    torch.set_grad_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(True)
+
+
+@_gradients_on()
+def advance(folder: str | os.PathLike[str], own_model: OwnModel | None = None, *, cells: Cells | None = None) -> str:
+    """Bring a run forward on this rank, until it pauses or ends; returns its state. Called on all ranks by the
+    cluster."""
+    world = join()
+    everywhere = Group(range(world.size), Traffic(), world.device, channel="control")
+    run = agreed(everywhere, lambda: _known(folder))
+    trainer = _trainers.get(run.path)
+    if all(everywhere.collect(trainer is not None and trainer.training.whole)):
+        assert trainer is not None
+        return str(trainer.advance())
+    # A rank whose engine was restarted holds nothing of the run: all build it anew, from the newest checkpoint.
+    _refuse_lost(run, everywhere)
+    trainer = _build(run, own_model, cells, everywhere)
+    _trainers[run.path] = trainer
+    return str(trainer.advance())
+
+
+def _known(folder: str | os.PathLike[str]) -> RunFolder:
+    run = RunFolder(folder)
+    run.require_known()
+    return run
+
+
+def _refuse_lost(run: RunFolder, everywhere: Group) -> None:
+    """Before another run makes room: raises Refusal, on all ranks alike, for one with steps that nobody kept."""
+    kept = everywhere.share(agreed(everywhere, lambda: newest(run.path / "checkpoints") is not None))
+
+    def look() -> None:
+        records = run.path / "records" / "rank-0.jsonl"
+        if not kept and records.exists() and records.stat().st_size:
+            raise ConfigError(
+                f"{run.name}: its engines do not hold its state, because they were restarted, cut off in the middle "
+                "of a change, or given another run, and it has no checkpoint; start it again under another name, with "
+                "checkpoint.every_steps set"
+            )
+
+    agreed(everywhere, look)
+
+
+def _make_room(run: RunFolder, everywhere: Group) -> None:
+    """For another run, whose status says so: one that is paused is written, as far as no checkpoint holds it.
+    Collective."""
+    steps = {str(path): each.engine.global_step for path, each in _trainers.items() if each.training.whole}
+    held = everywhere.collect(steps)
+    for path in held[0]:
+        # Ranks may stand at several steps, and take it for failed where others know better.
+        if all(path in theirs for theirs in held) and any(theirs[path] for theirs in held):
+            trainer = _trainers[Path(path)]
+            if everywhere.share(_is_paused(trainer)):
+                told = f"run {trainer.folder.name!r}, which is paused on these engines, is saved first"
+                trainer.keep(lambda: _tell(run, text=told))  # noqa: B023  # called at once
+                _tell(run, text="")
+    release()
+
+
+def _is_paused(trainer: Trainer) -> bool:
+    try:
+        return trainer.folder.read_status().state is RunState.PAUSED
+    except RunFolderError:
+        return trainer.training.state is RunState.PAUSED
+
+
+def _tell(run: RunFolder, **fields: Any) -> None:
+    """Fields of the run's status, from rank 0, where its folder can be written."""
+    if os.environ.get("RANK", "0") == "0":
+        with suppress(OSError, RunFolderError):
+            run.write_status(replace(run.read_status(), **fields))
+
+
+def held() -> dict[str, int]:
+    """The runs that this engine holds, by folder, and the step they stand at."""
+    return {str(path): trainer.engine.global_step for path, trainer in _trainers.items()}
+
+
+def release() -> None:
+    """Give up what this engine holds of runs; the next `advance` builds them anew, from their newest checkpoint."""
+    for path in list(_trainers):
+        _trainers.pop(path).close()
+
+
+def _build(run: RunFolder, own_model: OwnModel | None, cells: Cells | None, everywhere: Group) -> Trainer:
+    try:
+        _make_room(run, everywhere)
+        return Trainer(run, own_model, cells)
+    except BaseException as error:
+        if not isinstance(error, Refusal | Parted):  # These come to all ranks; else no rank shall wait for this one.
+            leave(failed=True)
+        # Nothing was trained: the folder says why.
+        state, text = RunState.FAILED, f"{type(error).__name__}: {error}"
+        if isinstance(error, KeyboardInterrupt):
+            state, text = RunState.PAUSED, "interrupted before it was built; run.resume() builds it anew"
+        _tell(run, state=state, text=text)
+        raise
+
+
+def generate(
+    folder: str | os.PathLike[str], prompt: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0
+) -> str:
+    """Text that the run's model writes after `prompt`. All ranks take part; each returns the same text."""
+    trainer = _held_by_all(folder)
+    _refuse_without_logits(trainer)
+    try:
+        trainer.reconnect()
+        return _write(trainer, prompt, tokens, temperature, seed)
+    except BaseException as error:
+        if not isinstance(error, Refusal):
+            trainer.training.disconnect()
+        raise
+
+
+def _refuse_without_logits(trainer: Trainer) -> None:
+    """Raise Refusal for a model of the user's that cannot be called with tokens alone."""
+    module = trainer.engine.module
+    try:
+        inspect.signature(module.forward).bind(None)
+    except TypeError as error:
+        raise Refusal(
+            f"{trainer.folder.name}: to generate, {type(module).__name__}.forward(tokens) has to give an output with "
+            f".logits, (B, T, V): {error}"
+        ) from None
+
+
+def _held_by_all(folder: str | os.PathLike[str]) -> Trainer:
+    """What this rank holds of a run. Collective. Raises Refusal when a rank does not hold it, or not whole."""
+    world = join()
+    everywhere = Group(range(world.size), Traffic(), world.device, channel="control")
+    run = agreed(everywhere, lambda: RunFolder(folder))
+    trainer = _trainers.get(run.path)
+    holding = everywhere.collect(trainer is not None and trainer.training.whole)
+    if trainer is None or not all(holding):
+        without = ", ".join(str(rank) for rank, held in enumerate(holding) if not held)
+        raise Refusal(f"{run.name}: the engine of rank {without} does not hold the run; resume it first")
+    return trainer
+
+
+def _write(trainer: Trainer, prompt: str, tokens: int, temperature: float, seed: int) -> str:
+    engine, tokenizer = trainer.engine, trainer.training.corpus.tokenizer
+    ids = tokenizer.encode(prompt) or [0]
+    start = torch.tensor([ids], dtype=torch.int64, device=trainer.training.world.device)
+    known = tokenizer.vocab_size
+    engine.eval()
+    try:
+        with torch.no_grad():
+            out = generate_tokens(engine, start, tokens, temperature=temperature, seed=seed, vocabulary=known)
+    finally:
+        engine.train()
+    return tokenizer.decode(np.asarray(out[0].cpu()).tolist())
