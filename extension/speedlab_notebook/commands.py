@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from IPython.core.error import UsageError
 
-from speedlab.display.guides import names
+from speedlab.display.documentation import names
 
 HELP = ("--help", "-h")
 _HELP_COLUMN = 30

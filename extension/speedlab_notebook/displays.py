@@ -59,7 +59,7 @@ _ENGINE_WORDS = ("device", "state")
 
 
 def _engine_rows(engines: Sequence[EngineStatus]) -> list[tuple[str, ...]]:
-    from speedlab.display.text import bytes_text
+    from speedlab.display.formatting import bytes_text
 
     return [
         (
@@ -168,7 +168,7 @@ def _value(value: Any) -> str:
 def ledger_text(ledger: Ledger) -> str:
     """'Ledger 1.4 GiB of 16 GiB: parameters 312 MiB · gradients …', a line more for each other place; what is 0 is left
     out."""
-    from speedlab.display.text import bytes_text
+    from speedlab.display.formatting import bytes_text
 
     parts = [f"{name} {bytes_text(count)}" for name, count in _categories(ledger) if count]
     whole = f"{bytes_text(ledger.reported_bytes)} of {bytes_text(ledger.capacity_bytes)}"
@@ -181,7 +181,7 @@ def ledger_text(ledger: Ledger) -> str:
 
 def ledger_html(ledger: Ledger) -> str:
     """A row for each category, in the order in which they are stacked."""
-    from speedlab.display.text import bytes_text
+    from speedlab.display.formatting import bytes_text
 
     rows = [(name, bytes_text(count)) for name, count in _categories(ledger)]
     rows += [("reported", bytes_text(ledger.reported_bytes)), ("capacity", bytes_text(ledger.capacity_bytes))]
@@ -197,7 +197,7 @@ def _away(ledger: Ledger) -> list[tuple[str, dict[str, int]]]:
 
 
 def _of(ledger: Ledger, place: str) -> str:
-    from speedlab.display.text import bytes_text
+    from speedlab.display.formatting import bytes_text
 
     return f" of {bytes_text(ledger.capacity_of(place))}" if ledger.capacity_of(place) else ""
 
@@ -209,7 +209,7 @@ def _categories(ledger: Ledger) -> list[tuple[str, int]]:
 
 
 def step_record_text(record: StepRecord) -> str:
-    from speedlab.display.text import bytes_text, count_text, seconds_text
+    from speedlab.display.formatting import bytes_text, count_text, seconds_text
 
     heldout = f" (held-out {record.heldout_loss:.4f})" if record.heldout_loss is not None else ""
     return (
@@ -224,14 +224,14 @@ def event_text(event: Event) -> str:
 
 
 def engine_status_text(engine: EngineStatus) -> str:
-    from speedlab.display.text import bytes_text
+    from speedlab.display.formatting import bytes_text
 
     memory = bytes_text(engine.rss_bytes)
     return f"<rank {engine.rank} on {engine.place}: {engine.state}, {memory}, process {engine.pid}>"
 
 
 def device_text(device: Device) -> str:
-    from speedlab.display.text import bytes_text
+    from speedlab.display.formatting import bytes_text
 
     return (
         f"<{device.kind} {device.name!r}: {bytes_text(device.free_bytes)} of {bytes_text(device.capacity_bytes)} free, "

@@ -66,7 +66,7 @@ def _follow(live: LiveCell, view: View, shows_result: bool) -> None:
 def _show(live: LiveCell, view: View, *, shows_result: bool, shows_error: bool) -> None:
     """What the ranks said, in the order in which each said it."""
     from speedlab.cluster import RankError
-    from speedlab.display.text import seconds_text
+    from speedlab.display.formatting import seconds_text
     from speedlab_notebook.transcript import Transcript
 
     said, failures, event = live.said(), live.failures, live.pending.event

@@ -113,7 +113,7 @@ def _short_errors() -> Iterator[None]:
     from speedlab.cluster.known_runs import RunError
     from speedlab.config import ConfigError
     from speedlab.config.errors import with_more
-    from speedlab.display.extras import MissingExtraError, extras
+    from speedlab.display.optional_dependencies import MissingExtraError, extras
     from speedlab.layout import LayoutError
     from speedlab.telemetry.checkpoints import CheckpointError
     from speedlab.telemetry.folder import RunFolderError
@@ -166,7 +166,7 @@ def _start(
 ) -> None:
     from speedlab.cluster import Cluster
     from speedlab.cluster.host_specs import of_words
-    from speedlab.display.text import seconds_text
+    from speedlab.display.formatting import seconds_text
 
     count = "engines" if engines is None else f"{engines} engine{'s' if engines > 1 else ''}"
     ran_before = name in _names_running()
@@ -366,7 +366,7 @@ def _trace(
 def _guide(shell: InteractiveShell, guide: str = "", section: str = "") -> None:
     from IPython.display import display
 
-    from speedlab.display.guides import NoGuideError, page
+    from speedlab.display.documentation import NoGuideError, page
 
     try:
         text = page(guide, section)

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Literal, Protocol
 
 from speedlab.config import MODEL_PRESETS, RunConfig
-from speedlab.display.text import bytes_text
+from speedlab.display.formatting import bytes_text
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Model & data": ("model", "data"),

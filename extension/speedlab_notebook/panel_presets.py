@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speedlab.config import MODEL_PRESETS, ConfigError, RunConfig
-from speedlab.display.text import bytes_text, count_text
+from speedlab.display.formatting import bytes_text, count_text
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner.links import Link

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 from speedlab.cluster.errors import ClusterError
 from speedlab.config import BatchConfig, ConfigError, ParallelConfig, RunConfig
-from speedlab.display.bars_svg import Bar, bars_svg
 from speedlab.display.figure_style import LABELS, swatch
-from speedlab.display.text import byte_unit, bytes_text, count_text
+from speedlab.display.formatting import byte_unit, bytes_text, count_text
+from speedlab.display.svg import Bar, bars_svg
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner import explain_stage

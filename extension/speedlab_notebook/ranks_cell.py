@@ -235,7 +235,7 @@ class RanksCell:
         return RankError(failures) if failures and self._shows_error else None
 
     def _last_line(self) -> str:
-        from speedlab.display.text import seconds_text
+        from speedlab.display.formatting import seconds_text
 
         failed = list(self._results.failures)
         took = seconds_text(time.monotonic() - self._started)

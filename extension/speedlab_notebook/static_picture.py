@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from speedlab.cluster.known_runs import RUN_MIME, run_data
 from speedlab.display.figure_style import Figure, on_paper, plain
-from speedlab.display.figure_svg import figure_svg
+from speedlab.display.svg import figure_svg
 from speedlab.telemetry.figures import header
 from speedlab.telemetry.overview import overview
 

@@ -39,7 +39,7 @@ from tornado import web
 import speedlab_server.cluster_words as cluster_words
 import speedlab_server.messages as m
 import speedlab_server.words as words
-from speedlab.display.guides import notebook_file
+from speedlab.display.documentation import notebook_file
 from speedlab_server.clusters import Clusters, Reached, all_clusters, find
 from speedlab_server.comparing import ComparisonHandler
 from speedlab_server.drawing import DrawingHandler

@@ -6,7 +6,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.supervisor.client import SupervisorGoneError
 from speedlab.config import ConfigError
-from speedlab.display.guides import NoGuideError
+from speedlab.display.documentation import NoGuideError
 from speedlab.layout import LayoutError
 from speedlab.telemetry.checkpoints import CheckpointError
 from speedlab.telemetry.folder import RunFolderError

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from speedlab.bench.network_cases import Goal
-from speedlab.display.table import Table
+from speedlab.display.formatting import Table
 
 GOAL_LINK, GIGABIT, UNSHAPED = "100 Mbit/s", "1 Gbit/s", "unshaped"
 """Goals for speeds are those at the first; one compares the other two."""

@@ -54,7 +54,7 @@ def _run(name: str, rest: list[str]) -> int:
     from speedlab.cluster.known_runs import RunError
     from speedlab.config import ConfigError
     from speedlab.config.errors import with_more
-    from speedlab.display.extras import MissingExtraError, extras
+    from speedlab.display.optional_dependencies import MissingExtraError, extras
     from speedlab.layout import LayoutError
     from speedlab.telemetry.checkpoints import CheckpointError
     from speedlab.telemetry.folder import RunFolderError

@@ -21,8 +21,8 @@ from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.home import running_clusters
 from speedlab.config import ConfigError
 from speedlab.config.options import read_options
-from speedlab.display.guides import QUICKSTART, notebook_file
-from speedlab.display.text import seconds_text
+from speedlab.display.documentation import QUICKSTART, notebook_file
+from speedlab.display.formatting import seconds_text
 from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.records import RunState
 

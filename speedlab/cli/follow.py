@@ -13,7 +13,7 @@ from speedlab.cluster.errors import name_ranks
 from speedlab.cluster.known_runs import RunError, saved_step
 from speedlab.cluster.words import Pending
 from speedlab.config import RunConfig
-from speedlab.display.text import bytes_text
+from speedlab.display.formatting import bytes_text
 from speedlab.telemetry.checkpoints import newest
 from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.records import RunState

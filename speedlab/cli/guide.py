@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from speedlab.config.options import read_options
-from speedlab.display.guides import NoGuideError, page
+from speedlab.display.documentation import NoGuideError, page
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from speedlab.cluster.known_runs import known_folders, runs_here
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError, RunConfig, annotated_yaml
 from speedlab.config.options import read_options
-from speedlab.display.text import bytes_text, seconds_text
+from speedlab.display.formatting import bytes_text, seconds_text
 from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.proof import Severity, read_proof
 from speedlab.telemetry.records import RunState

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import TextIO
 
-from speedlab.display.text import count_text, seconds_text
+from speedlab.display.formatting import count_text, seconds_text
 from speedlab.telemetry.feed import Feed
 
 _REDRAW_SECONDS = 0.2

@@ -12,7 +12,7 @@ from speedlab.cluster import Cluster
 from speedlab.cluster.home import running_clusters
 from speedlab.cluster.host_specs import of_words
 from speedlab.config.options import read_options
-from speedlab.display.text import seconds_text
+from speedlab.display.formatting import seconds_text
 
 
 @dataclass(frozen=True, kw_only=True)

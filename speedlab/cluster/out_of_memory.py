@@ -13,7 +13,7 @@ from dataclasses import replace
 from speedlab.cluster.errors import DIED, RankError, RemoteFailure
 from speedlab.config.errors import more_in
 from speedlab.display.figure_style import LABELS
-from speedlab.display.text import bytes_text
+from speedlab.display.formatting import bytes_text
 from speedlab.hardware import Device
 from speedlab.planner import parameter_count
 from speedlab.planner.here import hardware_here

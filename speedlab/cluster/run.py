@@ -36,7 +36,7 @@ from speedlab.cluster.shapes import is_built_in
 from speedlab.cluster.supervisor.messages import Standing
 from speedlab.cluster.words import Pending
 from speedlab.config import ConfigError, RunConfig
-from speedlab.display.extras import extras
+from speedlab.display.optional_dependencies import extras
 from speedlab.planner import stage_blocks
 from speedlab.telemetry.checkpoints import find_checkpoint
 from speedlab.telemetry.feed import Feed

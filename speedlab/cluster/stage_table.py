@@ -8,8 +8,7 @@ from statistics import median
 from typing import Any
 
 from speedlab.config import RunConfig
-from speedlab.display.table import Table
-from speedlab.display.text import bytes_text, count_text, seconds_text
+from speedlab.display.formatting import Table, bytes_text, count_text, seconds_text
 from speedlab.hardware import Device, cpu_fast_dtype
 from speedlab.layout import Layout
 from speedlab.planner import parameters_by_rank, rank_states

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import speedlab.cluster.remote as remote
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.config import ConfigError, RunConfig
-from speedlab.display.text import bytes_text
+from speedlab.display.formatting import bytes_text
 from speedlab.hardware import memory_bytes
 from speedlab.planner import parameters_by_rank, rank_states
 

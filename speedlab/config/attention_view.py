@@ -17,7 +17,7 @@ from typing import Any
 from speedlab.config.attention import AttentionConfig
 from speedlab.config.attention_paths import Rows, hops, longest_path
 from speedlab.config.attention_pattern import seen_blocks
-from speedlab.display.grid_svg import SIDE, Grid, grid_svg, grid_text
+from speedlab.display.svg import SIDE, Grid, grid_svg, grid_text
 
 _TOLD_RUNS = 5
 """Of the runs of tokens that a query sees, so many are told."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from speedlab.display.guides import TROUBLE, section_about
+from speedlab.display.documentation import TROUBLE, section_about
 
 FOREIGN_KEYS = {
     "learning_rate": "optimizer.lr",

@@ -1,12 +1,12 @@
 """Text and token files in, memory-mapped tokens out; synthetic tasks; the order in which steps see them. No torch."""
 
 from speedlab.data.corpus import Corpus, check, prepare
-from speedlab.data.documents import separated
-from speedlab.data.epochs import Epochs
+from speedlab.data.epoch_sampler import Epochs
+from speedlab.data.packing import separated
 from speedlab.data.sampler import Sampler
-from speedlab.data.tasks import Task, accuracy, task_of
+from speedlab.data.synthetic_tasks import Task, accuracy, task_of
+from speedlab.data.token_file import write_tokens
 from speedlab.data.tokenizer import Tokenizer, save_tokenizer
-from speedlab.data.tokens import write_tokens
 
 __all__ = [
     "Corpus",

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from speedlab.config import ConfigError
-from speedlab.data.tokens import TokenHeader, verify
+from speedlab.data.token_file import TokenHeader, verify
 
 _POLL_SECONDS = 0.02
 

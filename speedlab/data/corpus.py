@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-import speedlab.data.files as found
+import speedlab.data.sources as found
 from speedlab.config import ConfigError, DataConfig
 from speedlab.data.cache import (
     Progress,
@@ -28,10 +28,11 @@ from speedlab.data.cache import (
     locked,
     new_folder,
 )
-from speedlab.data.documents import check_ends, end_token, refuse_task
-from speedlab.data.encode import build, refuse_all_binary
-from speedlab.data.files import describe, is_token_file
-from speedlab.data.tasks import Task, parts_of, task_of
+from speedlab.data.encoding import build, refuse_all_binary
+from speedlab.data.packing import check_ends, end_token, refuse_task
+from speedlab.data.sources import describe, is_token_file
+from speedlab.data.synthetic_tasks import Task, parts_of, task_of
+from speedlab.data.token_file import SUFFIXES, map_tokens, read_header
 from speedlab.data.tokenizer import (
     ByteTokenizer,
     FileTokenizer,
@@ -39,7 +40,6 @@ from speedlab.data.tokenizer import (
     Tokenizer,
     parallel_tokenizing,
 )
-from speedlab.data.tokens import SUFFIXES, map_tokens, read_header
 
 _FORMAT = 1  # raise it when a change of code would encode the same files differently
 

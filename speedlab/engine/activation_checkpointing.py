@@ -31,7 +31,7 @@ from torch.utils.checkpoint import checkpoint
 
 from speedlab.comm import Group
 from speedlab.config import ConfigError, RunConfig
-from speedlab.models.recomputation import selective_contexts
+from speedlab.models.selective_checkpointing import selective_contexts
 from speedlab.offload import Stores
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.zero import Zero

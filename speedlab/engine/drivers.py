@@ -19,7 +19,7 @@ from speedlab.engine.state import TrainingState
 from speedlab.engine.train_step import Step
 from speedlab.layout import LayoutError
 from speedlab.models.gpt import FeedForward
-from speedlab.models.packed import keep_separate, without_cache
+from speedlab.models.hf_attention import keep_separate, without_cache
 from speedlab.parallel.context import ContextParallel
 from speedlab.parallel.pipeline import Pipeline, StageModule
 from speedlab.parallel.zero import map_tensors

@@ -16,10 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from speedlab.config import ConfigError
 from speedlab.config.errors import briefly
 from speedlab.layout import Layout
-from speedlab.models.documents import IGNORED, check_documents, check_positions
-from speedlab.models.hugging_face import packing_problem
+from speedlab.models.hf_attention import keep_separate, packing_problem, without_cache
 from speedlab.models.labels import Labels, is_known, label_rule
-from speedlab.models.packed import keep_separate, without_cache
+from speedlab.models.packing import IGNORED, check_documents, check_positions
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 """`loss(model, batch)`: the mean loss of a micro-batch, one number. It calls the model."""

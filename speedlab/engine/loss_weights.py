@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from speedlab.engine.state import TrainingState
-from speedlab.models.documents import IGNORED
 from speedlab.models.labels import Labels, label_rule
+from speedlab.models.packing import IGNORED
 
 Count = float | Tensor | None
 """How many targets of a micro-batch count: a number, a scalar on a device, or None if nothing says so."""

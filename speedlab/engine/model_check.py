@@ -52,7 +52,7 @@ from speedlab.engine.precision import compute_dtype, dtypes_of
 from speedlab.engine.sparse_attention import BlockSparse
 from speedlab.layout import Layout, layer_counts, padded_numel
 from speedlab.models import GPT
-from speedlab.models.packed import packed_if_given
+from speedlab.models.hf_attention import packed_if_given
 from speedlab.optim.errors import words_on_dtypes
 from speedlab.optim.factory import Recipe
 from speedlab.parallel import Materializer

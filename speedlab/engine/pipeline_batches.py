@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedlab.config import ConfigError
-from speedlab.models.documents import IGNORED, check_documents, check_positions, document_begins
-from speedlab.models.hugging_face import packing_problem
-from speedlab.models.packed import hides_nothing_more
+from speedlab.models.hf_attention import hides_nothing_more, packing_problem
+from speedlab.models.packing import IGNORED, check_documents, check_positions, document_begins
 from speedlab.parallel.pipeline import DecoderStage, StageModule
 
 _WITHOUT_EFFECT = ("use_cache", "return_dict", "num_items_in_batch")

@@ -20,7 +20,7 @@ from speedlab.config import AttentionConfig, ConfigError
 from speedlab.config.attention import HEADS_THAT_FIT, direction_problem, head_fits
 from speedlab.engine.model_construction import ModelSource
 from speedlab.models.gpt import SparseAttend
-from speedlab.models.hugging_face import beyond_window, covers, registered
+from speedlab.models.hf_attention import beyond_window, covers, registered
 from speedlab.parallel.tensor import attention_dropout
 
 _DENSE = "set model.attention.kind to 'dense'"

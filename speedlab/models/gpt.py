@@ -10,11 +10,14 @@ where another value would do.
 
 Every module that owns parameters has `reset_parameters()`, and there are no buffers, so that a model built on `meta` is
 whole after `to_empty()` and one call of `reset_parameters()` on each module.
+
+The blocks of attention as kernels take them, from the configuration of a model.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,14 +25,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from cuda_ops.block_layout import BlockLayout, as_usual
 from cuda_ops.block_sparse_attention import block_sparse_attention
 from cuda_ops.linear_cross_entropy import linear_cross_entropy
 from cuda_ops.onednn_matmul import Product
 from cuda_ops.tensor_checks import FLOATS
+from cuda_ops.torch_compat import uncompiled
 from speedlab.config import AttentionConfig, ModelConfig
-from speedlab.models.attention_layout import layout_of
-from speedlab.models.documents import attend_within, check_positions, document_mask, document_starts, starts_for
-from speedlab.models.tiles import in_tiles
+from speedlab.config.attention_pattern import seen_blocks
+from speedlab.models.packing import attend_within, check_positions, document_mask, document_starts, starts_for
+from speedlab.models.tiled_mlp import in_tiles
+
+
+@uncompiled  # It would be traced past its cache.
+def layout_of(attention: AttentionConfig, length: int, *, causal: bool = True) -> BlockLayout:
+    """The layout of `attention` over `length` tokens, causal or both ways; the same object for the same arguments.
+
+    Raises ValueError where a custom mask has fewer rows than `length` needs, and for a sliding window both ways.
+    """
+    return _made(attention, length, causal)
+
+
+@lru_cache(maxsize=64)
+def _made(attention: AttentionConfig, length: int, causal: bool) -> BlockLayout:
+    rows = seen_blocks(attention, length, causal=causal)
+    with as_usual():
+        mask = torch.zeros(len(rows), len(rows), dtype=torch.bool)
+        for row, seen in zip(mask, rows, strict=True):
+            row[list(seen)] = True
+        window = attention.window if attention.pattern == "sliding" else None
+        return BlockLayout.from_mask(mask, causal=causal, block=attention.block, window=window)
+
 
 _INIT_STD = 0.02
 _ROTARY_BASE = 10_000.0

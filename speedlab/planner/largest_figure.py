@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from speedlab.display.figure_style import COLOURS, Figure, base_layout
-from speedlab.display.table import Table
-from speedlab.display.text import count_text, seconds_text
+from speedlab.display.formatting import Table, count_text, seconds_text
 from speedlab.planner.places import Place
 from speedlab.planner.search import Candidate
 from speedlab.planner.shapes import shape_parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from speedlab.display.text import bytes_text
+from speedlab.display.formatting import bytes_text
 from speedlab.planner.devices import Machines
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.setup import Setup

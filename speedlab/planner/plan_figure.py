@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from speedlab.display.bars_svg import Bar, bars_svg
 from speedlab.display.figure_style import (
     COLOURS,
     LABELS,
@@ -18,7 +17,8 @@ from speedlab.display.figure_style import (
     note,
     swatch,
 )
-from speedlab.display.text import byte_unit, bytes_text, seconds_text
+from speedlab.display.formatting import byte_unit, bytes_text, seconds_text
+from speedlab.display.svg import Bar, bars_svg
 from speedlab.planner.attention_figure import attention_html
 from speedlab.planner.places import Place
 from speedlab.planner.plan_table import (

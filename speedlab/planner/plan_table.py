@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from speedlab.config.context import padding_words
 from speedlab.config.offload_rules import partition_words
 from speedlab.display.figure_style import LABELS
-from speedlab.display.table import Table
-from speedlab.display.text import byte_unit, bytes_text, count_text, seconds_text
+from speedlab.display.formatting import Table, byte_unit, bytes_text, count_text, seconds_text
 from speedlab.planner.attention_figure import attention_lines
 from speedlab.planner.away import offload_words
 from speedlab.planner.rank_memory import CATEGORIES, RankMemory

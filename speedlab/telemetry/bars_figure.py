@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, ink_line, legend_beside
-from speedlab.display.text import byte_unit, bytes_text
+from speedlab.display.formatting import byte_unit, bytes_text
 from speedlab.telemetry.beside import RUN_COLOURS
 
 _PIXELS = 340

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, curve, legend_beside
-from speedlab.display.table import Table
-from speedlab.display.text import byte_unit, bytes_text, seconds_text
+from speedlab.display.formatting import Table, byte_unit, bytes_text, seconds_text
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import CATEGORIES, PLACES, Ledger, StepRecord
 

@@ -26,8 +26,7 @@ from speedlab.display.figure_style import (
     float32,
     legend_beside,
 )
-from speedlab.display.table import Table
-from speedlab.display.text import byte_unit, bytes_text, count_text
+from speedlab.display.formatting import Table, byte_unit, bytes_text, count_text
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.marks import STATE_MARKS, event_marks
 from speedlab.telemetry.records import CATEGORIES, PHASES, RESTING, Event

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from speedlab.display.figure_svg import figures_svg
+from speedlab.display.svg import figures_svg
 from speedlab.telemetry.compared import Look, compared_figures, facts_table, settings_table
 from speedlab.telemetry.overview import picture_html
 

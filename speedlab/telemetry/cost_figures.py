@@ -9,7 +9,7 @@ from html import escape
 import numpy as np
 
 from speedlab.display.figure_style import COLOURS, Figure, base_layout, lanes_axis
-from speedlab.display.text import byte_unit, bytes_text, count_text
+from speedlab.display.formatting import byte_unit, bytes_text, count_text
 from speedlab.telemetry.records import StepRecord
 from speedlab.telemetry.series import History
 from speedlab.telemetry.step_memory_figure import step_memory_figure

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import median
 
 from speedlab.display.figure_style import Figure, plain
-from speedlab.display.text import count_text, seconds_text
+from speedlab.display.formatting import count_text, seconds_text
 from speedlab.hardware import Device
 from speedlab.telemetry.cost_figures import cost_figures
 from speedlab.telemetry.folder import Status

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from speedlab.display.table import Table
+from speedlab.display.formatting import Table
 from speedlab.hardware import Device
 from speedlab.layout import ALWAYS_NAMED, AXES, Layout
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from speedlab.display.figure_style import LABELS, Figure, base_layout, ink_line, legend_beside, note
-from speedlab.display.text import byte_unit, bytes_text
+from speedlab.display.formatting import byte_unit, bytes_text
 from speedlab.hardware import Device
 from speedlab.telemetry.prediction import counted, error_text
 from speedlab.telemetry.rank_axis import MOST_RANKS, RankAxis, rank_axis

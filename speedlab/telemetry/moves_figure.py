@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, ink_line, legend_beside
-from speedlab.display.text import byte_unit
+from speedlab.display.formatting import byte_unit
 from speedlab.telemetry.beside import first_rank, kept_at
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import CATEGORIES, PLACES

@@ -9,7 +9,7 @@ from html import escape
 import numpy as np
 
 from speedlab.display.figure_style import Figure
-from speedlab.display.figure_svg import figures_svg, plain_text
+from speedlab.display.svg import figures_svg, plain_text
 from speedlab.hardware import Device
 from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
 from speedlab.telemetry.pipeline_figure import pipeline_figure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from speedlab.display.table import Table
+from speedlab.display.formatting import Table
 from speedlab.placement import HEAD, cells
 from speedlab.telemetry.folder import RunFolder
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, ink_line, legend_beside, note
-from speedlab.display.text import bytes_text
+from speedlab.display.formatting import bytes_text
 from speedlab.telemetry.records import CATEGORIES, PLACES, Ledger
 from speedlab.telemetry.series import History
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from speedlab.config import RunConfig
-from speedlab.display.text import count_text, seconds_text
+from speedlab.display.formatting import count_text, seconds_text
 from speedlab.telemetry.folder import RunFolderError, read_object, write_atomically
 
 PROOF = "proof.json"

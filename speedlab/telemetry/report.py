@@ -13,8 +13,8 @@ from typing import Any
 
 from speedlab import __version__
 from speedlab.config import describe
-from speedlab.display.extras import extras
-from speedlab.display.text import bytes_text, count_text, seconds_text
+from speedlab.display.formatting import bytes_text, count_text, seconds_text
+from speedlab.display.optional_dependencies import extras
 from speedlab.planner import parameter_count
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.figures import History, figures, header, plain

@@ -7,7 +7,7 @@ from html import escape
 import numpy as np
 
 from speedlab.display.figure_style import INK, PHASE_COLOURS, Figure, base_layout, curve, float32
-from speedlab.display.text import byte_unit
+from speedlab.display.formatting import byte_unit
 from speedlab.telemetry.series import History
 
 

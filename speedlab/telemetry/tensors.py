@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from speedlab.display.figure_style import LABELS
-from speedlab.display.text import bytes_text
+from speedlab.display.formatting import bytes_text
 from speedlab.placement import STATE_CATEGORIES
 from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.records import CATEGORIES, PLACES, StepRecord

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from speedlab.display.bars_svg import Bar, bars_svg
 from speedlab.display.figure_style import COLOURS, bar_marker, swatch
+from speedlab.display.svg import Bar, bars_svg
 
 MIB = 2**20
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from speedlab.config import ConfigError
 from speedlab.engine.loss import loss_of
 from speedlab.engine.loss_weights import targets_of, with_one_counted
+from speedlab.models.hf_attention import hides_nothing_more, keep_separate
 from speedlab.models.labels import Labels, label_rule
-from speedlab.models.packed import hides_nothing_more, keep_separate
 
 VOCABULARY = 41
 

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speedlab.config import ConfigError, DataConfig
-from speedlab.data import check, encode, prepare, write_tokens
+from speedlab.data import check, encoding, prepare, write_tokens
 from speedlab.data import corpus as corpus_module
 from speedlab.data.cache import default_cache
-from speedlab.data.encode import split
-from speedlab.data.files import TextFile, choose, find
+from speedlab.data.encoding import split
+from speedlab.data.sources import TextFile, choose, find
 from speedlab.data.tokenizer import (
     END_OF_TEXT,
     ByteTokenizer,
@@ -244,7 +244,7 @@ def test_a_failing_build_leaves_nothing(folder, cache, monkeypatch):
     def fail(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(encode, "write_tokens", fail)
+    monkeypatch.setattr(encoding, "write_tokens", fail)
     with pytest.raises(ConfigError, match=r"no room for the encoded data: .* set XDG_CACHE_HOME"):
         prepare(config(folder), cache=cache, progress=None)
     assert [path.suffix for path in (cache / "corpora").iterdir()] == [".lock"]
@@ -318,8 +318,8 @@ def test_progress_speaks_only_after_a_second(folder, cache, monkeypatch):
     monkeypatch.setattr("speedlab.data.cache.time.monotonic", lambda: clock[0])
     prepare(config(folder), cache=cache, progress=said.append)
     assert said == []
-    original = encode.train_bpe
-    monkeypatch.setattr(encode, "train_bpe", lambda *args: clock.__setitem__(0, clock[0] + 3) or original(*args))
+    original = encoding.train_bpe
+    monkeypatch.setattr(encoding, "train_bpe", lambda *args: clock.__setitem__(0, clock[0] + 3) or original(*args))
     prepare(config(folder, tokenizer="bpe"), cache=cache, progress=said.append)
     assert "encoded" in said[0]
     assert said[-1].endswith("held out (3.0 s)")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from speedlab.config import ConfigError
 from speedlab.data import write_tokens
 from speedlab.data.cache import largest_token
-from speedlab.data.tokens import map_tokens, read_header, token_dtype, verify
+from speedlab.data.token_file import map_tokens, read_header, token_dtype, verify
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each example overwrites the last one's file

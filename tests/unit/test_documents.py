@@ -18,8 +18,8 @@ from speedlab.engine.loss import loss_of
 from speedlab.engine.loss_weights import targets_of
 from speedlab.engine.model_check import try_model
 from speedlab.models import GPT
-from speedlab.models.documents import document_starts
-from speedlab.models.hugging_face import PACKED_FAMILIES, packing_problem
+from speedlab.models.hf_attention import PACKED_FAMILIES, packing_problem
+from speedlab.models.packing import document_starts
 
 LENGTHS = ([1, 19, 4, 24], [48], [30, 17, 1])
 """Of the documents in three sequences of 48 tokens."""
@@ -243,7 +243,7 @@ def test_families_of_transformers_keep_documents_apart(kind: str) -> None:
 @pytest.mark.parametrize("implementation", ["sdpa", "speedlab"])
 def test_other_attention_of_transformers_does_too(implementation: str) -> None:
     from speedlab.config import AttentionConfig
-    from speedlab.models.hugging_face import registered
+    from speedlab.models.hf_attention import registered
 
     name = implementation
     if implementation == "speedlab":

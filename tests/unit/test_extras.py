@@ -9,7 +9,7 @@ import tomllib
 import pytest
 from import_graph import ROOT, all_imports
 
-from speedlab.display.extras import PACKAGES, MissingExtraError, extras
+from speedlab.display.optional_dependencies import PACKAGES, MissingExtraError, extras
 
 _HIDDEN = f"""
 import sys

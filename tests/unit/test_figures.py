@@ -11,7 +11,7 @@ import pytest
 from telemetry_samples import make_event, make_record
 
 from speedlab.display.figure_style import COLOURS, INK
-from speedlab.display.text import byte_unit, bytes_text, count_text, seconds_text
+from speedlab.display.formatting import byte_unit, bytes_text, count_text, seconds_text
 from speedlab.hardware import cpu_devices
 from speedlab.planner.rank_memory import RankMemory
 from speedlab.telemetry import series

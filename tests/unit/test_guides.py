@@ -18,7 +18,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
 from speedlab.config.errors import _SECTIONS, more_in, with_more
-from speedlab.display.guides import FOLDER, names, sections
+from speedlab.display.documentation import FOLDER, names, sections
 from speedlab.layout import LayoutError
 from speedlab.telemetry.checkpoints import CheckpointError
 from speedlab.telemetry.folder import RunFolderError

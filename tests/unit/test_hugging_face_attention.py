@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from speedlab.config import AttentionConfig, ConfigError, ModelConfig
 from speedlab.engine.sparse_attention import BlockSparse, check_attention
-from speedlab.models import GPT, hugging_face
-from speedlab.models.hugging_face import registered
+from speedlab.models import GPT, hf_attention
+from speedlab.models.hf_attention import registered
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -104,7 +104,7 @@ def compare(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What is said once is said anew."""
-    hugging_face._say_dense.cache_clear()
+    hf_attention._say_dense.cache_clear()
     caplog.set_level(logging.WARNING, logger="speedlab.models")
     return caplog
 
@@ -361,7 +361,7 @@ def test_layers_of_another_kind_and_sinks() -> None:
 )
 def test_what_an_unknown_model_may_ask_of_its_attention(arguments: dict[str, Any], message: str) -> None:
     """Where nothing told it before."""
-    attend = hugging_face.InterfaceAttention(attention(**SLIDING))
+    attend = hf_attention.InterfaceAttention(attention(**SLIDING))
     keys = torch.zeros(1, 2, arguments.pop("keys", 16), 16)
     with pytest.raises(ValueError, match=r"^model\.attention") as error:
         attend(nn.Module(), torch.zeros(1, 2, 16, 16), keys, keys, None, **arguments)

@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from cuda_ops.block_sparse_attention import token_mask
 from speedlab.config import MODEL_PRESETS, AttentionConfig, ModelConfig
 from speedlab.models import GPT, GPTOutput, generate
-from speedlab.models.attention_layout import layout_of
-from speedlab.models.gpt import Attend, SparseAttend, rotate, rotation_table
+from speedlab.models.gpt import Attend, SparseAttend, layout_of, rotate, rotation_table
 
 SMALL = {"layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 101, "context": 32}
 GPT2_LIKE = {"position": "learned", "norm": "layer", "tied": True, "bias": True}

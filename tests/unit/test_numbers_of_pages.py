@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from speedlab.cluster.errors import name_ranks
-from speedlab.display.text import bytes_text, count_text, seconds_text
+from speedlab.display.formatting import bytes_text, count_text, seconds_text
 
 CASES = json.loads((Path(__file__).parents[2] / "extension/lab/test/numbers.json").read_text(encoding="utf-8"))
 WAYS: dict[str, Callable[[Any], str]] = {

@@ -10,7 +10,7 @@ import pytest
 from telemetry_samples import make_event, make_record
 
 from speedlab.display.figure_style import Figure
-from speedlab.display.figure_svg import figure_svg
+from speedlab.display.svg import figure_svg
 from speedlab.hardware import Device
 from speedlab.telemetry.beside import lines_beside
 from speedlab.telemetry.figures import figures

@@ -19,7 +19,7 @@ from speedlab.engine.loss import loss_of
 from speedlab.engine.memory_ledger import activation_trace
 from speedlab.engine.model_check import plan_module
 from speedlab.layout import Layout
-from speedlab.models.hugging_face import registered
+from speedlab.models.hf_attention import registered
 from speedlab.planner.hugging_face import FAMILIES, read_shape, shape_of
 from speedlab.planner.memory import predict_memory
 from speedlab.planner.setup import Setup

@@ -14,7 +14,7 @@ from speedlab.cli.train import parse
 from speedlab.cluster import Run
 from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
-from speedlab.display.guides import FOLDER, sections
+from speedlab.display.documentation import FOLDER, sections
 from speedlab.engine.proof import (
     counted_tokens,
     document_separation,

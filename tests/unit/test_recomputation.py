@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from speedlab.models.recomputation import _policy, computed_once, selective_contexts
+from speedlab.models.selective_checkpointing import _policy, computed_once, selective_contexts
 
 
 class Doubled(Function):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from speedlab.engine.proof.token_batch import TokenBatch
-from speedlab.models.documents import IGNORED
+from speedlab.models.packing import IGNORED
 from speedlab.telemetry.proof import Finding, Severity
 
 KIND = "counted tokens"

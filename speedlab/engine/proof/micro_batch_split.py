@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from speedlab.engine.proof.token_batch import TokenBatch
-from speedlab.models.documents import IGNORED
+from speedlab.models.packing import IGNORED
 from speedlab.telemetry.proof import Finding, Severity
 
 KIND = "batch cut"

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speedlab.models.documents import IGNORED, document_starts
 from speedlab.models.labels import Labels, label_rule
+from speedlab.models.packing import IGNORED, document_starts
 
 _TOKEN_NAMES = ("input_ids", "tokens")
 _TARGET_NAMES = ("shift_labels", "targets", "labels")

@@ -21,7 +21,7 @@ from cuda_ops.block_sparse_attention import partial_attention, partial_gradients
 from cuda_ops.tensor_checks import FLOATS
 from speedlab.config.attention import head_fits
 from speedlab.models.gpt import Attend
-from speedlab.models.recomputation import computed_once
+from speedlab.models.selective_checkpointing import computed_once
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,8 @@ from speedlab.config import ModelConfig, ParallelConfig
 from speedlab.config.context import context_problem, dropout_rule, heads_shared, ring_block, ways_out
 from speedlab.layout import Layout, LayoutError, own_positions, sequence_multiple
 from speedlab.models import GPT
-from speedlab.models.documents import IGNORED
 from speedlab.models.gpt import Attend, Block, Dropout, GPTOutput, SparseAttend
+from speedlab.models.packing import IGNORED
 from speedlab.parallel.context.ring_attention import ring_attention
 from speedlab.parallel.context.sparse_ring_attention import sparse_ring_attention
 from speedlab.parallel.context.ulysses import share_heads, share_tokens

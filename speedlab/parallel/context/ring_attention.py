@@ -21,9 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from speedlab.comm import Group
 from speedlab.layout import own_positions
-from speedlab.models.documents import starts_for
 from speedlab.models.gpt import Attend
-from speedlab.models.recomputation import computed_once
+from speedlab.models.packing import starts_for
+from speedlab.models.selective_checkpointing import computed_once
 from speedlab.parallel.context.attention_masks import Masks, Places, kept_of
 
 _HEAD_MULTIPLE = 8

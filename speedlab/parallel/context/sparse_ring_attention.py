@@ -24,9 +24,9 @@ from cuda_ops.block_sparse_attention import partial_attention, partial_gradients
 from speedlab.comm import Group, Rotation
 from speedlab.config import AttentionConfig
 from speedlab.config.ring_needs import RingNeeds, ring_needs
-from speedlab.models.attention_layout import layout_of
-from speedlab.models.documents import starts_for
-from speedlab.models.recomputation import computed_once
+from speedlab.models.gpt import layout_of
+from speedlab.models.packing import starts_for
+from speedlab.models.selective_checkpointing import computed_once
 from speedlab.parallel.context.attention_masks import local_starts
 from speedlab.parallel.context.ring_attention import add_turn
 

@@ -9,7 +9,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from speedlab.comm import Group
-from speedlab.models.recomputation import computed_once
+from speedlab.models.selective_checkpointing import computed_once
 
 
 def share_heads(x: Tensor, group: Group) -> Tensor:

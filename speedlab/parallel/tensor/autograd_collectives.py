@@ -26,7 +26,7 @@ from torch.autograd import Function
 from cuda_ops.torch_compat import uncompiled
 from speedlab.comm import Group
 from speedlab.layout import Part, share_of
-from speedlab.models.recomputation import computed_once
+from speedlab.models.selective_checkpointing import computed_once
 from speedlab.parallel.tensor.slicing import put, take
 
 TOKENS = 1

@@ -21,7 +21,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from cuda_ops.torch_compat import uncompiled
-from speedlab.models.recomputation import computed_once
+from speedlab.models.selective_checkpointing import computed_once
 
 _TOKENS = 1
 """The dimension of (B, T, C) that is cut."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speedlab.config import ConfigError, DataConfig
-from speedlab.data.tokens import SUFFIXES
+from speedlab.data.token_file import SUFFIXES
 
 STDLIB = "stdlib"
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "encodings", "lib2to3", "idlelib"}

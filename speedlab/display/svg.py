@@ -2,6 +2,15 @@
 
 It draws what our figures are made of: curves on one or two axes, stacked bars, lanes of bars, lines and words on them.
 Dark on white, whatever the page is. Texts of a figure are plotly's, with its markup; here they become plain text.
+
+Stacked bars of bytes as one SVG, with the capacity line: what a panel and a plan show where no script runs.
+
+Colours are the ledger's; text and lines take the page's own. The outline says that it is predicted.
+
+What queries see of keys, as shaded cells, of causal attention a triangle: one SVG without script or style sheet, and
+lines of text.
+
+A picture takes the page's own text colour. Cells of one shade are one path, however many there are.
 """
 
 from __future__ import annotations
@@ -16,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from speedlab.display.figure_style import PAPER_GRID, PAPER_INK, Figure
-from speedlab.display.text import count_text
+from speedlab.display.figure_style import COLOURS, LABELS, PAPER_GRID, PAPER_INK, Figure, is_hatched
+from speedlab.display.formatting import byte_unit, bytes_text, count_text
 
 _WIDTH, _HEIGHT = 620, 340
 _HEAD = 40
@@ -331,3 +340,207 @@ def _words(x: float, y: float, text: str, anchor: str, inside: str = "") -> str:
 
 def _cut(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+_BARS_WIDTH, _BARS_HEIGHT = 360, 208
+_BARS_LEFT, _BARS_TOP, _BARS_FLOOR = 58, 16, 178
+_BAR = 46
+_STROKE = 5
+"""Between strokes of what is hatched."""
+_CAPACITY_IN_SIGHT = 2.5
+"""The capacity line is drawn when it is at most so many times the highest bar; else the bars would be too flat."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """A bar of a picture."""
+
+    label: str
+    categories: Mapping[str, int]
+    below: str = ""
+    kind: str = "speedlab-bar"
+    """Its CSS class."""
+    chosen: bool = False
+    data: str = ""
+    """Its `data-stage`."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.categories.values())
+
+
+def bars_svg(bars: Sequence[Bar], capacity: int, *, what: str) -> str:
+    """The picture; `what` begins the sentence that a screen reader hears."""
+    highest = max(1, *(bar.total for bar in bars))
+    shows_capacity = capacity <= _CAPACITY_IN_SIGHT * highest
+    # Where the capacity is only told, its line of text stands above the highest bar's.
+    top = max(highest, capacity) * 1.04 if shows_capacity else highest * 1.14
+    unit, unit_bytes = byte_unit(top)
+    parts = []
+    for tick in _ticks(top / unit_bytes):
+        height, label = _y(tick * unit_bytes, top), f"{tick:g} {unit}" if tick else "0"
+        parts.append(
+            f'<line x1="{_BARS_LEFT}" x2="{_BARS_WIDTH}" y1="{height:.1f}" y2="{height:.1f}" class="speedlab-grid"/>'
+            f'<text x="{_BARS_LEFT - 5}" y="{height + 4:.1f}" text-anchor="end">{label}</text>'
+        )
+    step = (_BARS_WIDTH - _BARS_LEFT) / len(bars)
+    parts += [
+        _drawn(bar, _BARS_LEFT + step * (index + 0.5), min(_BAR, 0.8 * step), top) for index, bar in enumerate(bars)
+    ]
+    if shows_capacity:
+        height = _y(capacity, top)
+        parts.append(
+            f'<line x1="{_BARS_LEFT}" x2="{_BARS_WIDTH}" y1="{height:.1f}" y2="{height:.1f}" class="speedlab-capacity"/>'
+            f'<text x="{_BARS_WIDTH}" y="{height - 4:.1f}" text-anchor="end">capacity {bytes_text(capacity)}</text>'
+        )
+    else:
+        parts.append(
+            f'<text x="{_BARS_WIDTH}" y="10" text-anchor="end">capacity {bytes_text(capacity)}, far above</text>'
+        )
+    held = ", ".join(f"{bar.label} {bytes_text(bar.total)}" for bar in bars)
+    return (
+        f'<svg class="speedlab-bars" viewBox="0 0 {_BARS_WIDTH} {_BARS_HEIGHT}" role="img" '
+        f'aria-label="{escape(f"{what}: {held}")}">{"".join(parts)}</svg>'
+    )
+
+
+def _y(count: float, top: float) -> float:
+    return _BARS_FLOOR - (_BARS_FLOOR - _BARS_TOP) * count / top
+
+
+def _ticks(top: float) -> list[float]:
+    """Two to five round numbers from 0 up to `top`."""
+    power = 10 ** math.floor(math.log10(top))
+    step = next(factor * power for factor in (0.2, 0.5, 1, 2, 5) if top / (factor * power) < 5)
+    return [number * step for number in range(int(top / step) + 1)]
+
+
+def _strokes(left: float, high: float, width: float, height: float) -> str:
+    """Parallel strokes across a rectangle. No pattern of the document's: another picture may have its name."""
+    offsets = range(_STROKE, int(width + height), _STROKE)
+    return "".join(
+        f"M{left + max(0.0, c - height):.1f} {high + min(c, height):.1f}"
+        f"L{left + min(c, width):.1f} {high + max(0.0, c - width):.1f}"
+        for c in offsets
+    )
+
+
+def _drawn(bar: Bar, middle: float, width: float, top: float) -> str:
+    left, below, rects = middle - width / 2, 0, []
+    for category in COLOURS:
+        count = bar.categories.get(category, 0)
+        if not count:
+            continue
+        high, low = _y(below + count, top), _y(below, top)
+        fill = "transparent" if is_hatched(category) else COLOURS[category]
+        rects.append(
+            f'<rect x="{left:.1f}" y="{high:.1f}" width="{width:g}" height="{low - high:.1f}" '
+            f'fill="{fill}"><title>{escape(bar.label)}: {LABELS[category]} {bytes_text(count)}</title>'
+            "</rect>"
+        )
+        if is_hatched(category):
+            strokes = _strokes(left, high, width, low - high)
+            rects.append(f'<path d="{strokes}" stroke="{COLOURS[category]}" stroke-width="1.5" pointer-events="none"/>')
+        below += count
+    high = _y(below, top)
+    words = [(_BARS_FLOOR + 15, bar.label), (_BARS_FLOOR + 28, bar.below), (high - 4, bytes_text(bar.total))]
+    return (
+        f'<g class="{bar.kind}{" speedlab-chosen" if bar.chosen else ""}" data-stage="{bar.data}">{"".join(rects)}'
+        f'<rect class="speedlab-outline" x="{left:.1f}" y="{high:.1f}" width="{width:g}" '
+        f'height="{_BARS_FLOOR - high:.1f}"/>'
+        + "".join(
+            f'<text x="{middle:.1f}" y="{place:.1f}" text-anchor="middle">{escape(text)}</text>'
+            for place, text in words
+            if text
+        )
+        + "</g>"
+    )
+
+
+SIDE = 64
+"""Most cells on a side of a picture."""
+
+_TEXT_SIDE = 32
+"""Of text, which shows one letter a cell."""
+
+_SHADES = 8
+"""Between nothing and all of a cell; the least share still shows."""
+_LETTERS = "·░▒▓■"
+_EDGE, _GRID_LEFT, _GRID_TOP, _GRID_BELOW = 176, 14, 16, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Row by row from the first query on, cells from the first key to the last one that dense attention sees."""
+
+    shares: tuple[tuple[float, ...], ...]
+    """Of each cell that dense attention sees, how much is seen: 0 to 1."""
+    titles: tuple[str, ...]
+    """Of each row, told on hover."""
+    length: int
+    """Tokens on a side."""
+
+
+def grid_svg(grid: Grid, *, what: str) -> str:
+    """The picture; `what` is the sentence that a screen reader hears."""
+    side = len(grid.shares)
+    size = _EDGE / side
+    parts = [f'<path d="{_outline(grid, size)}" fill="currentColor" fill-opacity="0.07"/>']
+    for shade in range(1, _SHADES + 1):
+        if outline := _of_shade(grid, shade, size):
+            parts.append(
+                f'<path d="{outline}" fill="currentColor" fill-opacity="{0.15 + 0.75 * shade / _SHADES:.2f}"/>'
+            )
+    for row, title in enumerate(grid.titles):
+        parts.append(
+            f'<rect x="0" y="{row * size:.2f}" width="{_EDGE}" height="{size:.2f}" fill="transparent">'
+            f"<title>{escape(title)}</title></rect>"
+        )
+    return (
+        f'<svg class="speedlab-grid-picture" viewBox="{-_GRID_LEFT} {-_GRID_TOP} {_EDGE + _GRID_LEFT + 2} {_EDGE + _GRID_TOP + _GRID_BELOW}" '
+        f'width="{_EDGE + _GRID_LEFT + 2}" height="{_EDGE + _GRID_TOP + _GRID_BELOW}" role="img" aria-label="{escape(what)}">'
+        f'{"".join(parts)}<path d="M0 0V{_EDGE}H{_EDGE}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>'
+        f'<g fill="currentColor" font-size="10.5"><text x="0" y="{_EDGE + 12}">0</text>'
+        f'<text x="{_EDGE / 2}" y="{_EDGE + 12}" text-anchor="middle">keys →</text>'
+        f'<text x="{_EDGE}" y="{_EDGE + 12}" text-anchor="end">{grid.length:,}</text>'
+        f'<text transform="translate(-4 {_EDGE / 2}) rotate(-90)" text-anchor="middle">← queries</text></g></svg>'
+    )
+
+
+def _outline(grid: Grid, size: float) -> str:
+    """What dense attention sees."""
+    steps = "".join(f"H{len(cells) * size:.2f}V{row * size:.2f}" for row, cells in enumerate(grid.shares, start=1))
+    return f"M0 0{steps}H0Z"
+
+
+def _of_shade(grid: Grid, shade: int, size: float) -> str:
+    """The cells of one shade, neighbours in a row as one rectangle."""
+    found = []
+    for row, shares in enumerate(grid.shares):
+        start = None
+        for column, share in enumerate((*shares, 0.0)):
+            if _level(share, _SHADES) == shade:
+                start = column if start is None else start
+            elif start is not None:
+                width = (column - start) * size
+                found.append(f"M{start * size:.2f} {row * size:.2f}h{width:.2f}v{size:.2f}h{-width:.2f}z")
+                start = None
+    return "".join(found)
+
+
+def grid_text(grid: Grid) -> list[str]:
+    """A letter for each cell, more cells in one where there are many."""
+    per_cell = -(-len(grid.shares) // _TEXT_SIDE) if len(grid.shares) > SIDE // 2 else 1
+    lines = []
+    for first in range(0, len(grid.shares), per_cell):
+        sums: dict[int, list[float]] = {}
+        for shares in grid.shares[first : first + per_cell]:
+            for column, share in enumerate(shares):
+                sums.setdefault(column // per_cell, []).append(share)
+        lines.append("".join(_LETTERS[_level(sum(own) / len(own), len(_LETTERS) - 1)] for own in sums.values()))
+    return lines
+
+
+def _level(share: float, levels: int) -> int:
+    """0 for nothing, else 1 to `levels`."""
+    return min(levels, max(1, round(share * levels))) if share > 0 else 0

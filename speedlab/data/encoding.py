@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-import speedlab.data.files as found
+import speedlab.data.sources as found
 from speedlab.config import ConfigError, DataConfig
 from speedlab.data.cache import Progress
-from speedlab.data.files import NotTextError, TextFile, describe
+from speedlab.data.sources import NotTextError, TextFile, describe
+from speedlab.data.token_file import write_tokens
 from speedlab.data.tokenizer import Tokenizer, train_bpe
-from speedlab.data.tokens import write_tokens
 
 _BPE_TRAINING_CHARACTERS = 2 * 2**20
 _PIECE_CHARACTERS = 64 * 1024

@@ -1,0 +1,79 @@
+"""Rows of data that print as a table, as text and in a notebook.
+
+Numbers as people read them. GiB is 1024³; a unit stands beside every number.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+
+class Table(list[dict[str, Any]]):
+    """A list of rows, each a dict. Subclasses say how they are shown: `head` and `cells`."""
+
+    notes: tuple[str, ...] = ()
+    """Lines below the rows: what a column's name does not tell, what is to be done."""
+
+    def head(self) -> Sequence[str]:
+        """The names of the columns."""
+        raise NotImplementedError
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The rows as text, in the order of `head`."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        lines = [tuple(self.head()), *self.cells()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        rows = ("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+        return "\n".join([*rows, *self.notes])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, cells: Sequence[str]) -> str:
+            return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+        rows = "".join(line("td", cells) for cells in self.cells())
+        notes = "".join(f"<div>{html.escape(note)}</div>" for note in self.notes)
+        return f"<table>{line('th', self.head())}{rows}</table>{notes}"
+
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def byte_unit(largest: float) -> tuple[str, int]:
+    """(unit, bytes in it) in which `largest` bytes is a number of one to four digits."""
+    power = 0
+    while abs(largest) >= 1024 and power < len(_BINARY) - 1:
+        largest /= 1024
+        power += 1
+    return _BINARY[power], 1024**power
+
+
+def bytes_text(count: float) -> str:
+    """'1.4 GiB', '312 MiB', '0 B'."""
+    unit, size = byte_unit(count)
+    value = count / size
+    return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 100 else f"{value:.1f} {unit}"
+
+
+def count_text(count: float) -> str:
+    """'950', '41.2 k', '3.1 M': three digits and a decimal prefix."""
+    for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(count) >= 0.9995 * size:
+            return f"{count / size:.3g} {prefix}"
+    return f"{count:.3g}"
+
+
+def seconds_text(seconds: float) -> str:
+    """'12.3 ms', '1.24 s', '3 min 5 s', '26 h 3 min'."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    if seconds < 3600:
+        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
+    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
