@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from speedlab.cluster import EngineStatus
     from speedlab.config import RunConfig
-    from speedlab.config.part import Part
+    from speedlab.config.base import Part
     from speedlab.hardware import Device
     from speedlab.telemetry.folder import Status
     from speedlab.telemetry.records import Event, Ledger, StepRecord
@@ -247,7 +247,7 @@ def status_text(status: Status) -> str:
 # Registering
 
 _TEXTS: dict[tuple[str, str], Callable[[Any], str]] = {
-    ("speedlab.config.run", "RunConfig"): run_config_text,
+    ("speedlab.config.run_config", "RunConfig"): run_config_text,
     ("speedlab.telemetry.records", "Ledger"): ledger_text,
     ("speedlab.telemetry.records", "StepRecord"): step_record_text,
     ("speedlab.telemetry.records", "Event"): event_text,
@@ -259,7 +259,7 @@ _TEXTS: dict[tuple[str, str], Callable[[Any], str]] = {
 """(module, class) -> its text."""
 
 _PAGES: dict[tuple[str, str], Callable[[Any], str]] = {
-    ("speedlab.config.run", "RunConfig"): run_config_html,
+    ("speedlab.config.run_config", "RunConfig"): run_config_html,
     ("speedlab.telemetry.records", "Ledger"): ledger_html,
 }
 """(module, class) -> its HTML."""

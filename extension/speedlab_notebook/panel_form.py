@@ -8,7 +8,7 @@ from typing import Any
 import ipywidgets as widgets
 
 from speedlab.config import RunConfig
-from speedlab.config.part import Part
+from speedlab.config.base import Part
 from speedlab_notebook.panel_controls import Looks, Shown
 from speedlab_notebook.panel_fields import SECTIONS, Field, value_at
 from speedlab_notebook.panel_pages import Page, Section

@@ -10,9 +10,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from speedlab.config import AttentionConfig, OuterConfig, RunConfig
-from speedlab.config.context import heads_shared, padded_length, padding_words
-from speedlab.config.layouts import why_not
-from speedlab.config.offload_rules import partition_words
+from speedlab.config.layout_rules import heads_shared, padded_length, padding_words, why_not
+from speedlab.config.validation import partition_words
 from speedlab.hardware import Device
 from speedlab.layout import Layout
 from speedlab.planner import bubble_share

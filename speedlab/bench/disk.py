@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from speedlab.bench.interleave import Times, row, take_turns
 from speedlab.bench.table import report
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 
 if TYPE_CHECKING:
     from speedlab.offload import DiskStore, Kept

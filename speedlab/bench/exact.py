@@ -18,7 +18,7 @@ from speedlab.bench import exact_sides as sides
 from speedlab.bench.exact_sides import Case, Side, Step
 from speedlab.bench.memory_limit import NoLimitError, memory_limit
 from speedlab.bench.ranks import RankSet
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 
 GOAL = 1e-5
 """At most, in float32: the loss's difference over the loss, and of every parameter the norm of its gradient's

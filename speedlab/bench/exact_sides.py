@@ -112,7 +112,7 @@ def _masked_attention(length: int) -> Any:
     from torch.utils.checkpoint import checkpoint
 
     from speedlab.config import AttentionConfig
-    from speedlab.config.attention_pattern import seen_blocks
+    from speedlab.config.attention import seen_blocks
 
     attention = AttentionConfig.model_validate(_PATTERN)
     rows = seen_blocks(attention, length)

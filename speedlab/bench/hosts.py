@@ -28,7 +28,7 @@ from speedlab.bench.lab.daemons import missing_for, start_slurm, start_sshd
 from speedlab.bench.ranks import changed_environment
 from speedlab.bench.table import Row, report
 from speedlab.config import ConfigError
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 from speedlab.network import LinkRate
 
 PARTS = ("start", "register", "steps", "recovery")

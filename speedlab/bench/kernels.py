@@ -17,7 +17,7 @@ import tyro
 
 from speedlab.bench import attention_cases, flat_cases, loss_cases
 from speedlab.bench.table import Row, missing, report
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 
 CASES: dict[str, Callable[[torch.device, int], Iterator[Row]]] = {
     "adamw": flat_cases.adamw_rows,

@@ -29,7 +29,7 @@ from speedlab.bench.long_sides import Model, Side
 from speedlab.bench.memory_limit import MemoryLimit, NoLimitError, memory_limit
 from speedlab.bench.ranks import RankSet
 from speedlab.bench.table import Row, report
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 
 _GIB = 2**30
 _WHOLE = 64

@@ -26,7 +26,7 @@ from speedlab.bench.network_losses import heldout_losses
 from speedlab.bench.network_ranks import Hosts
 from speedlab.bench.network_table import UNSHAPED, Found, Rows
 from speedlab.config import ConfigError, RunConfig
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 from speedlab.network import LinkRate
 
 _LEARNING_RATE = 1e-8

@@ -28,7 +28,7 @@ from typing import Any
 from speedlab.bench import offload_sides as sides
 from speedlab.bench.memory_limit import MemoryLimit, NoLimitError, memory_limit
 from speedlab.bench.ranks import RankSet
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 
 _GIB = 2**30
 

@@ -23,8 +23,8 @@ import psutil
 from speedlab.bench.page_lab import first_loss, why_not
 from speedlab.bench.reading import add_step, write_run
 from speedlab.bench.table import Row, report
+from speedlab.config.cli_options import read_options
 from speedlab.config.errors import ConfigError
-from speedlab.config.options import read_options
 from speedlab.telemetry.folder import RunFolder, Status
 from speedlab.telemetry.records import RunState
 

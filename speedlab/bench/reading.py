@@ -14,7 +14,7 @@ from typing import Any
 
 from speedlab.bench.table import Row, report
 from speedlab.config import RunConfig
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import PHASES, Event, Ledger, StepRecord
 

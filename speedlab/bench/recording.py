@@ -13,7 +13,7 @@ from unittest.mock import patch
 from speedlab.bench.ranks import run_on_ranks
 from speedlab.bench.table import Row, report
 from speedlab.config import RunConfig
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 from speedlab.telemetry.folder import RunFolder
 
 

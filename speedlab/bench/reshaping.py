@@ -16,7 +16,7 @@ from typing import Any
 from speedlab.bench.interleave import row
 from speedlab.bench.ranks import run_on_ranks
 from speedlab.bench.table import report
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 
 _WAY: tuple[dict[str, Any], ...] = (
     {"tp": 2, "pp": 2, "zero": 1},

@@ -29,7 +29,7 @@ from torch import Tensor
 from speedlab.bench.ranks import RankSet
 from speedlab.bench.table import Row, report
 from speedlab.config import AttentionConfig, DataConfig, ModelConfig
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 from speedlab.data import Sampler, Task, prepare
 from speedlab.models import GPT
 from speedlab.models.gpt import Block, Positions, SparseAttend

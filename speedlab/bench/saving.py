@@ -21,7 +21,7 @@ from typing import Any
 from speedlab.bench.interleave import Times, row, take_turns
 from speedlab.bench.ranks import run_on_ranks
 from speedlab.bench.table import Row, report
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 
 _SAMPLE_SECONDS = 0.0005
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from speedlab.bench.interleave import Times, row, take_turns
 from speedlab.bench.table import Row, report
 from speedlab.cluster import Cluster
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 
 _IMPORTS = "import torch, speedlab.engine"
 

@@ -25,7 +25,7 @@ from speedlab.bench.contest import AS_INSTALLED, BEFORE, COMPRESSED, KEPT, ON_KE
 from speedlab.bench.interleave import Times, row
 from speedlab.bench.ranks import KEPT_MEMORY, RankSet
 from speedlab.bench.table import Row, missing, report
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from speedlab.bench.planner_cases import GridCase, grid
 from speedlab.bench.ranks import RankSet
 from speedlab.bench.training import training
 from speedlab.config import RunConfig
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 from speedlab.planner import calibration_store
 from speedlab.planner.calibration import Calibration
 from speedlab.planner.setup import Setup

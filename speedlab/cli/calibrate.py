@@ -14,7 +14,7 @@ import tyro
 from speedlab.cluster.learning import learn_from
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 from speedlab.planner import calibration_store
 from speedlab.planner.calibration import CLASSES, Calibration
 

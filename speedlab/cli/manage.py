@@ -16,7 +16,7 @@ from speedlab.cluster.home import running_clusters
 from speedlab.cluster.known_runs import known_folders, runs_here
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError, RunConfig, annotated_yaml
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 from speedlab.display.formatting import bytes_text, seconds_text
 from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.proof import Severity, read_proof

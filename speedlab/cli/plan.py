@@ -9,8 +9,8 @@ import tyro
 
 from speedlab.cluster.devices import choose_devices
 from speedlab.config import ConfigError
-from speedlab.config.options import read_options, refuse_two_values
-from speedlab.config.parts import Away
+from speedlab.config.cli_options import read_options, refuse_two_values
+from speedlab.config.sections import Away
 from speedlab.planner.plan import Plan
 from speedlab.planner.request import PlanRequest
 

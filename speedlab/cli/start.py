@@ -11,7 +11,7 @@ import tyro
 from speedlab.cluster import Cluster
 from speedlab.cluster.home import running_clusters
 from speedlab.cluster.host_specs import of_words
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 from speedlab.display.formatting import seconds_text
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import tyro
 
 from speedlab.cluster.reattach import folder_named
-from speedlab.config.options import read_options
+from speedlab.config.cli_options import read_options
 from speedlab.telemetry.trace import write_trace
 
 

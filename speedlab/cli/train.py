@@ -18,8 +18,8 @@ from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.given_paths import check_offload_folder
 from speedlab.cluster.home import running_clusters
 from speedlab.config import ConfigError, RunConfig
-from speedlab.config.options import read_options, refuse_two_values
-from speedlab.config.run import SHORT_FORMS
+from speedlab.config.cli_options import read_options, refuse_two_values
+from speedlab.config.run_config import SHORT_FORMS
 from speedlab.data import check
 from speedlab.telemetry.folder import RunFolderError
 

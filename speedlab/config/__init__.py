@@ -4,12 +4,13 @@ Every part is frozen; a changed configuration is a new object. Unknown keys are 
 """
 
 from speedlab.config.attention import AttentionConfig
-from speedlab.config.attention_view import AttentionView, describe
+from speedlab.config.attention_report import AttentionView, describe
 from speedlab.config.batch import Batch, BatchConfig
 from speedlab.config.errors import ConfigError, explain
-from speedlab.config.given import GivenConfig, config_of
 from speedlab.config.model import MODEL_PRESETS, ModelConfig
-from speedlab.config.parts import (
+from speedlab.config.optimizer import OptimizerConfig, OptimizerName, OuterConfig, ScheduleConfig
+from speedlab.config.run_config import GivenConfig, RunConfig, config_of
+from speedlab.config.sections import (
     ActivationConfig,
     CheckpointConfig,
     DataConfig,
@@ -21,9 +22,7 @@ from speedlab.config.parts import (
     TelemetryConfig,
     ZeroConfig,
 )
-from speedlab.config.run import RunConfig
-from speedlab.config.text import annotated_yaml
-from speedlab.config.updates import OptimizerConfig, OptimizerName, OuterConfig, ScheduleConfig
+from speedlab.config.serialization import annotated_yaml
 
 __all__ = [
     "MODEL_PRESETS",

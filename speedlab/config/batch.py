@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from speedlab.config.base import Part
 from speedlab.config.errors import ConfigError
-from speedlab.config.part import Part
 
 DEFAULT_MICRO_SIZE = 8
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from speedlab.config.attention import AttentionConfig, attention_problems
+from speedlab.config.base import Part
 from speedlab.config.errors import ConfigError
-from speedlab.config.part import Part
+from speedlab.config.model_shape import MOST_LAYERS
 from speedlab.config.presets import MODELS
-from speedlab.config.shape import MOST_LAYERS
 
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
     name: preset.of_config() for name, preset in MODELS.items() if preset.built_in

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from speedlab.config.shape import ModelShape
+from speedlab.config.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)

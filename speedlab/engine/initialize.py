@@ -21,7 +21,7 @@ from speedlab.comm.shared.memfd import host_identity
 from speedlab.comm.timeouts import Timeout, checked_seconds
 from speedlab.config import ConfigError, GivenConfig, OuterConfig, RunConfig, ScheduleConfig, config_of
 from speedlab.config.batch import Batch
-from speedlab.config.island_rules import host_problem
+from speedlab.config.validation import host_problem
 from speedlab.data import Epochs
 from speedlab.engine.engine import Engine
 from speedlab.engine.kernels import prepare_optimizer, prepare_small_states

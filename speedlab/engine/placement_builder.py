@@ -16,7 +16,7 @@ import torch
 
 from speedlab.comm import Group, Rails, hosts_of
 from speedlab.config import ConfigError, PrecisionConfig, RunConfig
-from speedlab.config.quantized_rules import secondary_problem, unequal_problem
+from speedlab.config.validation import secondary_problem, unequal_problem
 from speedlab.layout import REPLICATED, Layout
 from speedlab.offload import OffloadError, Stores
 from speedlab.optim.parameter_forms import Needs

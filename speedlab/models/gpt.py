@@ -32,7 +32,7 @@ from cuda_ops.onednn_matmul import Product
 from cuda_ops.tensor_checks import FLOATS
 from cuda_ops.torch_compat import uncompiled
 from speedlab.config import AttentionConfig, ModelConfig
-from speedlab.config.attention_pattern import seen_blocks
+from speedlab.config.attention import seen_blocks
 from speedlab.models.packing import attend_within, check_positions, document_mask, document_starts, starts_for
 from speedlab.models.tiled_mlp import in_tiles
 

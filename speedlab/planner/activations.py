@@ -20,7 +20,7 @@ B sequences, T tokens, C hidden, V vocabulary; n = B T tokens; sizes are bytes.
 
 from __future__ import annotations
 
-from speedlab.config.shape import Bias
+from speedlab.config.model_shape import Bias
 from speedlab.planner.activation_sizes import Sizes, Tally
 from speedlab.planner.activations_attention import (
     attend_backward,

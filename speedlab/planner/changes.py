@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from speedlab.config.parts import Away
+from speedlab.config.sections import Away
 from speedlab.planner.devices import Machines
 from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.memory import predict_memory

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from speedlab.config.shape import BIASES, Bias, ModelShape
-from speedlab.config.text import read
+from speedlab.config.model_shape import BIASES, Bias, ModelShape
+from speedlab.config.serialization import read
 from speedlab.planner.shapes import check_shape
 
 LONGEST = 8192

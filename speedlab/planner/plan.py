@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from speedlab.config import ParallelConfig, RunConfig, ZeroConfig
-from speedlab.config.layouts import factorisations, nearest
+from speedlab.config.layout_rules import factorisations, nearest
 from speedlab.display.figure_style import Figure
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import presets

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from speedlab.config.context import padding_words
-from speedlab.config.offload_rules import partition_words
+from speedlab.config.layout_rules import padding_words
+from speedlab.config.validation import partition_words
 from speedlab.display.figure_style import LABELS
 from speedlab.display.formatting import Table, byte_unit, bytes_text, count_text, seconds_text
 from speedlab.planner.attention_figure import attention_lines
@@ -17,7 +17,7 @@ from speedlab.planner.search import describe, schedule_words
 from speedlab.planner.shapes import shape_parameters
 
 if TYPE_CHECKING:
-    from speedlab.config.shape import ModelShape
+    from speedlab.config.model_shape import ModelShape
     from speedlab.planner.devices import Machines
     from speedlab.planner.places import Place
     from speedlab.planner.plan import Found, Plan

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from speedlab.config import OffloadConfig, OptimizerConfig
-from speedlab.config.shape import BIASES
+from speedlab.config.model_shape import BIASES
 from speedlab.layout import Layout
 from speedlab.planner.devices import Machines
 from speedlab.planner.links import parse_link

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from speedlab.config import OffloadConfig, OptimizerConfig, OuterConfig, RunConfig
-from speedlab.config.parts import Away
+from speedlab.config.sections import Away
 from speedlab.hardware import Device
 from speedlab.planner import presets
 from speedlab.planner.devices import Machines

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from speedlab.config.offload_rules import partition_words
+from speedlab.config.validation import partition_words
 from speedlab.layout import Layout
 from speedlab.placement import Where
 from speedlab.planner.away import offload_words, residency_of, state_places, state_widths

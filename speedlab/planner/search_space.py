@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypeVar
 
 from speedlab.config import OffloadConfig, OptimizerConfig, ParallelConfig
-from speedlab.config.island_rules import host_problem
-from speedlab.config.quantized_rules import secondary_problem, unequal_problem
+from speedlab.config.validation import host_problem, secondary_problem, unequal_problem
 from speedlab.layout import REPLICATED, Layout
 from speedlab.planner.away import offload_words
 from speedlab.planner.devices import Machines

@@ -16,12 +16,15 @@ from speedlab.config import (
     ZeroConfig,
     describe,
 )
-from speedlab.config.context import dropout_rule, ways_out
-from speedlab.config.island_rules import island_problems
-from speedlab.config.offload_rules import offload_problems, partition_problems
-from speedlab.config.optimizer_rules import optimizer_problems
-from speedlab.config.quantized_rules import quantized_problems
-from speedlab.config.shape import ModelShape
+from speedlab.config.layout_rules import dropout_rule, ways_out
+from speedlab.config.model_shape import ModelShape
+from speedlab.config.validation import (
+    island_problems,
+    offload_problems,
+    optimizer_problems,
+    partition_problems,
+    quantized_problems,
+)
 from speedlab.layout import Layout, sequence_multiple
 
 Checkpointing = Literal["none", "selective", "block"]

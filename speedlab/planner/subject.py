@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from speedlab.config import MODEL_PRESETS, RunConfig
-from speedlab.config.deepspeed import recognises
-from speedlab.config.shape import ModelShape, renamed, sizes_text
-from speedlab.config.text import is_yaml, read
+from speedlab.config.deepspeed.reader import recognises
+from speedlab.config.model_shape import ModelShape, renamed, sizes_text
+from speedlab.config.serialization import is_yaml, read
 from speedlab.planner import presets
 from speedlab.planner.hugging_face import describes, read_shape
 from speedlab.planner.nearest import unknown

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from speedlab.config.ring_needs import ring_needs
+from speedlab.config.layout_rules import ring_needs
 from speedlab.layout import LayoutError
 from speedlab.planner.away import residency_of
 from speedlab.planner.bubble import bubble_share

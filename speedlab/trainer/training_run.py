@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from speedlab.comm import Group, Traffic, World, join, leave
 from speedlab.config import ConfigError, RunConfig
-from speedlab.config.context import padded_length, padding_words
-from speedlab.config.offload_rules import partition_words
+from speedlab.config.layout_rules import padded_length, padding_words
+from speedlab.config.validation import partition_words
 from speedlab.data import Corpus, Sampler, prepare, separated
 from speedlab.engine.engine import Engine
 from speedlab.engine.initialize import initialize

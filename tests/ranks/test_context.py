@@ -23,8 +23,8 @@ from ranks.loops import Trajectory, adamw, problems
 from ranks.test_layouts import BFLOAT16, FLOAT32, SCHEDULES, PlainOf, check
 from speedlab.comm import Group, Traffic
 from speedlab.config import AttentionConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
-from speedlab.config.attention_pattern import seen_blocks
-from speedlab.config.ring_needs import ring_needs
+from speedlab.config.attention import seen_blocks
+from speedlab.config.layout_rules import ring_needs
 from speedlab.layout import Layout, LayoutError, own_positions
 from speedlab.models import GPT
 from speedlab.parallel.context import check_model

@@ -7,7 +7,7 @@ import torch
 
 from cuda_ops.block_sparse_attention import token_mask
 from speedlab.config import AttentionConfig, ConfigError, ModelConfig, RunConfig, describe
-from speedlab.config.attention_pattern import seen_blocks
+from speedlab.config.attention import seen_blocks
 from speedlab.models.gpt import layout_of
 
 BLOCKS = {"kind": "block_sparse", "block": 16}

@@ -23,7 +23,7 @@ from speedlab.config import (
     ZeroConfig,
     annotated_yaml,
 )
-from speedlab.config.offload_rules import offload_problems
+from speedlab.config.validation import offload_problems
 
 
 def refusal(**data) -> str:

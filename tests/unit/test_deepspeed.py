@@ -12,10 +12,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from speedlab import cli
-from speedlab.config import ConfigError, OffloadConfig, RunConfig, ScheduleConfig, deepspeed
-from speedlab.config.deepspeed_auto import TRAINER_DEFAULTS
-from speedlab.config.deepspeed_schema import FEATURES, HONOURED, IGNORED, LEGACY
-from speedlab.config.offload_rules import offload_problems
+from speedlab.config import ConfigError, OffloadConfig, RunConfig, ScheduleConfig
+from speedlab.config.deepspeed import reader
+from speedlab.config.deepspeed.auto_values import TRAINER_DEFAULTS
+from speedlab.config.deepspeed.schema import FEATURES, HONOURED, IGNORED, LEGACY
+from speedlab.config.validation import offload_problems
 
 BATCH = {"train_micro_batch_size_per_gpu": 4}
 
@@ -805,7 +806,7 @@ def test_a_file_is_recognised_by_its_keys(tmp_path) -> None:
     def written(text: str, name: str = "x.json") -> bool:
         path = tmp_path / name
         path.write_text(text)
-        return deepspeed.recognises(path, RunConfig)
+        return reader.recognises(path, RunConfig)
 
     assert written('{"train_batch_size": 8, // yes\n}')
     assert written('{"optimizer": {"type": "Adam"}}')
@@ -815,7 +816,7 @@ def test_a_file_is_recognised_by_its_keys(tmp_path) -> None:
     assert not written('{"optimizer": {"lr": 1}}')
     assert not written("{}")
     assert not written("train_batch_size: 8", "x.yaml")
-    assert not deepspeed.recognises(tmp_path / "absent.json", RunConfig)
+    assert not reader.recognises(tmp_path / "absent.json", RunConfig)
 
 
 def test_load_takes_a_deepspeed_file_and_warns_once(tmp_path) -> None:

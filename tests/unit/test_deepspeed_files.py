@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from speedlab.config import ConfigError, RunConfig, deepspeed
+from speedlab.config import ConfigError, RunConfig
+from speedlab.config.deepspeed import reader
 
 FOLDER_VARIABLE = "SPEEDLAB_DEEPSPEED_CONFIGS"
 
@@ -363,7 +364,7 @@ def test_no_public_file_is_without_expectation() -> None:
 
 def hold(path: Path, expected: Expected) -> None:
     """The file does what is expected of it, through every door."""
-    assert deepspeed.recognises(path, RunConfig)
+    assert reader.recognises(path, RunConfig)
     if isinstance(expected, Broken):
         with pytest.raises(ConfigError) as caught:
             RunConfig.deepspeed_reading(path)

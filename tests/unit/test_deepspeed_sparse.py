@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from speedlab.config import AttentionConfig, ConfigError, RunConfig
-from speedlab.config.attention_pattern import seen_blocks
-from speedlab.config.deepspeed import Reading
+from speedlab.config.attention import seen_blocks
+from speedlab.config.deepspeed.reader import Reading
 
 CAUSAL = {"attention": "unidirectional"}
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedlab.config import ConfigError
-from speedlab.config.deepspeed_text import parse
+from speedlab.config.deepspeed.json_parser import parse
 
 
 def test_plain_json_is_read_without_a_word() -> None:

@@ -10,8 +10,8 @@ import pytest
 from telemetry_samples import make_record
 
 from speedlab.config import ConfigError, RunConfig
-from speedlab.config.island_rules import host_problem
-from speedlab.config.layouts import why_not
+from speedlab.config.layout_rules import why_not
+from speedlab.config.validation import host_problem
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner.plan import plan
 from speedlab.telemetry.figures import History, figures, header

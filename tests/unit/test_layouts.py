@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from speedlab.config import RunConfig, layouts
+from speedlab.config import RunConfig, layout_rules
 from speedlab.layout import Layout, LayoutError
 
 TINY = RunConfig()  # 6 blocks, 6 heads, sequences of 256 tokens
@@ -19,10 +19,10 @@ def test_dp_follows() -> None:
 
 
 def test_possible_layouts_are_all_there_are() -> None:
-    found = layouts.possible(TINY, 4)
+    found = layout_rules.possible(TINY, 4)
     assert [(x.pp, x.dp, x.tp) for x in found] == [(1, 4, 1), (2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2)]
     for engines in range(1, 25):
-        for layout in layouts.possible(TINY, engines):
+        for layout in layout_rules.possible(TINY, engines):
             assert layout.world_size == engines
             assert layout.tp in (1, 2, 3, 6)
             assert layout.pp <= 6
@@ -30,8 +30,13 @@ def test_possible_layouts_are_all_there_are() -> None:
 
 def test_the_batch_equation_counts() -> None:
     config = TINY.replace(batch={"global_size": 6, "micro_size": 3})
-    assert [(x.pp, x.dp, x.tp) for x in layouts.possible(config, 4)] == [(2, 2, 1), (4, 1, 1), (1, 2, 2), (2, 1, 2)]
-    assert "no whole solution" in (layouts.why_not(config, 4, pp=1) or "")
+    assert [(x.pp, x.dp, x.tp) for x in layout_rules.possible(config, 4)] == [
+        (2, 2, 1),
+        (4, 1, 1),
+        (1, 2, 2),
+        (2, 1, 2),
+    ]
+    assert "no whole solution" in (layout_rules.why_not(config, 4, pp=1) or "")
 
 
 def test_uneven_pipeline_of_the_announcement() -> None:
@@ -77,7 +82,7 @@ def test_uneven_pipeline_of_the_announcement() -> None:
     ],
 )
 def test_what_does_not_exist_is_told_with_its_numbers(change: dict, engines: int, said: str) -> None:
-    assert layouts.why_not(TINY, engines, **change) is not None
+    assert layout_rules.why_not(TINY, engines, **change) is not None
     micro_batches = change.pop("micro_batches", None)
     batch = {"batch": {"accumulation": micro_batches}} if micro_batches else {}
     with pytest.raises(LayoutError, match=said):
@@ -96,17 +101,17 @@ def test_no_layout_is_advised_that_does_not_work() -> None:
             continue
         for found in re.findall(r"(?<!: )pp (\d+) × dp (\d+) × tp (\d+)(?= or|,| would)", text):
             axes = dict(zip(("pp", "dp", "tp"), map(int, found), strict=True))
-            assert layouts.why_not(config, engines, **axes) is None, text
+            assert layout_rules.why_not(config, engines, **axes) is None, text
         for found in re.findall(r"; dp (\d+) would fit", text):
-            assert layouts.why_not(config, engines, dp=int(found)) is None, text
+            assert layout_rules.why_not(config, engines, dp=int(found)) is None, text
         for found in re.findall(r"works on (\d+) engines", text):
             assert int(found) < engines
-            assert layouts.why_not(config, int(found), dp=dp) is None, text
+            assert layout_rules.why_not(config, int(found), dp=dp) is None, text
         assert "multiple of" not in text.partition("batch:")[0]
 
 
 def test_fewer_micro_batches_than_stages_are_allowed() -> None:
-    assert layouts.why_not(TINY, 4, pp=4, micro_batches=2) is None
+    assert layout_rules.why_not(TINY, 4, pp=4, micro_batches=2) is None
 
 
 def test_rules_of_the_built_in_model_do_not_bind_another() -> None:

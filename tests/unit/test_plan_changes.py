@@ -10,7 +10,7 @@ from speedlab_notebook import commands
 
 from speedlab.cli.plan import parse
 from speedlab.config import RunConfig
-from speedlab.config.shape import ModelShape
+from speedlab.config.model_shape import ModelShape
 from speedlab.hardware import Device
 from speedlab.planner.changes import _changes, options_of
 from speedlab.planner.plan import Found, Plan

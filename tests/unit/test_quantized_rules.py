@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from speedlab.config import ConfigError, RunConfig
-from speedlab.config.quantized_rules import secondary_problem, unequal_problem
+from speedlab.config.validation import secondary_problem, unequal_problem
 from speedlab.layout import LayoutError
 from speedlab.placement import INT4, INT8, Holders, Residency, homes
 from speedlab.planner.plan import plan

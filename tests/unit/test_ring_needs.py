@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from speedlab.config import AttentionConfig
-from speedlab.config.attention import Pattern
-from speedlab.config.attention_pattern import seen_blocks
-from speedlab.config.ring_needs import ring_needs
+from speedlab.config.attention import Pattern, seen_blocks
+from speedlab.config.layout_rules import ring_needs
 
 BLOCK = 16
 

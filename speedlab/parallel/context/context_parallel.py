@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from cuda_ops.linear_cross_entropy import check_range
 from speedlab.comm import Group
 from speedlab.config import ModelConfig, ParallelConfig
-from speedlab.config.context import context_problem, dropout_rule, heads_shared, ring_block, ways_out
+from speedlab.config.layout_rules import context_problem, dropout_rule, heads_shared, ring_block, ways_out
 from speedlab.layout import Layout, LayoutError, own_positions, sequence_multiple
 from speedlab.models import GPT
 from speedlab.models.gpt import Attend, Block, Dropout, GPTOutput, SparseAttend

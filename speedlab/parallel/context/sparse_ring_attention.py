@@ -23,7 +23,7 @@ from cuda_ops.block_layout import BlockLayout
 from cuda_ops.block_sparse_attention import partial_attention, partial_gradients
 from speedlab.comm import Group, Rotation
 from speedlab.config import AttentionConfig
-from speedlab.config.ring_needs import RingNeeds, ring_needs
+from speedlab.config.layout_rules import RingNeeds, ring_needs
 from speedlab.models.gpt import layout_of
 from speedlab.models.packing import starts_for
 from speedlab.models.selective_checkpointing import computed_once

@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from speedlab.config.deepspeed_auto import AUTO, arguments, disagreement, left_unused
-from speedlab.config.deepspeed_schema import (
+from speedlab.config.deepspeed.auto_values import AUTO, arguments, disagreement, left_unused
+from speedlab.config.deepspeed.schema import (
     FEATURES,
     HONOURED,
     IGNORED,
@@ -20,7 +20,7 @@ from speedlab.config.deepspeed_schema import (
 )
 
 if TYPE_CHECKING:
-    from speedlab.config.run import RunConfig
+    from speedlab.config.run_config import RunConfig
 
 _SHOWN = 60
 """At most this many characters of a value are repeated."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from speedlab.config.part import Part
+from speedlab.config.base import Part
 
 _Kept = Annotated[float, Field(ge=0, lt=1)]
 """A share that stays of what was: all of it would stay for ever."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, create_model, field_validator
 
-from speedlab.config.part import Part
+from speedlab.config.base import Part
 
 
 class DataConfig(Part):

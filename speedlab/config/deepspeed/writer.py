@@ -6,12 +6,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from speedlab.config.batch import DEFAULT_MICRO_SIZE
-from speedlab.config.deepspeed_rules import STATIC_WINDOW
-from speedlab.config.deepspeed_sparse import section_of
+from speedlab.config.deepspeed.convert import STATIC_WINDOW
+from speedlab.config.deepspeed.sparse_attention import section_of
 
 if TYPE_CHECKING:
-    from speedlab.config.parts import ZeroConfig
-    from speedlab.config.run import RunConfig
+    from speedlab.config.run_config import RunConfig
+    from speedlab.config.sections import ZeroConfig
 
 _WARM_UP_PARTS = 5
 _RATE_DIGITS = 9

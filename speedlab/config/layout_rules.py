@@ -2,6 +2,13 @@
 
 Pure arithmetic, for the panel as much as for the engine. A rule that is broken is told with its numbers and the nearest
 layouts that work.
+
+Which models and sequences can be cut over ranks along cp, and how those divide the work of attention.
+
+Which blocks of keys go from rank to rank where block-sparse attention is computed in a ring. Plain data.
+
+Every rank of a ring has its blocks of the sequence (`layout.own_positions`), computes for its own queries, and is sent
+the blocks of keys and values that one of those sees. The pattern tells all of that, to every rank and before a run.
 """
 
 from __future__ import annotations
@@ -9,18 +16,115 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
-from speedlab.config.attention import direction_problem, length_problems
-from speedlab.config.context import context_problem
+from speedlab.config.attention import AttentionConfig, direction_problem, length_problems, seen_blocks
 from speedlab.config.errors import ConfigError
-from speedlab.config.in_backward import in_backward_problems
-from speedlab.config.island_rules import meeting_problem
-from speedlab.config.optimizer_rules import warmup_problem
-from speedlab.layout import AXES, Layout, LayoutError
+from speedlab.config.validation import in_backward_problems, meeting_problem, warmup_problem
+from speedlab.layout import AXES, Layout, LayoutError, own_positions, sequence_multiple
 
 if TYPE_CHECKING:
-    from speedlab.config.run import RunConfig
+    from speedlab.config.model import ModelConfig
+    from speedlab.config.run_config import RunConfig
+    from speedlab.config.sections import ParallelConfig
+
+
+def heads_shared(model: ModelConfig, layout: Layout, asked: int | None) -> int:
+    """How many of the ranks along cp share heads: as asked, or as many as heads allow."""
+    if layout.cp == 1:
+        return 1
+    return asked or gcd(layout.cp, model.heads // layout.tp)
+
+
+def padded_length(model: ModelConfig, layout: Layout, parallel: ParallelConfig, length: int) -> int:
+    """Tokens of a sequence of `length` as a GPT of this `model` computes it: as many, or up to the next length that cp
+    divides where `parallel.cp_pad` says so."""
+    if layout.cp == 1 or not parallel.cp_pad:
+        return length
+    multiple = sequence_multiple(layout.cp, heads_shared(model, layout, parallel.cp_heads), ring_block(model))
+    if parallel.sequence:
+        multiple = lcm(multiple, layout.cp * layout.tp)
+    return -(-length // multiple) * multiple
+
+
+def padding_words(length: int, padded: int) -> str:
+    """'sequences of 42 padded to 44, 4.55% of what is computed'; '' where nothing is padded."""
+    if padded == length:
+        return ""
+    return f"sequences of {length:,} padded to {padded:,}, {1 - length / padded:.2%} of what is computed"
+
+
+def context_problem(
+    model: ModelConfig,
+    layout: Layout,
+    parallel: ParallelConfig,
+    length: int | None = None,
+) -> str | None:
+    """What stands against the layout's cp for a GPT of this `model`, with what would work; None where nothing does.
+    `length`: tokens of a sequence, if known."""
+    cp, asked = layout.cp, parallel.cp_heads
+    if cp == 1:
+        return None
+    heads, shared = model.heads // layout.tp, heads_shared(model, layout, asked)
+    if cp % shared:
+        return f"cp_heads {shared} does not divide cp {cp}; {_divisors(cp)} do"
+    if heads % shared:
+        return (
+            f"cp_heads {shared}: the {heads} heads of a tp rank do not divide by it; {_divisors(gcd(cp, heads))} would "
+            "(the others of cp form a ring), and left out it is the largest"
+        )
+    block = ring_block(model)
+    multiple = sequence_multiple(cp, shared, block)
+    padded = length if length is None else padded_length(model, layout, parallel, length)
+    if length is None or padded is None or (length % multiple == 0 and padded == length):
+        return None
+    if parallel.cp_pad:
+        return _padding_problem(model, cp, length, padded, ring=shared != cp)
+    ring = cp // shared
+    chunks = f", for {2 * ring} chunks of whole blocks of {block} in a ring of {ring}" if block > 1 < ring else ""
+    return f"cp {cp}: sequences of {length} tokens do not divide by {multiple}{chunks}; {ways_out(length, multiple)}"
+
+
+def ways_out(length: int, multiple: int) -> str:
+    """What to do about sequences of `length` tokens that do not divide by `multiple`."""
+    below = length // multiple * multiple
+    above = below + multiple
+    fitting = " or ".join(str(each) for each in (below, above) if each)
+    return f"{fitting} would, or set parallel.cp_pad to true, which pads them to {above}"
+
+
+def ring_block(model: ModelConfig) -> int:
+    """Tokens that a ring keeps together."""
+    return 1 if model.attention.kind == "dense" else model.attention.block
+
+
+def _padding_problem(model: ModelConfig, cp: int, length: int, padded: int, *, ring: bool) -> str | None:
+    """What stands against padding sequences of `length` tokens. A `ring` knows that padding sees nothing."""
+    if model.dropout:
+        return f"cp {cp}: sequences of {length} tokens would be padded to {padded}, and {dropout_rule(model.dropout)}"
+    attention = model.attention
+    if attention.mask is not None and not ring and len(attention.mask) * attention.block < padded:
+        return (
+            f"cp {cp}: sequences of {length} tokens would be padded to {padded}, and the {len(attention.mask)} rows of "
+            f"model.attention.mask are for {len(attention.mask) * attention.block}; give a row more"
+        )
+    return None
+
+
+def dropout_rule(dropout: float) -> str:
+    """Why nothing is padded where something is dropped."""
+    return (
+        f"dropout {dropout:g} would drop other elements of a longer sequence; set model.dropout to 0, or use lengths "
+        "that cp divides"
+    )
+
+
+def _divisors(count: int) -> str:
+    return ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+
 
 _NAMED = 3
 """How many layouts that work an error names."""
@@ -199,3 +303,38 @@ def _divisors_text(count: int) -> str:
     sizes = [n for n in range(1, count + 1) if count % n == 0]
     kept = [str(n) for n in (sizes if len(sizes) <= 6 else sizes[:6])]
     return " and ".join([", ".join(kept[:-1]), kept[-1]]) if len(kept) > 1 else kept[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingNeeds:
+    """What the ranks of a ring need of each other."""
+
+    blocks: tuple[tuple[int, ...], ...]
+    """Of each rank: its blocks of the sequence, ascending."""
+    needed: tuple[tuple[tuple[int, ...], ...], ...]
+    """needed[rank][source]: of the blocks that rank `source` has, those that a query of `rank` sees, ascending."""
+
+    @property
+    def turns(self) -> tuple[int, ...]:
+        """How many ranks further on something has to go, ascending: in a turn of k, rank r is sent what it needs of
+        rank r - k. Turns in which nobody needs anything there are none of."""
+        size = len(self.blocks)
+        return tuple(k for k in range(1, size) if any(self.needed[rank][(rank - k) % size] for rank in range(size)))
+
+
+@lru_cache(maxsize=64)
+def ring_needs(attention: AttentionConfig, length: int, ranks: int) -> RingNeeds:
+    """What `ranks` ranks need of each other for `attention` over sequences of `length` tokens, which is a multiple of
+    2 · `ranks` · block. Past the rows of a custom mask there is padding only, which sees nothing."""
+    count = length // attention.block
+    known = count if attention.mask is None else min(count, len(attention.mask))
+    rows = seen_blocks(attention, known * attention.block)
+    blocks = tuple(tuple(place for part in own_positions(count, ranks, 1, r) for place in part) for r in range(ranks))
+    owner = {block: rank for rank, own in enumerate(blocks) for block in own}
+    found: list[list[set[int]]] = [[set() for _ in blocks] for _ in blocks]
+    for row, seen in enumerate(rows):
+        of_rank = found[owner[row]]
+        for block in seen:
+            of_rank[owner[block]].add(block)
+    needed = tuple(tuple(tuple(sorted(each)) for each in of_rank) for of_rank in found)
+    return RingNeeds(blocks=blocks, needed=needed)

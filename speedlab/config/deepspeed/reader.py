@@ -21,17 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speedlab.config.deepspeed_keys import Entry, Keys
-from speedlab.config.deepspeed_rules import RULES
-from speedlab.config.deepspeed_schema import FEATURES, TOP_LEVEL
-from speedlab.config.deepspeed_sparse import FEATURE as SPARSE
-from speedlab.config.deepspeed_sparse import HEADS
-from speedlab.config.deepspeed_text import parse
+from speedlab.config.deepspeed.convert import RULES
+from speedlab.config.deepspeed.json_parser import parse
+from speedlab.config.deepspeed.keys import Entry, Keys
+from speedlab.config.deepspeed.schema import FEATURES, TOP_LEVEL
+from speedlab.config.deepspeed.sparse_attention import FEATURE as SPARSE
+from speedlab.config.deepspeed.sparse_attention import HEADS
 from speedlab.config.errors import ConfigError
 from speedlab.layout import LayoutError
 
 if TYPE_CHECKING:
-    from speedlab.config.run import RunConfig
+    from speedlab.config.run_config import RunConfig
 
 _FEATURES_OF_RULES = {"optimizer", "schedule", SPARSE, HEADS}
 FEATURE_NAMES = tuple(sorted({feature.name for feature in FEATURES.values()} | _FEATURES_OF_RULES))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from speedlab.config.deepspeed_keys import Keys, number, pair, whole, word, yes
-from speedlab.config.deepspeed_trainer import trainer_optimizer, trainer_schedule
+from speedlab.config.deepspeed.hf_trainer import trainer_optimizer, trainer_schedule
+from speedlab.config.deepspeed.keys import Keys, number, pair, whole, word, yes
 
 _ADAM = {"adam": "Adam", "adamw": "AdamW"}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}

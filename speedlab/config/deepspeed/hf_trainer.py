@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from speedlab.config.deepspeed_auto import total_steps, warmup_steps
-from speedlab.config.deepspeed_keys import Keys
+from speedlab.config.deepspeed.auto_values import total_steps, warmup_steps
+from speedlab.config.deepspeed.keys import Keys
 
 _ADAMW = (
     *("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused", "adamw_hf"),

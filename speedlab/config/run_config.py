@@ -1,4 +1,7 @@
-"""RunConfig: the one description of a run."""
+"""RunConfig: the one description of a run.
+
+A configuration in any of the ways in which people give one to a function.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +13,17 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from speedlab.config.attention_view import AttentionView, describe
+from speedlab.config.attention_report import AttentionView, describe
+from speedlab.config.base import Part
 from speedlab.config.batch import BatchConfig
-from speedlab.config.deepspeed import Reading, recognises
-from speedlab.config.deepspeed import read as read_deepspeed
-from speedlab.config.deepspeed_write import as_deepspeed
+from speedlab.config.deepspeed.reader import Reading, recognises
+from speedlab.config.deepspeed.reader import read as read_deepspeed
+from speedlab.config.deepspeed.writer import as_deepspeed
 from speedlab.config.errors import ConfigError
-from speedlab.config.island_rules import island_problems, meeting_problem
-from speedlab.config.layouts import resolve
+from speedlab.config.layout_rules import resolve
 from speedlab.config.model import ModelConfig
-from speedlab.config.offload_rules import offload_problems, partition_problems
-from speedlab.config.optimizer_rules import optimizer_problems, warmup_problem
-from speedlab.config.part import Part
-from speedlab.config.parts import (
+from speedlab.config.optimizer import OptimizerConfig, OuterConfig, ScheduleConfig
+from speedlab.config.sections import (
     ActivationConfig,
     CheckpointConfig,
     DataConfig,
@@ -34,9 +35,16 @@ from speedlab.config.parts import (
     TelemetryConfig,
     ZeroConfig,
 )
-from speedlab.config.quantized_rules import quantized_problems
-from speedlab.config.text import is_yaml, read, yaml_text
-from speedlab.config.updates import OptimizerConfig, OuterConfig, ScheduleConfig
+from speedlab.config.serialization import is_yaml, read, yaml_text
+from speedlab.config.validation import (
+    island_problems,
+    meeting_problem,
+    offload_problems,
+    optimizer_problems,
+    partition_problems,
+    quantized_problems,
+    warmup_problem,
+)
 from speedlab.layout import Layout
 
 SHORT_FORMS: dict[str, tuple[str, type | tuple[type, ...]]] = {
@@ -266,7 +274,7 @@ class RunConfig(Part):
         ignore: Collection[str] = (),
     ) -> Reading:
         """What became of every key of a DeepSpeed file, text or dict, and the configuration, if nothing was refused.
-        Print it, or see `speedlab.config.deepspeed.read`, which takes the same arguments."""
+        Print it, or see `speedlab.config.deepspeed.reader.read`, which takes the same arguments."""
         return read_deepspeed(source, cls, engines=engines, training_args=training_args, ignore=ignore)
 
     def to_deepspeed(self) -> dict[str, Any]:
@@ -293,3 +301,19 @@ def _expanded(data: Mapping[Any, Any]) -> dict[Any, Any]:
         key: {SHORT_FORMS[key][0]: value} if key in SHORT_FORMS and isinstance(value, SHORT_FORMS[key][1]) else value
         for key, value in data.items()
     }
+
+
+GivenConfig = RunConfig | Mapping[str, Any] | str | Path
+"""A RunConfig; a dict of its fields, or of DeepSpeed's; the path of a JSON or YAML file of either."""
+
+
+def config_of(given: GivenConfig) -> RunConfig:
+    """The RunConfig of what was given. Raises ConfigError."""
+    if isinstance(given, RunConfig):
+        return given
+    if isinstance(given, str | Path):
+        return RunConfig.load(given)
+    if isinstance(given, Mapping):
+        fields = {str(key): value for key, value in given.items()}
+        return RunConfig.from_deepspeed(fields) if recognises(fields, RunConfig) else RunConfig(**fields)
+    raise ConfigError(f"config: expected a RunConfig, a dict or a path, not {type(given).__name__}")

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from speedlab.config.base import Part
 from speedlab.config.errors import ConfigError
 from speedlab.config.model import ModelConfig
-from speedlab.config.part import Part
 
 _COMMENT_COLUMN = 32
 

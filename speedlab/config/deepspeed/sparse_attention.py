@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from speedlab.config.attention import AttentionConfig
-from speedlab.config.deepspeed_keys import Keys, whole, word, yes
+from speedlab.config.deepspeed.keys import Keys, whole, word, yes
 
 SECTION = "sparse_attention"
 FEATURE, HEADS = "sparse-attention", "head-layouts"
