@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from speedlab.cli.engines import deaf_to_interrupts
+from speedlab.cli.cluster import deaf_to_interrupts
 from speedlab.cli.progress import progress_line
 from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.home import running_clusters

@@ -1,4 +1,7 @@
-"""`speedlab export`: a run's checkpoint as a folder that transformers loads."""
+"""`speedlab export`: a run's checkpoint as a folder that transformers loads.
+
+`speedlab trace`: a step of a pipeline as a file for chrome://tracing and Perfetto.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from speedlab.config import ConfigError
 from speedlab.config.cli_options import read_options
 from speedlab.display.formatting import bytes_text
 from speedlab.telemetry.checkpoints import MANIFEST, checkpoints_in, find_checkpoint, step_of
+from speedlab.telemetry.trace import write_trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,3 +58,23 @@ def _place(run: str) -> Path:
     """One checkpoint, a folder of some, or that of a run."""
     path = Path(run).expanduser()
     return path if (path / MANIFEST).is_file() or checkpoints_in(path) else folder_named(run).path
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceOptions:
+    """Write the timeline of a pipeline's step as a Chrome trace, which chrome://tracing and Perfetto open."""
+
+    run: Annotated[str, tyro.conf.Positional]
+    """The run's name in ./runs, or the path of its folder."""
+    step: int | None = None
+    """Which step; the newest one when left out."""
+    output: Annotated[Path, tyro.conf.arg(aliases=["-o"])] = Path("trace.json")
+    """The file to write."""
+
+
+def trace(argv: list[str]) -> int:
+    """Write the trace and print what it shows."""
+    options = read_options(TraceOptions, argv, "speedlab trace")
+    step = write_trace(folder_named(options.run), options.output, options.step)
+    print(f"{options.output}: step {step}; open it in chrome://tracing or Perfetto")
+    return 0

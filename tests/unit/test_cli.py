@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from speedlab import cli
-from speedlab.cli import demo, engines, follow, manage, progress, resume, train
+from speedlab.cli import cluster as engines
+from speedlab.cli import cluster as manage
+from speedlab.cli import demo, progress, train
 from speedlab.cluster import ClusterError, Run
 from speedlab.config import ConfigError, ModelConfig, RunConfig
 from speedlab.telemetry.folder import RunFolder, Status
@@ -434,7 +436,7 @@ def make_stopped_run(name: str) -> RunFolder:
 def test_what_cannot_go_on_is_refused_before_engines_start(monkeypatch, capsys, arguments, message) -> None:
     make_stopped_run("a")
     write_steps(make_run(Path("runs/bare"), state=RunState.STOPPED, step=3), 3)
-    monkeypatch.setattr(resume, "cluster_for", lambda *args, **keywords: pytest.fail("engines were started"))
+    monkeypatch.setattr(train, "cluster_for", lambda *args, **keywords: pytest.fail("engines were started"))
     assert cli.main(["train", "--resume", *arguments]) == 2
     assert message in capsys.readouterr().err
 
@@ -447,7 +449,7 @@ def test_a_run_goes_on_with_as_many_engines_as_before(monkeypatch) -> None:
         asked.append(engines)
         raise ConfigError("that is enough")
 
-    monkeypatch.setattr(resume, "cluster_for", refuse)
+    monkeypatch.setattr(train, "cluster_for", refuse)
     assert [cli.main(["train", "--resume", "a", *more]) for more in ([], ["--engines", "4"])] == [2, 2]
     assert asked == [2, 4]
 
@@ -455,13 +457,13 @@ def test_a_run_goes_on_with_as_many_engines_as_before(monkeypatch) -> None:
 def test_the_line_that_goes_on_says_all_that_is_needed_and_no_more() -> None:
     folder = make_stopped_run("a")
     where = engines.EngineOptions()
-    assert follow.resume_command(Run(folder), where) == "speedlab train --resume a"
+    assert progress.resume_command(Run(folder), where) == "speedlab train --resume a"
     Path("my runs").mkdir()
     elsewhere = RunFolder(folder.path.rename("my runs/b"))
     kept = engines.EngineOptions(device="cpu", cluster="mine", keep_engines=True)
-    line = follow.resume_command(Run(elsewhere), kept)
+    line = progress.resume_command(Run(elsewhere), kept)
     assert line == "speedlab train --resume 'my runs/b' --device cpu --cluster mine --keep-engines"
-    assert follow.resume_command(Run(make_run(Path("runs/bare"))), where) is None
+    assert progress.resume_command(Run(make_run(Path("runs/bare"))), where) is None
 
 
 def test_the_same_command_again_offers_to_go_on(monkeypatch, capsys) -> None:

@@ -1,18 +1,27 @@
-"""`speedlab config`, `status`, `stop`, `report` and `proof`: what looks after configurations, clusters and runs."""
+"""`speedlab config`, `status`, `stop`, `report` and `proof`: what looks after configurations, clusters and runs.
+
+Where a command runs: its options, and a cluster for its time, one that runs or a new one that ends with it.
+
+`speedlab start`: engines that stay, for notebooks, scripts and the pages of a Jupyter server.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tyro
 
 import speedlab.cluster.pretended as pretended
 from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.home import running_clusters
+from speedlab.cluster.host_specs import of_words
 from speedlab.cluster.known_runs import known_folders, runs_here
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError, RunConfig, annotated_yaml
@@ -219,3 +228,107 @@ def proof(argv: list[str]) -> int:
         run.feed.close()
     print(found)
     return int(any(finding.severity is Severity.WRONG for finding in found.findings))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """Where the run runs."""
+
+    engines: int | None = None
+    """Number of engines; when left out one per GPU, else 4 on CPU cores; a run that goes on takes as many as before."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """On what engines are started."""
+    cluster: str = "default"
+    """Cluster to run on; it is started, and ended afterwards, when none of that name runs."""
+    keep_engines: bool = False
+    """Leave engines that were started here running."""
+
+
+@contextlib.contextmanager
+def cluster_for(name: str, engines: int | None, device: str, *, keep: bool) -> Iterator[Cluster]:
+    """Yields the cluster. Engines that were started here are ended at the end, whatever happens, unless `keep`."""
+    found = any(state.name == name for state in running_clusters())
+    begin = time.monotonic()
+    if not found:
+        print("starting engines ...", file=sys.stderr, flush=True)
+    cluster = Cluster(engines, name=name, device=device)
+    try:  # From here on: who reads that it has started may press Ctrl-C at once.
+        if found:
+            print(f"using the running {cluster!r}", file=sys.stderr)
+        else:
+            print(f"started {cluster!r} in {time.monotonic() - begin:.1f} s", file=sys.stderr)
+        yield cluster
+    finally:
+        if not found and not keep:
+            with deaf_to_interrupts():
+                print("stopping engines ...", file=sys.stderr, flush=True)
+                cluster.stop()
+
+
+@contextlib.contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """A Ctrl-C in here would leave processes behind."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class StopRequests:
+    """Counts Ctrl-C and SIGTERM instead of raising: one asks to stop after the step, a second to stop at once."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequests:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._count)
+        return self
+
+    def _count(self, number: int, frame: Any) -> None:
+        self.count += 1
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartOptions:
+    """Start a cluster and leave it running: notebooks find it with speedlab.Cluster.attach(), `speedlab stop` ends
+    it."""
+
+    cluster: Annotated[str, tyro.conf.Positional] = "default"
+    """Name of the cluster."""
+    engines: int | None = None
+    """Number of engines; when left out one per GPU, else 4 on CPU cores."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """On what engines are started."""
+    timeout_seconds: float | None = None
+    """How long a collective waits for a rank that does not come; 1,800 when left out."""
+    hosts: str | None = None
+    """Over SSH, on these hosts, with so many engines each: gpu-1:8,gpu-2:8."""
+    slurm: str | None = None
+    """In a job of Slurm: nodes=4,gpus_per_node=8,partition=a100,time=8:00:00."""
+    mpi: str | None = None
+    """Under mpiexec, on the hosts of this host file."""
+
+
+def start(argv: list[str]) -> int:
+    """Start a cluster; returns when its engines are ready. Ctrl-C gives the start up, and leaves nothing of it."""
+    options = read_options(StartOptions, argv, "speedlab start", config=(tyro.conf.FlagCreatePairsOff,))
+    ran = any(state.name == options.cluster for state in running_clusters())
+    began = time.monotonic()
+    there = of_words(options.hosts, options.slurm, options.mpi)
+    cluster = Cluster(
+        options.engines,
+        name=options.cluster,
+        device=options.device,
+        timeout_seconds=options.timeout_seconds,
+        **there,
+    )
+    did = "was running" if ran else f"ready after {seconds_text(time.monotonic() - began)}"
+    print(f"cluster {options.cluster}: {cluster.size} engine{'s' if cluster.size != 1 else ''}, {did}")
+    return 0
