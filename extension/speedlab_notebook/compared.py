@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import traitlets
 
-from speedlab.cluster.comparing import Comparison
+from speedlab.cluster.compare import Comparison
 from speedlab.telemetry.compared_drawing import ComparedDrawing
 from speedlab_notebook.dashboard import Dashboard
 from speedlab_notebook.static_picture import StaticPicture

@@ -25,7 +25,7 @@ import anywidget
 import traitlets
 from ipywidgets import widget_serialization
 
-from speedlab.cluster.home import root
+from speedlab.cluster.files.cluster_dir import root
 from speedlab.cluster.known_runs import note_seen
 from speedlab.telemetry.drawing import SERVED, Drawing, Message
 from speedlab.telemetry.feed import Feed
@@ -39,7 +39,7 @@ from speedlab_notebook.to_pages import PlotlyBundle, as_text, built
 
 if TYPE_CHECKING:
     from speedlab.cluster import Run
-    from speedlab.cluster.comparing import Comparison
+    from speedlab.cluster.compare import Comparison
     from speedlab.hardware import Device
     from speedlab.telemetry.folder import RunFolder
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from speedlab.cluster import Cluster
-    from speedlab.cluster.live import LiveCell
+    from speedlab.cluster.live_cells import LiveCell
 
 
 def live_cell(

@@ -165,7 +165,7 @@ def _start(
     mpi: str | None = None,
 ) -> None:
     from speedlab.cluster import Cluster
-    from speedlab.cluster.host_specs import of_words
+    from speedlab.cluster.launch.host_specs import of_words
     from speedlab.display.formatting import seconds_text
 
     count = "engines" if engines is None else f"{engines} engine{'s' if engines > 1 else ''}"
@@ -184,7 +184,7 @@ def _start(
 def _status(shell: InteractiveShell, name: str | None = None) -> None:
     from IPython.display import display
 
-    import speedlab.cluster.pretended as pretended
+    import speedlab.cluster.simulated_link as pretended
     from speedlab_notebook.at_hand import active_runs, cluster_at_hand, standing
     from speedlab_notebook.displays import engines_bundle
 
@@ -216,7 +216,7 @@ def _panel(shell: InteractiveShell, run: str | None = None) -> None:
 def _plan(shell: InteractiveShell, **words: Any) -> None:
     from IPython.display import display
 
-    from speedlab.cluster.devices import choose_devices
+    from speedlab.cluster.launch.placement import choose_devices
     from speedlab.config import ConfigError
     from speedlab.planner.request import PlanRequest
 
@@ -246,8 +246,8 @@ def _dash(shell: InteractiveShell, runs: tuple[str, ...] | list[str] = ()) -> No
 
 def _attach(shell: InteractiveShell, run: str | None = None) -> None:
     from speedlab.cluster import Cluster, attach
-    from speedlab.cluster.going_on import way_on
     from speedlab.cluster.known_runs import RunError
+    from speedlab.cluster.run_commands import way_on
     from speedlab_notebook.at_hand import push_run
     from speedlab_notebook.dashboard import show as show_dashboard
     from speedlab_notebook.panel import show as show_panel
@@ -398,14 +398,14 @@ assert _ACTIONS.keys() == commands.COMMANDS.keys()
 
 
 def _names_running() -> list[str]:
-    from speedlab.cluster.home import running_clusters
+    from speedlab.cluster.files.cluster_dir import running_clusters
 
     return [state.name for state in running_clusters()]
 
 
 def _described(cluster: Cluster) -> str:
     """'cluster 'default': 4 engines on cpu 0-1, cpu 2-3'; also over which link, where they pretend one."""
-    import speedlab.cluster.pretended as pretended
+    import speedlab.cluster.simulated_link as pretended
 
     devices = cluster.devices
     names = ", ".join(dict.fromkeys(device.name for device in devices))

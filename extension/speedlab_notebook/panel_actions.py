@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from speedlab.cluster.going_on import unsaved_text
+from speedlab.cluster.run_commands import unsaved_text
 from speedlab.display.formatting import bytes_text, count_text, seconds_text
 from speedlab.telemetry.marks import STATE_MARKS
 from speedlab.telemetry.records import Event, RunState

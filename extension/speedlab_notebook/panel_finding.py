@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.remote import measure_disk
+from speedlab.cluster.worker.remote import measure_disk
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.planner import disk_rates

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
+from speedlab.cluster.calibration_update import learn_from
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.known_runs import RunError
-from speedlab.cluster.learning import learn_from
 from speedlab.config import ConfigError, RunConfig
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
@@ -30,7 +30,7 @@ from speedlab_notebook.panel_changes import live_batch, live_config
 
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster, Run
-    from speedlab.cluster.words import Pending
+    from speedlab.cluster.run_commands import Pending
 
 TROUBLE = (RunError, RankError, ClusterError, RunFolderError, ConfigError, LayoutError)
 """What a person can set right: told without a traceback."""

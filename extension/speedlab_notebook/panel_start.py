@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from speedlab.cluster.devices import choose_devices
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.host_specs import engines_asked, of_line, parse
+from speedlab.cluster.launch.host_specs import engines_asked, of_line, parse
+from speedlab.cluster.launch.placement import choose_devices
 from speedlab.hardware import Device
 
 if TYPE_CHECKING:

@@ -24,9 +24,9 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
 from IPython.core.inputtransformer2 import TransformerManager
 
-from speedlab.cluster.debug_line import Door
+from speedlab.cluster.debug.connection import Door
 from speedlab.cluster.errors import name_ranks
-from speedlab.cluster.kernel_interrupt import is_the_users
+from speedlab.cluster.interrupts import is_the_users
 from speedlab_notebook.commands import unknown, without_comment
 from speedlab_notebook.ranks_view import View, view_in
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speedlab.cluster.errors import name_ranks
-from speedlab.cluster.folding import LineFolder
+from speedlab.cluster.output_folding import LineFolder
 
 MOST_LINES = 1000
 """Lines kept for a cell; the oldest are left out beyond that, and the display says how many."""

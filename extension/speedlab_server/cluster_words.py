@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-import speedlab.cluster.ending as ending
+import speedlab.cluster.shutdown as ending
 import speedlab_server.messages as m
-from speedlab.cluster.devices import MOST_ENGINES
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.home import ClusterState, Home
-from speedlab.cluster.host_specs import of_line, parse, words_of_line
+from speedlab.cluster.files.cluster_dir import ClusterState, Home
+from speedlab.cluster.launch.host_specs import of_line, parse, words_of_line
+from speedlab.cluster.launch.placement import MOST_ENGINES
 from speedlab_server.clusters import find, summary_of
 from speedlab_server.problems import QuestionError, UnknownError
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import speedlab_server.messages as m
+from speedlab.cluster.connection import RunsOf
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.home import SUPERVISOR_SOCKET, ClusterState, Home, known_clusters, this_host
-from speedlab.cluster.runs_of import RunsOf
-from speedlab.cluster.supervisor import messages as asked
+from speedlab.cluster.files.cluster_dir import SUPERVISOR_SOCKET, ClusterState, Home, known_clusters, this_host
+from speedlab.cluster.supervisor import protocol as asked
 from speedlab.cluster.supervisor.channel import ChannelClosedError, UnfitMessageError, connect
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
 from speedlab.hardware import Device

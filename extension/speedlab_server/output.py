@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 import speedlab_server.messages as m
-from speedlab.cluster.home import OUTPUT, known_clusters
+from speedlab.cluster.files.cluster_dir import OUTPUT, known_clusters
 from speedlab.telemetry.plain_file import open_plain
 from speedlab_server.clusters import find
 from speedlab_server.problems import GoneError, QuestionError

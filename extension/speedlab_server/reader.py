@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 import speedlab_server.messages as m
-from speedlab.cluster.home import ClusterState, known_clusters
+from speedlab.cluster.files.cluster_dir import ClusterState, known_clusters
 from speedlab.hardware import Device
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder, Status

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import speedlab_server.messages as m
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.home import known_clusters, root
+from speedlab.cluster.files.cluster_dir import known_clusters, root
 from speedlab.cluster.known_runs import remembered_runs, run_id, seen_runs
 from speedlab.telemetry.folder import RunFolder, Status, find_runs, is_folder
 from speedlab.telemetry.rank_records import last_record

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import speedlab_server.messages as m
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.home import Home
+from speedlab.cluster.files.cluster_dir import Home
 from speedlab_server.places import Place
 
 MOST_AT_ONCE = 4

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import speedlab_server.messages as m
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.run import Run
-from speedlab.cluster.words import Pending
+from speedlab.cluster.run_commands import Pending
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.shape import CHANGES
 from speedlab_server.clusters import Reached

@@ -18,7 +18,7 @@ from speedlab.bench.network_cases import Case
 from speedlab.bench.network_ranks import Hosts
 from speedlab.bench.ranks import changed_environment
 from speedlab.cluster import Cluster
-from speedlab.cluster.host_specs import SshHosts, parse_hosts
+from speedlab.cluster.launch.host_specs import SshHosts, parse_hosts
 from speedlab.config import RunConfig
 from speedlab.network import LinkRate
 
@@ -28,7 +28,7 @@ _STEPS_BEFORE = 12
 _POLL_SECONDS = 0.005
 
 _WITHOUT_TORCH = """
-import speedlab.cluster.remote as remote
+import speedlab.cluster.worker.remote as remote
 remote.preload = lambda: None
 """
 """What Python runs first in engines that are to register without torch."""

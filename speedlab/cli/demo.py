@@ -18,7 +18,7 @@ import tyro
 from speedlab.cli.cluster import deaf_to_interrupts
 from speedlab.cli.progress import progress_line
 from speedlab.cluster import Cluster, ClusterError, Run
-from speedlab.cluster.home import running_clusters
+from speedlab.cluster.files.cluster_dir import running_clusters
 from speedlab.config import ConfigError
 from speedlab.config.cli_options import read_options
 from speedlab.display.documentation import QUICKSTART, notebook_file

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from speedlab.cluster.devices import choose_devices
+from speedlab.cluster.launch.placement import choose_devices
 from speedlab.config import ConfigError
 from speedlab.config.cli_options import read_options, refuse_two_values
 from speedlab.config.sections import Away

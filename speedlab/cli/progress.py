@@ -17,7 +17,7 @@ from speedlab.cli.cluster import EngineOptions, StopRequests
 from speedlab.cluster import RankError, Run
 from speedlab.cluster.errors import name_ranks
 from speedlab.cluster.known_runs import RunError, saved_step
-from speedlab.cluster.words import Pending
+from speedlab.cluster.run_commands import Pending
 from speedlab.config import RunConfig
 from speedlab.display.formatting import bytes_text, count_text, seconds_text
 from speedlab.telemetry.checkpoints import newest

@@ -16,12 +16,12 @@ import tyro
 from speedlab.cli.cluster import EngineOptions, cluster_for
 from speedlab.cli.progress import follow, resume_command
 from speedlab.cluster import Run, attach
-from speedlab.cluster.devices import choose_devices
-from speedlab.cluster.given_paths import check_offload_folder
-from speedlab.cluster.going_on import resume_arguments
-from speedlab.cluster.home import running_clusters
+from speedlab.cluster.attach import folder_named
+from speedlab.cluster.files.cluster_dir import running_clusters
 from speedlab.cluster.known_runs import RunError
-from speedlab.cluster.reattach import folder_named
+from speedlab.cluster.launch.placement import choose_devices
+from speedlab.cluster.run_commands import resume_arguments
+from speedlab.cluster.start_run import check_offload_folder
 from speedlab.config import ConfigError, RunConfig
 from speedlab.config.cli_options import read_options, refuse_two_values
 from speedlab.config.run_config import SHORT_FORMS

@@ -3,12 +3,15 @@
 It is a handle: several, in several kernels, may speak to one cluster. Everything that must outlive them is its
 supervisor's (`supervisor/`), which a handle asks (`handle.py`); what runs is written in the cluster's folder
 (`home.py`), so that a new kernel finds it.
+
+What a handle asks of its cluster: of one that it starts, and of one that it finds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import html
+import math
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,29 +19,100 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import speedlab.cluster.ending as ending
-import speedlab.cluster.host_specs as host_specs
-import speedlab.cluster.pretended as pretended
-import speedlab.cluster.processes as processes
-from speedlab.cluster.devices import choose_devices
+import speedlab.cluster.files.processes as processes
+import speedlab.cluster.launch.host_specs as host_specs
+import speedlab.cluster.shutdown as ending
+import speedlab.cluster.simulated_link as pretended
+from speedlab.cluster.connection import Handle, RunsOf
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.handle import Handle
-from speedlab.cluster.home import running_clusters
-from speedlab.cluster.remote import run_cell_at
+from speedlab.cluster.files.cluster_dir import ClusterState, running_clusters
+from speedlab.cluster.launch.placement import choose_devices
 from speedlab.cluster.results import RankResults
-from speedlab.cluster.runs_of import RunsOf
-from speedlab.cluster.shipping import pack
-from speedlab.cluster.supervisor import messages as m
+from speedlab.cluster.supervisor import protocol as m
 from speedlab.cluster.supervisor import spawn
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
-from speedlab.cluster.wanted import BACKENDS, Wanted
+from speedlab.cluster.worker.remote import run_cell_at
+from speedlab.cluster.worker.serialization import pack
 from speedlab.config import ConfigError, GivenConfig, config_of
-from speedlab.config.errors import briefly
+from speedlab.config.errors import briefly, more_in
 from speedlab.hardware import Device
 from speedlab.network import LinkRate
 
 if TYPE_CHECKING:
     from speedlab.cluster.run import Run
+
+
+BACKENDS = ("shared", "gloo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """As `Cluster` has it; None, and the device 'auto', where whatever runs will do."""
+
+    engines: int | None
+    device: str
+    backend: str | None
+    link: LinkRate | None
+    spec: host_specs.Spec | None
+    timeout_seconds: float | None = None
+
+    @classmethod
+    def parse(
+        cls,
+        engines: int | None,
+        device: str,
+        backend: str | None,
+        link: str | None,
+        spec: host_specs.Spec | None,
+        timeout_seconds: float | None = None,
+    ) -> Wanted:
+        """Raises ClusterError for what no cluster can be."""
+        if timeout_seconds is not None and not 0 < timeout_seconds < math.inf:
+            raise ClusterError(f"timeout_seconds is {timeout_seconds!r}; it is a number of seconds above 0")
+        if backend not in (None, *BACKENDS):
+            raise ClusterError(f"backend is {backend!r}; it is {' or '.join(map(repr, BACKENDS))}")
+        parsed = pretended.parse(link, on_hosts=spec is not None)
+        if spec is not None and engines is not None:
+            raise ClusterError(
+                f"engines is {engines}, and hosts say how many each has; leave it out, or write them as 'gpu-1:8'"
+            )
+        return cls(
+            engines=engines, device=device, backend=backend, link=parsed, spec=spec, timeout_seconds=timeout_seconds
+        )
+
+    def require(self, state: ClusterState) -> None:
+        """Raise ClusterError unless the cluster that runs is such a one."""
+        name, size, kind = state.name, len(state.devices), state.devices[0].kind
+        attach = f"speedlab.Cluster.attach({name!r})"
+        what_to_do = f"use it as it is with {attach}, stop it first, or give the new one another name; "
+        what_to_do += more_in("engines")
+        if not host_specs.may_be(self.spec, state.hosts):
+            raise ClusterError(
+                f"cluster {name!r} runs on {', '.join(state.hosts) or 'this machine'}, and other hosts were asked "
+                f"for; {what_to_do}"
+            )
+        if self.engines is not None and self.engines != size:
+            raise ClusterError(
+                f"cluster {name!r} runs with {size} engines, and {self.engines} were asked for; {what_to_do}"
+            )
+        if self.device not in ("auto", kind):
+            raise ClusterError(f"cluster {name!r} runs on {kind}, and {self.device} was asked for; {what_to_do}")
+        if self.backend not in (None, state.backend):
+            raise ClusterError(
+                f"the engines of cluster {name!r} reach each other through {state.backend!r}, and "
+                f"{self.backend!r} was asked for; {what_to_do}"
+            )
+        if self.timeout_seconds is not None and self.timeout_seconds != state.timeout_seconds:
+            limit = f"{state.timeout_seconds:g} s" if state.timeout_seconds else "the usual time"
+            raise ClusterError(
+                f"the engines of cluster {name!r} wait {limit} for each other, and {self.timeout_seconds:g} s were "
+                f"asked for; {what_to_do}"
+            )
+        if self.link is not None and str(self.link) != state.link:
+            raise ClusterError(
+                f"the engines of cluster {name!r} {pretended.words(state.link) or 'pretend no link'}, and "
+                f"{self.link} was asked for; {what_to_do}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,7 +413,7 @@ class Cluster(Handle):
         """Open a post-mortem of what `rank` raised last, with pdb's commands; `q` ends it. A rank keeps it, and the
         tensors in its frames, until it begins with something else. Raises ClusterError for a rank that is not there, is
         dead, works, or keeps nothing."""
-        from speedlab.cluster.debugger import debug
+        from speedlab.cluster.debug.post_mortem import debug
 
         debug(self, rank)
 

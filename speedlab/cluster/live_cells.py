@@ -1,156 +1,123 @@
-"""Cells in an engine between two steps of a run: what they say is kept, and sent when they are done."""
+"""A cell between two steps, as a Run hands it out: what the ranks said in it, once they have."""
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import io
-import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
+import ast
+import secrets
+from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from IPython.core.displaypub import DisplayPublisher
-from IPython.core.getipython import get_ipython
+from speedlab.cluster.debug.connection import Door
+from speedlab.cluster.errors import RankError, RemoteFailure
+from speedlab.cluster.files.signed_files import read_sealed, write_sealed
+from speedlab.cluster.run_commands import Pending
+from speedlab.telemetry.folder import RunFolderError
+from speedlab.telemetry.live import Said, cell_path, take_said
+from speedlab.telemetry.records import Event
 
-from speedlab.cluster.cells import run_cell
-from speedlab.cluster.debugging import Breakpoints
-from speedlab.cluster.describing import describe
-from speedlab.cluster.sealed import read_sealed, write_sealed
-from speedlab.telemetry.live import MOST_BYTES, Said
-
-
-class LiveCells:
-    """Cells between two steps: `speedlab.trainer.cell_runner.Cells`. `patience`: inside, no rank is late in a collective,
-    for cells in which a person may think at another one's prompt."""
-
-    def __init__(
-        self, patience: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    ) -> None:
-        self._patience = patience
-
-    def take(self, path: Path) -> str:
-        code = read_sealed(path, "Run the cell again").decode()
-        path.unlink()
-        return code
-
-    def write(self, path: Path, data: bytes) -> None:
-        write_sealed(path, data)
-
-    def run(
-        self,
-        code: str,
-        door: str,
-        names: Mapping[str, Any],
-        interruptible: Callable[[], contextlib.AbstractContextManager[object]],
-    ) -> Said:
-        shell: Any = get_ipython()
-        heard = _Heard(shell)
-        text, failure = None, None
-        patience = self._patience() if door else contextlib.nullcontext()
-        with heard, _with_names(shell.user_ns, names), Breakpoints(door), patience:
-            try:
-                text = run_cell(code, interruptible)
-            except BaseException as error:  # Also an interrupt: the run pauses.
-                failure = {name: _bounded(value) for name, value in describe(error).items()}
-        return Said(heard.messages, _bounded(text), failure)
+if TYPE_CHECKING:
+    from speedlab.cluster.run import Run
 
 
-def _bounded(value: Any) -> Any:
-    """Of text the beginning: what is longer would make the answer of all ranks too large to be read."""
-    if not isinstance(value, str) or len(value) <= MOST_BYTES:
-        return value
-    return f"{value[:MOST_BYTES]}\n… {len(value) - MOST_BYTES:,} characters are left out"
+class LiveCell:
+    """The answer to `run.live`, once there is one: `.wait()` or `await`; `said()` has all that the ranks said."""
+
+    ADVICE = "The run goes on without it; run.state says what it does."
+
+    def __init__(self, pending: Pending, run: Run, cell: str, door: Door) -> None:
+        self.pending = pending
+        self._run, self._cell, self._door = run, cell, door
+        self._said: dict[int, Said] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.pending.done
+
+    def wait(self, timeout: float | None = None) -> dict[int, str | None]:
+        """The text of the cell's last expression by rank, None where it ends in none.
+
+        Raises RankError where it failed on a rank (the run goes on all the same), RunError when the word was refused or
+        the run ended before it, TimeoutError after `timeout` seconds. An interrupt of the kernel ends the cell, and
+        pauses the run. Where the cell says `breakpoint()`, this asks for the debugger's commands, by `input`; `q`, or
+        an interrupt there, ends the cell on that rank, and the run goes on.
+        """
+        self.wait_until_done(timeout)
+        return self._texts()
+
+    def wait_until_done(self, timeout: float | None = None) -> None:
+        """As `wait`, but what the ranks raised is left to look at."""
+        try:
+            self._run._until(self._served, timeout, str(self.pending))
+        except TimeoutError:
+            raise  # The cell goes on, and can be waited for again.
+        except BaseException:
+            self._door.close()
+            raise
+        self._door.finish()
+
+    def _served(self) -> Event | None:
+        self._door.serve()
+        return self.pending.look()
+
+    def __await__(self) -> Generator[Any, None, dict[int, str | None]]:
+        self._door.close()  # A prompt would hold up what else the event loop does.
+        yield from self.pending.__await__()
+        return self._texts()
+
+    def said(self) -> dict[int, Said]:
+        """What each rank said in it, as messages of Jupyter. Only once it is done. Raises ClusterError for an answer
+        that this user's engines did not write, RunFolderError for one that is damaged, or was not taken for long."""
+        if self._said is None:
+            self._said = take_said(self._run.folder.path, self._cell, _read)
+        return self._said
+
+    @property
+    def failures(self) -> dict[int, RemoteFailure]:
+        """By rank. Only once it is done; raises as `said` does."""
+        failed = {rank: told.failure for rank, told in self.said().items() if told.failure is not None}
+        try:
+            return {rank: RemoteFailure.from_dict(failure) for rank, failure in failed.items()}
+        except ValueError as error:
+            raise RunFolderError(f"what ranks said in cell {self._cell} cannot be read: {error}") from None
+
+    def _texts(self) -> dict[int, str | None]:
+        if failures := self.failures:
+            raise RankError(failures, advice=self.ADVICE)
+        return {rank: said.text for rank, said in self.said().items()}
+
+    def __repr__(self) -> str:
+        return repr(self.pending)
 
 
-@contextlib.contextmanager
-def _with_names(namespace: dict[str, Any], names: Mapping[str, Any]) -> Iterator[None]:
-    """`names` hide those of the namespace, which has its own again afterwards: it must not keep an engine alive."""
-    hidden = {name: namespace[name] for name in names if name in namespace}
-    namespace.update(names)
+def _read(path: Path) -> bytes:
+    return read_sealed(path, "Run the cell again")
+
+
+def post_live(run: Run, code: str, ranks: Iterable[int] | None, *, asks: bool) -> LiveCell:
+    """Leave the cell in the run's folder and tell the ranks; see `Run.live`. Raises SyntaxError for code that is none,
+    and RunError where the run has no engines."""
+    run.check_can("live")
+    compile(_as_python(code), "<live cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    cell = secrets.token_hex(8)
+    path = cell_path(run.folder.path, cell)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    assert run.cluster is not None
+    door = Door(run.cluster.directory, cell)
     try:
-        yield
-    finally:
-        for name in names:
-            namespace.pop(name, None)
-        namespace.update(hidden)
+        write_sealed(path, code.encode())
+        if not asks:
+            door.close()
+        arguments = {"cell": cell, "ranks": None if ranks is None else list(ranks), "asks": asks}
+        return LiveCell(run._post("live", **arguments), run, cell, door)
+    except BaseException:
+        door.close()
+        path.unlink(missing_ok=True)
+        raise
 
 
-class _Heard:
-    """Inside, what the shell's cells say is kept in order, as [kind, content] of Jupyter's messages, and not sent."""
+def _as_python(code: str) -> str:
+    """With magics as the calls that IPython makes of them."""
+    from IPython.core.inputtransformer2 import TransformerManager
 
-    def __init__(self, shell: Any) -> None:
-        self.messages: list[list[Any]] = []
-        self._shell = shell
-        self._left = MOST_BYTES
-        self._before: tuple[Any, ...] = ()
-
-    def take(self, kind: str, content: Mapping[str, Any]) -> None:
-        if self._left <= 0:
-            return
-        text = json.dumps(content, default=_as_text)
-        self._left -= len(text)
-        if self._left > 0:
-            self.messages.append([kind, json.loads(text)])
-            return
-        what = f"… more than {MOST_BYTES:,} bytes were said in this cell; the rest is left out\n"
-        self.messages.append(["stream", {"name": "stderr", "text": what}])
-
-    def __enter__(self) -> None:
-        shell = self._shell
-        hook = shell.displayhook
-        self._before = sys.stdout, sys.stderr, shell.display_pub
-        sys.stdout, sys.stderr = _Stream(self, "stdout"), _Stream(self, "stderr")
-        shell.display_pub = _Publisher(self)
-        hook.write_format_data = self._result
-        hook.finish_displayhook = lambda: None
-        hook.update_user_ns = lambda result: None  # `_` would keep an engine alive.
-
-    def __exit__(self, *exception: object) -> None:
-        sys.stdout, sys.stderr, self._shell.display_pub = self._before
-        hook = self._shell.displayhook
-        del hook.write_format_data, hook.finish_displayhook, hook.update_user_ns
-
-    def _result(self, data: Mapping[str, Any], metadata: Mapping[str, Any] | None = None) -> None:
-        self.take("execute_result", {"data": dict(data), "metadata": dict(metadata or {})})
-
-
-def _as_text(value: object) -> str:
-    """Of what is no JSON: a picture's bytes as Jupyter has them, anything else in its own words."""
-    return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
-
-
-class _Stream(io.TextIOBase):
-    def __init__(self, heard: _Heard, name: str) -> None:
-        self._heard, self._name = heard, name
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        if text:
-            self._heard.take("stream", {"name": self._name, "text": text})
-        return len(text)
-
-
-class _Publisher(DisplayPublisher):
-    def __init__(self, heard: _Heard) -> None:
-        super().__init__()
-        self._heard = heard
-
-    def publish(
-        self,
-        data: Mapping[str, Any],
-        metadata: Mapping[str, Any] | None = None,
-        *,
-        transient: Mapping[str, Any] | None = None,
-        update: bool = False,
-        **other: Any,
-    ) -> None:
-        kind = "update_display_data" if update else "display_data"
-        content = {"data": dict(data), "metadata": dict(metadata or {}), "transient": dict(transient or {})}
-        self._heard.take(kind, content)
-
-    def clear_output(self, wait: bool = False) -> None:
-        self._heard.take("clear_output", {"wait": wait})
+    return TransformerManager().transform_cell(code)

@@ -2,6 +2,8 @@
 
 The words travel through the supervisor of its cluster, so any number of handles, in any number of kernels, may speak
 to one run. `speedlab.cluster.supervisor.runs` keeps the ranks working on them.
+
+A checkpoint as a folder of transformers, written by a process of its own: the kernel's has no torch.
 """
 
 from __future__ import annotations
@@ -10,31 +12,31 @@ import asyncio
 import html
 import os
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
-import speedlab.cluster.remote as remote
-from speedlab.cluster.errors import ClusterError, RankError
-from speedlab.cluster.export import export_checkpoint
-from speedlab.cluster.failures import Failures
-from speedlab.cluster.going_on import (
+import speedlab.cluster.worker.remote as remote
+from speedlab.cluster.errors import ClusterError, Failures, RankError
+from speedlab.cluster.files.cluster_dir import running_clusters
+from speedlab.cluster.files.user_model import OWN_MODEL
+from speedlab.cluster.interrupts import is_the_users, noting_interrupts
+from speedlab.cluster.known_runs import RUN_MIME, RunError, run_data, saved_step
+from speedlab.cluster.run_commands import (
+    Pending,
     Saved,
     checkpoint_of,
     find_engines,
+    is_built_in,
     resume_arguments,
     take_engines,
     unsaved_text,
     way_on,
 )
-from speedlab.cluster.home import running_clusters
-from speedlab.cluster.kernel_interrupt import is_the_users, noting_interrupts
-from speedlab.cluster.known_runs import RUN_MIME, RunError, run_data, saved_step
-from speedlab.cluster.own_model import OWN_MODEL
-from speedlab.cluster.shapes import is_built_in
-from speedlab.cluster.supervisor.messages import Standing
-from speedlab.cluster.words import Pending
+from speedlab.cluster.supervisor.protocol import Standing
 from speedlab.config import ConfigError, RunConfig
 from speedlab.display.optional_dependencies import extras
 from speedlab.planner import stage_blocks
@@ -50,8 +52,25 @@ from speedlab.telemetry.trace import write_trace
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
-    from speedlab.cluster.live import LiveCell
+    from speedlab.cluster.live_cells import LiveCell
     from speedlab.hardware import Device
+
+
+def export_checkpoint(path: Path, folder: Path, **options: object) -> Path:
+    """Write the checkpoint `path` to `folder` as `speedlab export` does, whose `options` these are; None is left out.
+    Prints its line: which step was written, from where, how much.
+
+    Raises RunError with what the command says is wrong.
+    """
+    command = [sys.executable, "-m", "speedlab.cli", "export", str(path), str(folder)]
+    for name, value in options.items():
+        command += [f"--{name}", str(value)] if value is not None else []
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RunError(done.stderr.strip().removeprefix("speedlab export: ") or f"{folder}: was not written")
+    print(done.stdout.strip())
+    return folder
+
 
 _POLL_SECONDS = 0.02
 _ENGINE_CHECK_SECONDS = 1.0
@@ -237,7 +256,7 @@ class Run:
         it stops and asks whoever waits for it, by `.wait()`; while it may, no rank is late in a collective, and without
         it a rank that others do not meet fails there as in any cell. Raises SyntaxError, RunError or ClusterError.
         """
-        from speedlab.cluster.live import post_live
+        from speedlab.cluster.live_cells import post_live
 
         return post_live(self, code, ranks, asks=asks)
 
@@ -250,11 +269,11 @@ class Run:
         ConfigError or LayoutError at once, with the rule and what would work, for what cannot be.
 
         With another number of `engines`, engines are started or stopped, and the run goes on from a checkpoint; this
-        waits for it, and a failure leaves the run with the engines it had. See `speedlab.cluster.resize`.
+        waits for it, and a failure leaves the run with the engines it had. See `speedlab.cluster.run_commands`.
         """
         size = self._engines()
         if engines not in (None, size):
-            from speedlab.cluster.resize import resize_run
+            from speedlab.cluster.run_commands import resize_run
 
             return resize_run(self, engines, **changes)
         if not changes:

@@ -1,22 +1,111 @@
-"""A run begins: what can be wrong is looked for, its folder is made, and its cluster takes it up."""
+"""A run begins: what can be wrong is looked for, its folder is made, and its cluster takes it up.
+
+Paths in the configuration of a run that starts: whether they can be used, and where they are for every process.
+
+Trying a run's own model before the run has a name: whether it can be trained, and whether it fits.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
+import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speedlab.cluster.given_paths import check_offload_folder, with_absolute_paths
+import speedlab.cluster.worker.remote as remote
+from speedlab.cluster.errors import ClusterError, RankError
+from speedlab.cluster.files.user_model import keep, packed_model
 from speedlab.cluster.known_runs import refuse_second_run
-from speedlab.cluster.own_model import keep, packed_model
 from speedlab.cluster.run import Run
-from speedlab.cluster.trial import try_own_model
-from speedlab.config import RunConfig
+from speedlab.config import ConfigError, RunConfig
+from speedlab.display.formatting import bytes_text
+from speedlab.hardware import memory_bytes
+from speedlab.planner import parameters_by_rank, rank_states
 from speedlab.telemetry.folder import RunFolder, require_space
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
+
+
+def check_offload_folder(config: RunConfig) -> None:
+    """Raises ConfigError where states shall go to a folder of this host that cannot take them."""
+    folder = config.offload.folder
+    if folder is None or "disk" not in (config.offload.optimizer, config.offload.parameters):
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"offload.folder: {folder} is no folder; make it on the disk that shall hold the states")
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"offload.folder: {folder} cannot be written to ({error.strerror}); name another") from None
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """The engines may run in another directory: paths of data and of states on disk are written down whole."""
+    sources = config.data.source if isinstance(config.data.source, tuple) else (config.data.source,)
+    absolute = tuple(
+        source if source == "stdlib" or source.startswith("task:") else _absolute(source) for source in sources
+    )
+    tokenizer = config.data.tokenizer
+    if tokenizer not in ("bpe", "bytes"):
+        tokenizer = _absolute(tokenizer)
+    source = absolute if isinstance(config.data.source, tuple) else absolute[0]
+    offload = {} if config.offload.folder is None else {"folder": _absolute(str(config.offload.folder))}
+    return config.replace(data={"source": source, "tokenizer": tokenizer}, offload=offload)
+
+
+def _absolute(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
+
+
+def try_own_model(cluster: Cluster, config: RunConfig, path: Path | None) -> None:
+    """Let the first rank try the model on one micro-batch, and see that it fits. Waits for the rank.
+
+    Raises ConfigError for what cannot be trained; warns when it could not be tried.
+    """
+    if path is None:
+        return
+    try:
+        (found,) = cluster.submit(remote.try_model, config.to_json(), str(path), ranks=[0]).result()
+    except RankError as error:
+        (failure,) = error.by_rank.values()
+        if failure.kind in (ConfigError.__name__, ClusterError.__name__, "LayoutError"):
+            raise ConfigError(failure.message) from None
+        raise
+    _refuse_what_does_not_fit(cluster, config, found)
+    if found["untried"]:
+        warnings.warn(
+            f"the model could not be tried before the run, without values ({found['untried']}); its first step will "
+            f"tell whether it can be trained",
+            stacklevel=4,
+        )
+
+
+def _refuse_what_does_not_fit(cluster: Cluster, config: RunConfig, found: Mapping[str, Any]) -> None:
+    """Raise ConfigError when its states alone are more than a device holds, or whole copies more than the host."""
+    layout, parameters, nbytes = config.layout(cluster.size, built_in=False), found["parameters"], found["nbytes"]
+    counts = parameters_by_rank(config, layout, whole=parameters)
+    states = rank_states(config, layout, counts, stage=config.zero.stage, dtype=found["dtype"])
+    for device, state in zip(cluster.devices, states, strict=True):
+        needed = state.parameters + state.gradients + state.master_weights + state.optimizer_moments
+        if needed > device.capacity_bytes:
+            raise ConfigError(
+                f"model: with {layout} at ZeRO stage {config.zero.stage}, its {parameters:,} parameters make "
+                f"{bytes_text(needed)} of model states on {device.name}, which has "
+                f"{bytes_text(device.capacity_bytes)}; use a higher stage, more engines or a smaller model"
+            )
+    free = memory_bytes()[1]
+    if nbytes * cluster.size > free:
+        raise ConfigError(
+            f"model: each of {cluster.size} ranks makes the whole model before it keeps its part: {bytes_text(nbytes)} "
+            f"each, and {bytes_text(free)} are free; make it under torch.device('meta'), in a function: it then gets "
+            f"its values part by part"
+        )
+
 
 _RECORD_BYTES = 1024
 _SPARE_BYTES = 64 * 2**20

@@ -18,7 +18,7 @@ from speedlab_server.registry import run_id
 from telemetry_samples import make_event, make_folder, make_record
 from test_ending import WaitingSupervisor, served
 
-from speedlab.cluster.home import Home
+from speedlab.cluster.files.cluster_dir import Home
 from speedlab.telemetry.folder import Status, find_runs
 from speedlab.telemetry.records import Ledger, RunState
 

@@ -13,7 +13,7 @@ from host_helpers import Login, needs
 
 from speedlab.bench.lab import Lab, missing_for_lab
 from speedlab.bench.lab.daemons import start_sshd
-from speedlab.cluster.host_specs import Spec
+from speedlab.cluster.launch.host_specs import Spec
 
 
 @pytest.fixture(scope="session")

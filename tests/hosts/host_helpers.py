@@ -15,16 +15,16 @@ import ipyparallel
 import psutil
 import pytest
 
-import speedlab.cluster.processes as processes
-import speedlab.cluster.start as start
+import speedlab.cluster.files.processes as processes
+import speedlab.cluster.launch.start as start
 from speedlab.bench.lab import Lab
 from speedlab.bench.lab.daemons import missing_for
 from speedlab.cluster import Cluster
-from speedlab.cluster.agents import Agents, start_agents
-from speedlab.cluster.controller_place import controller_address
-from speedlab.cluster.home import EngineEntry, Home
-from speedlab.cluster.host_specs import Spec, parse_hosts
-from speedlab.cluster.launching import launching_for
+from speedlab.cluster.agents.pool import Agents, start_agents
+from speedlab.cluster.files.cluster_dir import EngineEntry, Home
+from speedlab.cluster.launch.backends import launching_for
+from speedlab.cluster.launch.host_specs import Spec, parse_hosts
+from speedlab.cluster.launch.rendezvous import controller_address
 from speedlab.config import RunConfig
 from speedlab.network import reserved_ports
 

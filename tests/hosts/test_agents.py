@@ -18,16 +18,16 @@ import psutil
 import pytest
 from host_helpers import Login, await_true, needs
 
-import speedlab.cluster.agent_tasks as agent_tasks
-import speedlab.cluster.processes as processes
-import speedlab.cluster.remote as remote
+import speedlab.cluster.agents.tasks as agent_tasks
+import speedlab.cluster.files.processes as processes
+import speedlab.cluster.worker.remote as remote
 from speedlab.bench.lab import Lab
 from speedlab.bench.lab.daemons import mpi_environment, start_slurm
-from speedlab.cluster.agent import own_versions
-from speedlab.cluster.agents import Agents
+from speedlab.cluster.agents.pool import Agents
+from speedlab.cluster.agents.process import own_versions
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.host_specs import SlurmJob, Spec, parse, parse_hosts
-from speedlab.cluster.wires import CUT_SIGNAL
+from speedlab.cluster.launch.host_specs import SlurmJob, Spec, parse, parse_hosts
+from speedlab.cluster.worker.abort_connections import CUT_SIGNAL
 
 LoginTo = Callable[[Spec], Login]
 
@@ -266,11 +266,13 @@ def test_what_is_wrong_with_a_host_is_said_and_nothing_is_left(
         problem(hosts("host-a"), interface="ib0")
         == "host-a: no network interface 'ib0' with an address; there are eth0, lo"
     )
-    monkeypatch.setattr("speedlab.cluster.agent_muster.own_versions", lambda: {"python": "3.11", "torch": "9.9.9"})
+    monkeypatch.setattr(
+        "speedlab.cluster.agents.registration.own_versions", lambda: {"python": "3.11", "torch": "9.9.9"}
+    )
     version = problem(hosts("host-a"))
     assert "the cluster torch 9.9.9; all hosts need the same" in version
     assert version.startswith("host-a has torch ")
-    monkeypatch.setattr("speedlab.cluster.agent_muster.own_versions", own_versions)
+    monkeypatch.setattr("speedlab.cluster.agents.registration.own_versions", own_versions)
     port = json.loads(here.home.connection_file("engine").read_text())["registration"]
     two.hosts[1].run("ip", "rule", "add", "to", two.address, "ipproto", "tcp", "dport", str(port), "prohibit")
     blocked = problem(hosts("host-a:1", "host-b:1"))
@@ -281,7 +283,7 @@ def test_what_is_wrong_with_a_host_is_said_and_nothing_is_left(
 
 
 def test_without_a_scheduler_that_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from speedlab.cluster.controller_place import controller_address
+    from speedlab.cluster.launch.rendezvous import controller_address
 
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ClusterError, match="no Slurm here: scontrol is not found"):

@@ -16,9 +16,9 @@ from person import Person
 from speedlab.bench.lab import Lab
 from speedlab.bench.lab.daemons import mpi_environment, start_slurm
 from speedlab.cluster import Cluster, ClusterError, RankError
-from speedlab.cluster.debugger import debug
-from speedlab.cluster.host_specs import parse_hosts
-from speedlab.cluster.processes import TOKEN
+from speedlab.cluster.debug.post_mortem import debug
+from speedlab.cluster.files.processes import TOKEN
+from speedlab.cluster.launch.host_specs import parse_hosts
 from speedlab.telemetry.records import RunState
 
 

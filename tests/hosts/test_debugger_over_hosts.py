@@ -15,9 +15,9 @@ from person import Person
 
 from speedlab.bench.lab import Lab
 from speedlab.cluster import Cluster, RankError, RankResults
-from speedlab.cluster.debug_line import Door
-from speedlab.cluster.debugger import debug
-from speedlab.cluster.processes import TOKEN
+from speedlab.cluster.debug.connection import Door
+from speedlab.cluster.debug.post_mortem import debug
+from speedlab.cluster.files.processes import TOKEN
 
 MEETS = """
 import os, torch, torch.distributed as dist, speedlab.comm
@@ -55,7 +55,7 @@ def in_front_of(cluster: Cluster, code: str, person: Person) -> RankResults:
 
 def agent_of(lab: Lab, number: int, token: str) -> int:
     """The process of a host's agent."""
-    found = [each for each in lab.hosts[number].processes() if "speedlab.cluster.agent" in each.cmdline()]
+    found = [each for each in lab.hosts[number].processes() if "speedlab.cluster.agents.process" in each.cmdline()]
     return next(each.pid for each in found if each.environ().get(TOKEN) == token)
 
 

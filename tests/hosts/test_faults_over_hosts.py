@@ -12,10 +12,10 @@ import psutil
 import pytest
 from host_helpers import await_true, config
 
-import speedlab.cluster.processes as processes
+import speedlab.cluster.files.processes as processes
 from speedlab.bench.lab import Lab, LabHost
 from speedlab.cluster import Cluster, Run
-from speedlab.cluster.host_specs import parse_hosts
+from speedlab.cluster.launch.host_specs import parse_hosts
 from speedlab.telemetry.folder import UNSUPERVISED
 from speedlab.telemetry.records import RunState
 
@@ -97,7 +97,7 @@ def cut_off(host: LabHost, run: Run) -> set[int]:
 
 
 def agents_on(host: LabHost) -> list[psutil.Process]:
-    return [each for each in host.processes() if has_argument(each, "speedlab.cluster.agent")]
+    return [each for each in host.processes() if has_argument(each, "speedlab.cluster.agents.process")]
 
 
 def has_argument(process: psutil.Process, word: str) -> bool:

@@ -13,7 +13,7 @@ from host_helpers import SECONDS, config, needs
 from speedlab.bench.lab import Lab
 from speedlab.bench.lab.daemons import start_sshd
 from speedlab.cluster import Cluster, ClusterError
-from speedlab.cluster.host_specs import parse_hosts
+from speedlab.cluster.launch.host_specs import parse_hosts
 from speedlab.telemetry.records import RunState
 
 

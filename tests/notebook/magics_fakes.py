@@ -18,7 +18,7 @@ from speedlab_notebook import load_ipython_extension, unload_ipython_extension
 from traitlets.config import Config
 
 from speedlab.cluster import ClusterError, EngineStatus, RankError, RemoteFailure
-from speedlab.cluster.debug_line import door_path
+from speedlab.cluster.debug.connection import door_path
 from speedlab.cluster.errors import name_ranks
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
@@ -232,7 +232,7 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr("speedlab.cluster.Run", FakeRun, raising=False)
     monkeypatch.setattr("speedlab.cluster.attach", attach, raising=False)
     monkeypatch.setattr(
-        "speedlab.cluster.home.running_clusters",
+        "speedlab.cluster.files.cluster_dir.running_clusters",
         lambda: [cluster for cluster in FakeCluster.known.values() if cluster.running],
     )
     messages = FakeMessages()

@@ -27,7 +27,8 @@ from cluster_helpers import (
     wait_for,
 )
 
-from speedlab.cluster import Cluster, ClusterError, RankError, processes
+from speedlab.cluster import Cluster, ClusterError, RankError
+from speedlab.cluster.files import processes
 
 SIZE = 4
 NAME = "test-four"

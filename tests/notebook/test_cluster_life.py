@@ -14,8 +14,9 @@ import pytest
 from cluster_helpers import backend, break_a_deadlock, is_gone, wait_for
 
 import speedlab.cluster.cluster as cluster_file
-from speedlab.cluster import Cluster, ClusterError, RankError, processes
-from speedlab.cluster.home import Home, running_clusters
+from speedlab.cluster import Cluster, ClusterError, RankError
+from speedlab.cluster.files import processes
+from speedlab.cluster.files.cluster_dir import Home, running_clusters
 
 START_AND_DIE = """
 import os, signal, speedlab

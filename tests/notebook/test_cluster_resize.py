@@ -13,7 +13,8 @@ import psutil
 import pytest
 from cluster_helpers import is_gone, look_around, small_run, sum_over_ranks, wait_for
 
-from speedlab.cluster import Cluster, ClusterError, Run, attach, processes
+from speedlab.cluster import Cluster, ClusterError, Run, attach
+from speedlab.cluster.files import processes
 from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
 from speedlab.telemetry.records import RunState
@@ -157,7 +158,7 @@ def test_an_interrupt_while_engines_start_leaves_the_cluster(cluster: Cluster, b
 
 
 FAILS_WITH_THREE = """
-import speedlab.cluster.remote as remote
+import speedlab.cluster.worker.remote as remote
 made = remote.rebind
 def rebind(environment):
     three = environment["WORLD_SIZE"] == "3"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from notebook_cells import Outputs, executed, figures, own_folders, text
 
-from speedlab.cluster.home import running_clusters
+from speedlab.cluster.files.cluster_dir import running_clusters
 
 ZERO, DIMENSIONS, OWN = "06_zero_seen.ipynb", "07_three_dimensions.ipynb", "08_bring_your_own_model.ipynb"
 FEWER = {"--engines 4": "--engines 2", '"global_size": 4': '"global_size": 2', "STEPS = 12": "STEPS = 3"}

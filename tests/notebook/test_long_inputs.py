@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from notebook_cells import FOLDER, executed, figures, own_folders, text
 
-from speedlab.cluster.home import running_clusters
+from speedlab.cluster.files.cluster_dir import running_clusters
 
 NOTEBOOK = "05_long_inputs.ipynb"
 PLANNED = ("load", "sees", "paper", "faster")

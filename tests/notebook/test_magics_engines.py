@@ -18,7 +18,8 @@ from nbclient import NotebookClient
 from speedlab_notebook import load_ipython_extension, unload_ipython_extension
 from traitlets.config import Config
 
-from speedlab.cluster import Cluster, RankError, Run, folding, processes
+from speedlab.cluster import Cluster, RankError, Run, output_folding
+from speedlab.cluster.files import processes
 from speedlab.telemetry.records import RunState
 
 NAME = "test-magics-two"
@@ -68,7 +69,7 @@ def display(shell: InteractiveShell) -> CapturingDisplayPublisher:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines wait for the same ones of a rank that a busy machine lets run much later."""
-    monkeypatch.setattr(folding, "FOLD_SECONDS", PATIENT_SECONDS)
+    monkeypatch.setattr(output_folding, "FOLD_SECONDS", PATIENT_SECONDS)
 
 
 @pytest.fixture
@@ -431,7 +432,7 @@ def test_in_a_kernel_output_reaches_the_cell_it_belongs_to(shell: InteractiveShe
             nbformat.v4.new_code_cell(source)
             for source in (
                 "%load_ext speedlab\n"
-                f"import speedlab.cluster.folding\nspeedlab.cluster.folding.FOLD_SECONDS = {PATIENT_SECONDS}",
+                f"import speedlab.cluster.output_folding\nspeedlab.cluster.folding.FOLD_SECONDS = {PATIENT_SECONDS}",
                 "%%ranks\nimport time\ntime.sleep(0.5)\nprint('late')",
                 "import time\ntime.sleep(1.5)",
                 "%%ranks --wait\nprint('waited for')",

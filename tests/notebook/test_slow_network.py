@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from notebook_cells import executed, figures, own_folders, text
 
-from speedlab.cluster.home import running_clusters
+from speedlab.cluster.files.cluster_dir import running_clusters
 
 NOTEBOOK = "04_slow_network.ipynb"
 SMALLER = {

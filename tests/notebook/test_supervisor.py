@@ -20,11 +20,13 @@ import psutil
 import pytest
 from cluster_helpers import is_gone, small_run, sum_over_ranks, wait_for
 
-from speedlab.cluster import Cluster, ClusterError, RankError, Run, processes, remote
-from speedlab.cluster.devices import devices_for
-from speedlab.cluster.engine_environment import device_fields, rank_environment
-from speedlab.cluster.home import Home
-from speedlab.cluster.supervisor import messages as m
+from speedlab.cluster import Cluster, ClusterError, RankError, Run
+from speedlab.cluster.files import processes
+from speedlab.cluster.files.cluster_dir import Home
+from speedlab.cluster.launch.environment import device_fields, rank_environment
+from speedlab.cluster.launch.placement import devices_for
+from speedlab.cluster.supervisor import protocol as m
+from speedlab.cluster.worker import remote
 from speedlab.config import RunConfig
 from speedlab.telemetry.records import RunState
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ranks.pool import COLLECTIVE_TIMEOUT_SECONDS, Pool
-from speedlab.cluster import remote
+from speedlab.cluster.worker import remote
 from speedlab.comm import Group, Traffic, breakpoint_timeouts, join, leave, patience
 from speedlab.comm.group_timeouts import limit_group as set_limit
 from speedlab.comm.group_timeouts import limit_of

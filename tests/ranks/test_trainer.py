@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, own_rank, trainer_of
-from speedlab.cluster import remote
-from speedlab.cluster.shipping import pack
+from speedlab.cluster.worker import remote
+from speedlab.cluster.worker.serialization import pack
 from speedlab.config import ConfigError
 from speedlab.engine.engine import Engine
 from speedlab.planner import predicted_peaks

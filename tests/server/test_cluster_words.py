@@ -12,8 +12,9 @@ import pytest
 from cluster_helpers import small_run, wait_for
 from server_helpers import JupyterServer
 
-from speedlab.cluster import Cluster, processes
-from speedlab.cluster.home import Home
+from speedlab.cluster import Cluster
+from speedlab.cluster.files import processes
+from speedlab.cluster.files.cluster_dir import Home
 from speedlab.cluster.known_runs import run_id
 
 NAME = "of-the-server"

@@ -32,10 +32,10 @@ from speedlab_server.starts import MOST_AT_ONCE, Starts
 from speedlab_server.typescript import typescript
 from telemetry_samples import eventually, make_folder
 
-from speedlab.cluster import home
 from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.files import cluster_dir
 from speedlab.cluster.known_runs import note_seen, run_id, seen_runs
-from speedlab.cluster.supervisor import messages as asked
+from speedlab.cluster.supervisor import protocol as asked
 from speedlab.telemetry.folder import RunFolderError, Status
 from speedlab.telemetry.records import RunState
 
@@ -194,10 +194,10 @@ def test_what_may_not_be_read_says_so_and_hides_no_other_run(monkeypatch: pytest
     with TemporaryDirectory() as made:  # pytest's own folders are not for nobody.
         root, elsewhere = Path(made), Path(made) / "elsewhere"
         monkeypatch.setenv("IPYTHONDIR", made)
-        home.root().mkdir(parents=True)
+        cluster_dir.root().mkdir(parents=True)
         folders = {name: make_folder(root / "runs", name=name) for name in ("open", "closed", "no-status")}
         folders["in-closed"] = make_folder(elsewhere, name="in-closed")
-        note_seen(home.root(), folders["in-closed"].path)
+        note_seen(cluster_dir.root(), folders["in-closed"].path)
         for path in (root, *root.rglob("*")):
             path.chmod(0o755 if path.is_dir() else 0o644)
         registry = Registry(made)
@@ -273,7 +273,7 @@ def test_a_supervisor_of_another_version_says_so_in_its_own_row(
             connection.sendall(struct.pack("!Q", len(data)) + data)
 
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(str(tmp_path / home.SUPERVISOR_SOCKET))
+        listening.bind(str(tmp_path / cluster_dir.SUPERVISOR_SOCKET))
         listening.listen()
         speaker = threading.Thread(target=speak)
         speaker.start()

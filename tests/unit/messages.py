@@ -29,7 +29,7 @@ from speedlab_notebook.commands import COMMANDS as MAGIC_COMMANDS
 import speedlab
 from speedlab import cli
 from speedlab.bench import BENCHES
-from speedlab.cluster.host_specs import SlurmJob
+from speedlab.cluster.launch.host_specs import SlurmJob
 from speedlab.config import RunConfig
 
 ROOTS: dict[str, Any] = {

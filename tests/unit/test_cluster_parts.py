@@ -22,15 +22,17 @@ import psutil
 import pytest
 
 from speedlab import hardware
-from speedlab.cluster import host_rendezvous, locks, processes, remote
 from speedlab.cluster.cluster import Cluster
-from speedlab.cluster.devices import choose_devices
-from speedlab.cluster.engine_environment import device_fields, rank_environment
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.home import ClusterState, EngineEntry, Home, running_clusters
-from speedlab.cluster.launchers import DeviceEngineSetLauncher
-from speedlab.cluster.shipping import pack, unpack
-from speedlab.cluster.supervisor.hands import Here
+from speedlab.cluster.files import file_locks, processes
+from speedlab.cluster.files.cluster_dir import ClusterState, EngineEntry, Home, running_clusters
+from speedlab.cluster.launch import rendezvous
+from speedlab.cluster.launch.environment import device_fields, rank_environment
+from speedlab.cluster.launch.ipyparallel_launchers import DeviceEngineSetLauncher
+from speedlab.cluster.launch.placement import choose_devices
+from speedlab.cluster.supervisor.process_control import Here
+from speedlab.cluster.worker import remote
+from speedlab.cluster.worker.serialization import pack, unpack
 from speedlab.hardware import Device
 
 TOKEN = secrets.token_hex(8)
@@ -145,14 +147,14 @@ def test_generations_only_grow_whoever_writes(monkeypatch: pytest.MonkeyPatch) -
 
     def hear_of_one() -> None:  # As an engine does, of one that may be past by then.
         for back in range(10):
-            host_rendezvous.set_generation(home.rendezvous, max(0, home.generation - back))
+            rendezvous.set_generation(home.rendezvous, max(0, home.generation - back))
 
     with ThreadPoolExecutor(5) as threads:
         for done in [threads.submit(work) for work in (count_on, count_on, hear_of_one, count_on, hear_of_one)]:
             done.result(20)
     assert home.generation == 30
-    monkeypatch.setattr(host_rendezvous, "_LOCK_SECONDS", 0.05)
-    held = locks.hold(home.rendezvous / "generation.lock", 0.0)
+    monkeypatch.setattr(rendezvous, "_LOCK_SECONDS", 0.05)
+    held = file_locks.hold(home.rendezvous / "generation.lock", 0.0)
     with pytest.raises(TimeoutError, match=r"generation.lock: another process has held it for 0.05 s"):
         home.next_generation()
     os.close(held)

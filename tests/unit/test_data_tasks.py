@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from speedlab.cluster.given_paths import with_absolute_paths
+from speedlab.cluster.start_run import with_absolute_paths
 from speedlab.config import ConfigError, DataConfig, ModelConfig, RunConfig
 from speedlab.data import Sampler, Task, accuracy, check, prepare, task_of
 from speedlab.models import GPT

@@ -20,15 +20,15 @@ import msgspec
 import pytest
 from person import Person
 
-import speedlab.cluster.debug_line as debug_line
-import speedlab.cluster.debugging as debugging
-from speedlab.cluster import remote
-from speedlab.cluster.agent_lobby import MOST_BYTES, Given, Lobby, Said
-from speedlab.cluster.debug_line import Door, Greeting, Knock, Words, door_path, lobby_path
+import speedlab.cluster.debug.connection as debug_line
+import speedlab.cluster.debug.rank_debugger as debugging
+from speedlab.cluster.debug.agent_relay import MOST_BYTES, Given, Lobby, Said
+from speedlab.cluster.debug.connection import Door, Greeting, Knock, Words, door_path, lobby_path
+from speedlab.cluster.debug.supervisor_relay import Relay
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.shipping import pack
 from speedlab.cluster.supervisor.channel import connect, listen
-from speedlab.cluster.supervisor.debug_relay import Relay
+from speedlab.cluster.worker import remote
+from speedlab.cluster.worker.serialization import pack
 
 
 class Far:

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-import speedlab.cluster.ending as ending
-import speedlab.cluster.home as homes
+import speedlab.cluster.files.cluster_dir as homes
+import speedlab.cluster.shutdown as ending
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.home import ClusterState, Home, known_clusters
+from speedlab.cluster.files.cluster_dir import ClusterState, Home, known_clusters
 from speedlab.cluster.supervisor.channel import Channel, listen
 from speedlab.cluster.supervisor.client import Client, StartGivenUpError
-from speedlab.cluster.supervisor.messages import Cancel, Message
+from speedlab.cluster.supervisor.protocol import Cancel, Message
 from speedlab.cluster.supervisor.server import Server
 
 
@@ -91,7 +91,7 @@ def test_a_start_whose_supervisor_is_of_another_version_is_left_alone(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has begun on hosts, as a job in a queue, nobody else would give back."""
-    monkeypatch.setattr("speedlab.cluster.supervisor.messages.VERSION", 2)
+    monkeypatch.setattr("speedlab.cluster.supervisor.protocol.VERSION", 2)
     send = Channel.send
 
     def slow(channel: Channel, message: Message) -> None:

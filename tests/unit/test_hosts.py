@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 from telemetry_samples import eventually, make_folder
 
-import speedlab.cluster.agents as agents
-import speedlab.cluster.host_specs as host_specs
+import speedlab.cluster.agents.pool as agents
+import speedlab.cluster.launch.host_specs as host_specs
 import speedlab.network as network
-from speedlab.cluster.agent import Order, own_versions, problem_here
-from speedlab.cluster.agent_launchers import slurm_script, slurm_step, ssh_problem
-from speedlab.cluster.agent_muster import check_equal
-from speedlab.cluster.engine_environment import host_environment
+from speedlab.cluster.agents.process import Order, own_versions, problem_here
+from speedlab.cluster.agents.registration import check_equal
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.home import ClusterState, EngineEntry, Home
-from speedlab.cluster.host_specs import (
+from speedlab.cluster.files.cluster_dir import ClusterState, EngineEntry, Home
+from speedlab.cluster.launch.backends import InSlurm, OverSSH
+from speedlab.cluster.launch.environment import host_environment
+from speedlab.cluster.launch.host_specs import (
     MpiHosts,
     SlurmJob,
     SshHosts,
@@ -37,10 +37,10 @@ from speedlab.cluster.host_specs import (
     parse,
     parse_hosts,
 )
-from speedlab.cluster.hosts import Host, places
-from speedlab.cluster.launching import InSlurm, OverSSH
-from speedlab.cluster.start import controller_arguments
-from speedlab.cluster.supervisor.hands_on_hosts import OnHosts, found_on_hosts
+from speedlab.cluster.launch.ipyparallel_launchers import slurm_script, slurm_step, ssh_problem
+from speedlab.cluster.launch.placement import Host, places
+from speedlab.cluster.launch.start import controller_arguments
+from speedlab.cluster.supervisor.host_process_control import OnHosts, found_on_hosts
 from speedlab.hardware import cpu_devices
 from speedlab.network import Endpoint, try_to_reach
 
@@ -112,7 +112,7 @@ def test_a_job_is_asked_for_as_it_was_said() -> None:
         "exclusive",
     }
     (agents,) = [line for line in lines if line.startswith("srun")]
-    assert agents.endswith("'/opt/py thon' -m speedlab.cluster.agent --order /home/me/order.json")
+    assert agents.endswith("'/opt/py thon' -m speedlab.cluster.agents.process --order /home/me/order.json")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_job_whose_agents_were_killed_waits_for_the_steps_of_others(
 def test_a_job_that_its_time_limit_has_ended_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = InSlurm(Home("slurm", tmp_path), SlurmJob(nodes=1, time="8:00:00"))
     slurm.job = "81"
-    monkeypatch.setattr("speedlab.cluster.launching.slurm_state", lambda job: ("TIMEOUT", "TimeLimit"))
+    monkeypatch.setattr("speedlab.cluster.launch.backends.slurm_state", lambda job: ("TIMEOUT", "TimeLimit"))
     told = "job 81 was ended by its time limit of 8:00:00; ask for a longer 'time'"
     assert slurm.why_over() == told
     with pytest.raises(ClusterError, match=f"^{told}$"):  # While it waits for agents.
@@ -166,7 +166,7 @@ def test_an_agent_is_started_once_more_in_a_step_of_its_job(tmp_path: Path, monk
     assert slurm_step(job, "7", "gpu-1.site", "/home/me/order.json", str(log)).wait(10) == 0
     words = log.read_text().split()
     assert {"--jobid=7", "--overlap", "--nodelist=gpu-1", "--ntasks=1", "--gres=gpu:8"} <= set(words)
-    assert words[-5:] == ["/py", "-m", "speedlab.cluster.agent", "--order", "/home/me/order.json"]
+    assert words[-5:] == ["/py", "-m", "speedlab.cluster.agents.process", "--order", "/home/me/order.json"]
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     with pytest.raises(ClusterError, match="srun is not found"):
         slurm_step(job, "7", "gpu-1", "order.json", str(log))
@@ -213,7 +213,7 @@ def test_what_is_asked_of_a_host_whose_agent_has_just_ended_waits_for_another_ag
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    monkeypatch.setattr("speedlab.cluster.supervisor.hands_on_hosts._is_there", lambda host: True)
+    monkeypatch.setattr("speedlab.cluster.supervisor.host_process_control._is_there", lambda host: True)
     home = Home("killed")
     home.create("a token")
     agents = FakeAgents()

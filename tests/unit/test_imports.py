@@ -61,12 +61,12 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("speedlab", "speedlab_notebook"): "load_ipython_extension: `%load_ext speedlab` finds the notebook's package",
     ("speedlab.cluster.run", "speedlab_notebook"): "Run.dashboard and Run.panel display the notebook's views",
-    ("speedlab.cluster.remote", "offload"): "these functions run in the engines, not in the kernel",
-    ("speedlab.cluster.remote", "engine"): "these functions run in the engines, not in the kernel",
-    ("speedlab.cluster.remote", "comm"): "these functions run in the engines, not in the kernel",
-    ("speedlab.cluster.remote", "parallel"): "these functions run in the engines, not in the kernel",
-    ("speedlab.cluster.remote", "models"): "these functions run in the engines, not in the kernel",
-    ("speedlab.cluster.remote", "torch"): "these functions run in the engines, not in the kernel",
+    ("speedlab.cluster.worker.remote", "offload"): "these functions run in the engines, not in the kernel",
+    ("speedlab.cluster.worker.remote", "engine"): "these functions run in the engines, not in the kernel",
+    ("speedlab.cluster.worker.remote", "comm"): "these functions run in the engines, not in the kernel",
+    ("speedlab.cluster.worker.remote", "parallel"): "these functions run in the engines, not in the kernel",
+    ("speedlab.cluster.worker.remote", "models"): "these functions run in the engines, not in the kernel",
+    ("speedlab.cluster.worker.remote", "torch"): "these functions run in the engines, not in the kernel",
 }
 """(module, room or package) -> why it may import that inside a function, and only there."""
 
@@ -284,8 +284,8 @@ def test_public_names_are_found_where_they_are_said_to_be() -> None:
         ("speedlab.optim", "import IPython.display", "engine imports nothing of Jupyter's"),
         ("speedlab.telemetry.feed", "import ipyparallel", "telemetry imports nothing of Jupyter's"),
         ("speedlab.cluster.run", "def f():\n    import torch", "cluster is imported by kernels and terminals"),
-        ("speedlab.cluster.remote", "import torch", "cluster is imported by kernels and terminals"),
-        ("speedlab.cluster.remote", "from speedlab.engine import x", "cluster may import "),
+        ("speedlab.cluster.worker.remote", "import torch", "cluster is imported by kernels and terminals"),
+        ("speedlab.cluster.worker.remote", "from speedlab.engine import x", "cluster may import "),
         ("speedlab", "import speedlab_notebook", "speedlab itself imports speedlab_notebook"),
         ("cuda_ops.adam", "from speedlab import layout", "cuda_ops may import nothing of ours"),
         ("speedlab_notebook.panel", "from speedlab.engine import initialize", "speedlab_notebook may import "),
@@ -302,7 +302,7 @@ def test_imports_against_the_table_are_found(module, source, complaint) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("speedlab.cluster.remote", "def f():\n    import torch\n    from speedlab.engine import initialize"),
+        ("speedlab.cluster.worker.remote", "def f():\n    import torch\n    from speedlab.engine import initialize"),
         ("speedlab.cluster.run", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
         ("speedlab.telemetry.feed", "from .folder import RunFolder\nfrom speedlab.layout import Layout"),
         ("speedlab", "def load():\n    import speedlab_notebook"),

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from speedlab.cluster import live_cells
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.live import LiveCell
-from speedlab.cluster.live_cells import LiveCells
-from speedlab.cluster.sealed import write_sealed
+from speedlab.cluster.files.signed_files import write_sealed
+from speedlab.cluster.live_cells import LiveCell
+from speedlab.cluster.worker import cells
+from speedlab.cluster.worker.cells import LiveCells
 from speedlab.config import ConfigError
 from speedlab.engine import Engine
 from speedlab.engine.train_step import Step
@@ -54,15 +54,15 @@ def test_a_cell_that_somebody_else_wrote_is_not_run(folder: Path) -> None:
 def test_a_long_result_or_error_is_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: Any = nullcontext()
     heard.messages = []
-    monkeypatch.setattr(live_cells, "_Heard", lambda shell: heard)
-    monkeypatch.setattr(live_cells, "get_ipython", lambda: SimpleNamespace(user_ns={}))
+    monkeypatch.setattr(cells, "_Heard", lambda shell: heard)
+    monkeypatch.setattr(cells, "get_ipython", lambda: SimpleNamespace(user_ns={}))
     long = "x" * (MOST_BYTES + 1000)
 
     def fail(*arguments: object) -> None:
         raise ValueError(long)
 
     for work in (lambda *arguments: long, fail):
-        monkeypatch.setattr(live_cells, "run_cell", work)
+        monkeypatch.setattr(cells, "run_cell", work)
         said = LiveCells().run("", "one", {}, nullcontext)
         told = said.text if said.failure is None else said.failure["message"]
         assert told == f"{long[:MOST_BYTES]}\n… 1,000 characters are left out"
@@ -74,9 +74,9 @@ def test_collectives_have_their_limit_where_nobody_can_be_asked(
 ) -> None:
     heard: Any = nullcontext()
     heard.messages = []
-    monkeypatch.setattr(live_cells, "_Heard", lambda shell: heard)
-    monkeypatch.setattr(live_cells, "get_ipython", lambda: SimpleNamespace(user_ns={}))
-    monkeypatch.setattr(live_cells, "run_cell", lambda *arguments: None)
+    monkeypatch.setattr(cells, "_Heard", lambda shell: heard)
+    monkeypatch.setattr(cells, "get_ipython", lambda: SimpleNamespace(user_ns={}))
+    monkeypatch.setattr(cells, "run_cell", lambda *arguments: None)
     lifted: list[int] = []
     LiveCells(lambda: lifted.append(1) or nullcontext()).run("", door, {}, nullcontext)
     assert len(lifted) == times

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from speedlab import hardware
-from speedlab.cluster.loads import Load, Loads
+from speedlab.cluster.worker.utilization import Load, Loads
 
 
 class Process:

@@ -10,9 +10,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-import speedlab.cluster.nursery as nursery_file
+import speedlab.cluster.worker.fork_server_client as nursery_file
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.nursery import Nursery, can_fork
+from speedlab.cluster.worker.fork_server_client import Nursery, can_fork
 
 PRETENDS = """
 import json, os, sys, time

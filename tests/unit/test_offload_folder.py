@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from speedlab.cluster.given_paths import check_offload_folder, with_absolute_paths
+from speedlab.cluster.start_run import check_offload_folder, with_absolute_paths
 from speedlab.config import ConfigError, RunConfig
 from speedlab.telemetry.shape import changed_config, shape_of
 

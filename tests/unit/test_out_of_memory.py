@@ -8,7 +8,7 @@ import pytest
 from telemetry_samples import make_event, make_folder, make_record
 
 from speedlab.cluster.errors import DIED, RankError, RemoteFailure
-from speedlab.cluster.out_of_memory import allocation_bytes, out_of_memory_lines, tipping_category
+from speedlab.cluster.oom_report import allocation_bytes, out_of_memory_lines, tipping_category
 from speedlab.hardware import Device
 from speedlab.planner import calibration_store, parameter_count
 from speedlab.telemetry.records import Ledger

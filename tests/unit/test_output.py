@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedlab.cluster.folding import FOLD_SECONDS, MOST_LINES, PARTIAL_SECONDS, LineFolder
+from speedlab.cluster.output_folding import FOLD_SECONDS, MOST_LINES, PARTIAL_SECONDS, LineFolder
 
 
 def test_the_same_line_of_all_ranks_is_one_and_comes_at_once() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from calibration_samples import calibration
 
-from speedlab.cluster.learning import learn_from
+from speedlab.cluster.calibration_update import learn_from
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner import calibration_store as store
 from speedlab.planner.formula import parameter_count

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from calibration_samples import calibration, constants
 
-from speedlab.cluster import Cluster, ClusterError, pretended
+from speedlab.cluster import Cluster, ClusterError, simulated_link
 from speedlab.comm.simulated_link import Line, arrival
 from speedlab.config import RunConfig
 from speedlab.hardware import cpu_devices
@@ -81,11 +81,11 @@ def test_hosts_and_gpus_have_links_of_their_own() -> None:
         with pytest.raises(ClusterError, match="hosts have links of their own; leave out link, or hosts, slurm"):
             Cluster(link="1 Gbit/s", start=False, **way)
     devices = cpu_devices(2)
-    assert pretended.between(devices, GIGABIT) == "1 Gbit/s 1 ms"
-    assert pretended.between(devices, None) == ""
+    assert simulated_link.between(devices, GIGABIT) == "1 Gbit/s 1 ms"
+    assert simulated_link.between(devices, None) == ""
     object.__setattr__(devices[0], "kind", "cuda")
     with pytest.raises(ClusterError, match="which only CPU engines pretend; add device='cpu'"):
-        pretended.between(devices, GIGABIT)
+        simulated_link.between(devices, GIGABIT)
 
 
 def test_a_prediction_takes_the_link_that_the_run_tells_of_and_says_that_it_is_pretended() -> None:

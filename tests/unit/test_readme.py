@@ -12,7 +12,7 @@ from markdown_blocks import GUIDES, README, ROOT, blocks_of
 from telemetry_samples import make_folder, make_record
 
 from speedlab import cli
-from speedlab.cluster.home import known_clusters
+from speedlab.cluster.files.cluster_dir import known_clusters
 from speedlab.telemetry.folder import Status
 from speedlab.telemetry.proof import Proof, write_proof
 from speedlab.telemetry.records import RunState

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from telemetry_samples import make_event, make_folder
 
 from speedlab import hardware
-from speedlab.cluster import processes
-from speedlab.cluster.devices import devices_for
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.folding import FOLD_SECONDS, LineFolder
+from speedlab.cluster.files import processes
 from speedlab.cluster.known_runs import saved_step
+from speedlab.cluster.launch.placement import devices_for
+from speedlab.cluster.output_folding import FOLD_SECONDS, LineFolder
 from speedlab.config import ConfigError, RunConfig
 from speedlab.hardware import Device
 from speedlab.telemetry.folder import RunFolder

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from ipyparallel.error import RemoteError
 
-from speedlab.cluster.agent_calls import Calls, HostLost
-from speedlab.cluster.agent_muster import Muster
-from speedlab.cluster.home import Home
-from speedlab.cluster.roll_call import Register, RollCall
+from speedlab.cluster.agents.registration import Muster, Register, RollCall
+from speedlab.cluster.agents.rpc import Calls, HostLost
+from speedlab.cluster.files.cluster_dir import Home
 
 ENDED = RemoteError("EngineError", "Engine 3 died while running task 'abc'", "", {})
 

@@ -25,17 +25,18 @@ import pytest
 from telemetry_samples import eventually, make_event, make_record
 
 import speedlab.cluster
-from speedlab.cluster import going_on, remote
+from speedlab.cluster import run_commands
+from speedlab.cluster.attach import attach
 from speedlab.cluster.errors import DIED, INTERRUPTED, ClusterError, RankError, RemoteFailure
-from speedlab.cluster.going_on import resume_arguments
+from speedlab.cluster.files.user_model import OWN_MODEL, read_own_model
 from speedlab.cluster.known_runs import RunError, remember_run, remembered_runs
-from speedlab.cluster.own_model import OWN_MODEL, read_own_model
-from speedlab.cluster.reattach import attach
 from speedlab.cluster.run import Run
+from speedlab.cluster.run_commands import resume_arguments
 from speedlab.cluster.start_run import start_run
 from speedlab.cluster.supervisor import recovery
-from speedlab.cluster.supervisor.holds import Hold
+from speedlab.cluster.supervisor.run_locks import Hold
 from speedlab.cluster.supervisor.runs import Runs
+from speedlab.cluster.worker import remote
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import parameter_count
@@ -311,7 +312,7 @@ def engines(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "speedlab.data", data)
     fake = FakeEngines(tmp_path / "cluster")
     found = types.SimpleNamespace(attach=lambda name=None: fake)
-    monkeypatch.setattr("speedlab.cluster.reattach.Cluster", found)
+    monkeypatch.setattr("speedlab.cluster.attach.Cluster", found)
     return fake
 
 
@@ -1197,7 +1198,7 @@ def test_a_run_without_engines_is_there_to_look_at(make, engines, monkeypatch):
 def no_clusters(monkeypatch):
     """No cluster runs, whatever this machine's do."""
     running: list[Any] = []
-    monkeypatch.setattr(going_on, "running_clusters", lambda: running)
+    monkeypatch.setattr(run_commands, "running_clusters", lambda: running)
     return running
 
 
@@ -1381,7 +1382,7 @@ def test_it_says_where_it_stands_and_escapes_what_it_says(make, engines):
     assert (
         seen._repr_html_()
         == "<b>&lt;i&gt;x</b> · step 2/2 · loss 7.980 · 8,192 tokens/s · finished · "
-        + html.escape(going_on.unsaved_text(seen))
+        + html.escape(run_commands.unsaved_text(seen))
     )
     run.folder.path.with_name("<i>x").rename(run.folder.path)
     seen.feed.close()

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.own_model import read_own_model
-from speedlab.cluster.shipping import Globals, pack, unpack
+from speedlab.cluster.files.user_model import read_own_model
+from speedlab.cluster.worker.serialization import Globals, pack, unpack
 
 NOTEBOOK = """
     import sys, threading
     import helper_of_the_user
     from torch import nn
-    from speedlab.cluster.shipping import pack
+    from speedlab.cluster.worker.serialization import pack
 
     factor = 3
 
@@ -113,19 +113,19 @@ def test_an_error_names_the_part_that_cannot_travel(tmp_path: Path) -> None:
 
 def test_an_own_model_that_somebody_else_wrote_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    from speedlab.cluster import own_model, sealed
+    from speedlab.cluster.files import signed_files, user_model
 
-    path = tmp_path / own_model.OWN_MODEL
+    path = tmp_path / user_model.OWN_MODEL
     packed = pack({"model": dict}, {})
-    path.write_bytes(sealed._sign(packed) + packed)
+    path.write_bytes(signed_files._sign(packed) + packed)
     assert read_own_model(path) == {"model": dict}
-    key = sealed.home.root() / "model-key"
+    key = signed_files.home.root() / "model-key"
     assert key.stat().st_mode & 0o777 == 0o600
-    for forged in (bytes(32) + packed, sealed._sign(packed) + packed[:-1], b""):
+    for forged in (bytes(32) + packed, signed_files._sign(packed) + packed[:-1], b""):
         path.write_bytes(forged)
         with pytest.raises(ClusterError, match=r"not written by you .*cluster\.train\(config, model=\.\.\.\)"):
             read_own_model(path)
-    path.write_bytes(sealed._sign(packed) + packed)
+    path.write_bytes(signed_files._sign(packed) + packed)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "another"))
     with pytest.raises(ClusterError, match="not written by you"):
         read_own_model(path)

@@ -27,25 +27,26 @@ import pytest
 from ipyparallel.error import NoEnginesRegistered, RemoteError, TaskAborted
 from telemetry_samples import eventually
 
-from speedlab.cluster import agent_tasks, host_rendezvous, processes, remote
-from speedlab.cluster.agent_calls import send_to
+from speedlab.cluster.agents import tasks
+from speedlab.cluster.agents.rpc import send_to
 from speedlab.cluster.errors import INTERRUPTED, ClusterError, RankError, RemoteFailure
-from speedlab.cluster.home import EngineEntry
+from speedlab.cluster.files import processes
+from speedlab.cluster.files.cluster_dir import EngineEntry
 from speedlab.cluster.known_runs import remembered_runs
-from speedlab.cluster.shipping import pack, unpack
-from speedlab.cluster.supervisor import messages as m
-from speedlab.cluster.supervisor.adopted import Adopted
+from speedlab.cluster.launch import rendezvous as host_rendezvous
+from speedlab.cluster.supervisor import protocol as m
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect, listen
 from speedlab.cluster.supervisor.client import Client, OtherVersionError, SupervisorGoneError
 from speedlab.cluster.supervisor.engines import Engines
-from speedlab.cluster.supervisor.hands import Here, Process
-from speedlab.cluster.supervisor.holds import Holds
-from speedlab.cluster.supervisor.journal import FileJournal
-from speedlab.cluster.supervisor.lost_hosts import LostHosts
+from speedlab.cluster.supervisor.journal import Adopted, FileJournal
+from speedlab.cluster.supervisor.process_control import Here, Process
 from speedlab.cluster.supervisor.recovery import Count
+from speedlab.cluster.supervisor.run_locks import Holds
 from speedlab.cluster.supervisor.server import Server
-from speedlab.cluster.supervisor.submissions import Line, Submission
-from speedlab.cluster.supervisor.unreached import Unreached
+from speedlab.cluster.supervisor.unreachable_hosts import LostHosts, Unreached
+from speedlab.cluster.supervisor.work_queue import Line, Submission
+from speedlab.cluster.worker import remote
+from speedlab.cluster.worker.serialization import pack, unpack
 
 
 class FakeEngines:
@@ -258,20 +259,20 @@ def test_an_agent_signals_no_other_work_than_what_was_meant(tmp_path: Path, monk
     rendezvous.mkdir()
     monkeypatch.setenv(processes.TOKEN, "token-of-an-agent")
     monkeypatch.setenv("SPEEDLAB_RENDEZVOUS", str(rendezvous))
-    monkeypatch.setattr(agent_tasks, "_folder", tmp_path)
+    monkeypatch.setattr(tasks, "_folder", tmp_path)
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
-    monkeypatch.setattr(agent_tasks, "_known", lambda wanted: [psutil.Process(pid) for pid, _ in wanted])
+    monkeypatch.setattr(tasks, "_known", lambda wanted: [psutil.Process(pid) for pid, _ in wanted])
     try:
         for works, meant, signals in (("a", "a", 1), ("b", "a", 0), ("", "a", 0), ("", "", 0)):
             with host_rendezvous.at_work(works) if works else contextlib.nullcontext():
-                assert agent_tasks.signal_at_work([(os.getpid(), 0.0, meant)], signal.SIGUSR2) == [os.getpid()]
+                assert tasks.signal_at_work([(os.getpid(), 0.0, meant)], signal.SIGUSR2) == [os.getpid()]
                 assert host_rendezvous.is_meant() is (works == meant == "a")
             assert (works, meant, len(heard)) == (works, meant, signals)
             heard.clear()
         # One that has ended is no rank that its agent does not reach.
-        monkeypatch.setattr(agent_tasks, "_known", lambda wanted: [])
-        assert agent_tasks.signal_at_work([(7, 0.0, "a")], signal.SIGUSR2) == [7]
+        monkeypatch.setattr(tasks, "_known", lambda wanted: [])
+        assert tasks.signal_at_work([(7, 0.0, "a")], signal.SIGUSR2) == [7]
     finally:
         signal.signal(signal.SIGUSR2, before)
     assert [file.name for file in rendezvous.iterdir()] == [f"meant-{os.getpid()}"]
@@ -592,7 +593,7 @@ def test_what_was_taken_up_late_is_followed_to_its_end(line: Line, engines: Fake
 
 
 NAMED = """
-import os, time, speedlab.cluster.processes as processes
+import os, time, speedlab.cluster.files.processes as processes
 processes.{0}
 if os.fork() == 0:  # As a DataLoader's worker.
     processes._name("pt_data_worker")

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from telemetry_samples import make_event, make_folder, make_record
 
-import speedlab.cluster.agent_runs as agent_runs
-import speedlab.cluster.agent_tasks as agent_tasks
-from speedlab.cluster.away import RUNS, folder_here, origin_of
+import speedlab.cluster.agents.run_files as agent_runs
+import speedlab.cluster.agents.tasks as agent_tasks
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.hosts import hosts_for
-from speedlab.cluster.supervisor.wire import Wire, wire_for
+from speedlab.cluster.files.agent_run_dir import RUNS, folder_here, origin_of
+from speedlab.cluster.launch.placement import hosts_for
+from speedlab.cluster.supervisor.record_relay import Wire, wire_for
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from speedlab.bench.lab.network import Lab
-from speedlab.cluster.engine_environment import host_environment
-from speedlab.cluster.hosts import Host
+from speedlab.cluster.launch.environment import host_environment
+from speedlab.cluster.launch.placement import Host
 from speedlab.hardware import cpu_devices
 from speedlab.network import Endpoint
 

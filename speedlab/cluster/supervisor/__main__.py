@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.home import Home
-from speedlab.cluster.locks import hold
-from speedlab.cluster.processes import TOKEN
+from speedlab.cluster.files.cluster_dir import Home
+from speedlab.cluster.files.file_locks import hold
+from speedlab.cluster.files.processes import TOKEN
 from speedlab.cluster.supervisor.channel import listen
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _what_was_asked(home: Home, asked: dict[str, Any] | None) -> Begin:
-    from speedlab.cluster.nursery import Nursery, can_fork
+    from speedlab.cluster.worker.fork_server_client import Nursery, can_fork
     from speedlab.hardware import Device
 
     token = os.environ[TOKEN]
@@ -62,7 +62,7 @@ def _what_was_asked(home: Home, asked: dict[str, Any] | None) -> Begin:
 
         return find(home)
     if "spec" in asked:
-        from speedlab.cluster.supervisor.hands_on_hosts import start_on_hosts
+        from speedlab.cluster.supervisor.host_process_control import start_on_hosts
 
         return functools.partial(start_on_hosts, home, token, asked)
     devices = [Device(**{**device, "cores": tuple(device["cores"])}) for device in asked["devices"]]

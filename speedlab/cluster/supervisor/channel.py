@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from speedlab.cluster.supervisor.messages import Message
+from speedlab.cluster.supervisor.protocol import Message
 
 _LENGTH = struct.Struct("!Q")
 _PEER = struct.Struct("3i")

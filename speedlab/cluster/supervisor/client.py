@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import msgspec
 
 from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.files.processes import is_suspended
 from speedlab.cluster.known_runs import RunError
-from speedlab.cluster.processes import is_suspended
-from speedlab.cluster.supervisor import messages as m
+from speedlab.cluster.supervisor import protocol as m
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, UnfitMessageError, connect
 from speedlab.config import ConfigError
 from speedlab.telemetry.folder import RunFolderError

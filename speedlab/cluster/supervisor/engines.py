@@ -16,26 +16,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import speedlab.cluster.remote as remote
-import speedlab.cluster.start as start
-from speedlab.cluster.agent_calls import send_to
+import speedlab.cluster.launch.start as start
+import speedlab.cluster.worker.remote as remote
+from speedlab.cluster.agents.rpc import send_to
 from speedlab.cluster.errors import DIED, ClusterError, RankError, name_ranks
-from speedlab.cluster.home import INTERRUPTING, ClusterState, EngineEntry, Home
-from speedlab.cluster.shipping import pack
-from speedlab.cluster.supervisor.adopted import Adopted
-from speedlab.cluster.supervisor.hands import AtWork, Hands, Process
-from speedlab.cluster.supervisor.journal import FileJournal
-from speedlab.cluster.supervisor.lost_hosts import LostHosts
-from speedlab.cluster.supervisor.messages import RankStatus
+from speedlab.cluster.files.cluster_dir import INTERRUPTING, ClusterState, EngineEntry, Home
+from speedlab.cluster.supervisor.journal import Adopted, FileJournal
 from speedlab.cluster.supervisor.output import Output
-from speedlab.cluster.supervisor.resizing import Resize
-from speedlab.cluster.supervisor.submissions import Line, Submission
-from speedlab.cluster.supervisor.unreached import Unreached, at_work
+from speedlab.cluster.supervisor.process_control import AtWork, Hands, Process
+from speedlab.cluster.supervisor.protocol import RankStatus
+from speedlab.cluster.supervisor.resize import Resize
+from speedlab.cluster.supervisor.unreachable_hosts import LostHosts, Unreached, at_work
+from speedlab.cluster.supervisor.work_queue import Line, Submission
+from speedlab.cluster.worker.serialization import pack
 
 if TYPE_CHECKING:
     from ipyparallel import Client
 
-    from speedlab.cluster.supervisor.wire import Wire
+    from speedlab.cluster.supervisor.record_relay import Wire
     from speedlab.hardware import Device
     from speedlab.telemetry.folder import RunFolder
 

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 import zmq
 from jupyter_client.session import Session
 
-from speedlab.cluster.folding import LineFolder
+from speedlab.cluster.output_folding import LineFolder
 
 if TYPE_CHECKING:
-    from speedlab.cluster.supervisor.submissions import Submission
+    from speedlab.cluster.supervisor.work_queue import Submission
 
 log = logging.getLogger("speedlab.supervisor")
 

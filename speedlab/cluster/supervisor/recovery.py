@@ -7,6 +7,8 @@ one whose engines do not come up, counts like one after which the run fails agai
 
 What counts is kept in the run's folder (`recovery.json`): where the supervisor itself ends, the next one takes the
 attempt up that was under way, after what is left of its pause, and counts on.
+
+What a person can do next with a run that has failed, in words.
 """
 
 from __future__ import annotations
@@ -19,18 +21,17 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from speedlab.cluster.errors import ClusterError, RankError, name_ranks
-from speedlab.cluster.failures import newest_failure
+from speedlab.cluster.errors import DIED, ClusterError, RankError, name_ranks, newest_failure
 from speedlab.telemetry.checkpoints import newest
-from speedlab.telemetry.folder import write_atomically
+from speedlab.telemetry.folder import RunFolder, write_atomically
 from speedlab.telemetry.records import Event, RunState
 from speedlab.telemetry.writer import note
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from speedlab.cluster.supervisor.ranks import Ranks
-    from speedlab.cluster.supervisor.runs import Run
+    from speedlab.cluster.supervisor.runs import Ranks, Run
+
 
 log = logging.getLogger("speedlab.supervisor")
 
@@ -218,7 +219,7 @@ class Recovery:
             raise ClusterError(ranks.way_back(sorted(lost)))
         if had == left:
             return
-        from speedlab.cluster.shapes import change_shape, shapes_on
+        from speedlab.cluster.run_commands import change_shape, shapes_on
 
         before, after = shapes_on(folder, had, left)
         if lost:
@@ -269,3 +270,32 @@ def _waited(stopped: threading.Event, seconds: float) -> bool:
 def _cause(error: RankError) -> str:
     ranks, failure = error.groups[0]
     return f"{name_ranks(ranks)}: {failure.kind}"
+
+
+def advice(error: RankError, folder: RunFolder, ranks: Ranks) -> str | None:
+    """Look at the ranks, go back to the last checkpoint, read the whole trace; None where the error's own words do."""
+    if any(failure.kind == DIED for failure in error.by_rank.values()):
+        return without_hosts(folder, ranks)
+    kept = newest(folder.path / "checkpoints")
+    back = f" · go back: run.resume(step={kept.step})" if kept is not None else ""
+    return f"The engines are idle and keep their state. {error.way_to_look}{back} · full trace: run.errors[-1]"
+
+
+def without_hosts(folder: RunFolder, ranks: Ranks) -> str | None:
+    """How the run can go on without the hosts that are lost, or once they are back; None where none is lost."""
+    lost = sorted(ranks.lost_ranks)
+    if not lost:
+        return None
+    kept, left = newest(folder.path / "checkpoints"), len(ranks.devices) - len(lost)
+    if kept is None:
+        return f"{ranks.way_back(lost)}; the run has no checkpoint, and can only be started again"
+    without = f"run.reshape(engines={left})"
+    try:
+        from speedlab.cluster.run_commands import shapes_on
+
+        had = len(folder.read_status().rank_pids) or len(ranks.devices)
+        layout = shapes_on(folder, had, left)[1].layout(left, built_in=False)
+        way = f"{without} goes on from step {kept.step} as {layout}"
+    except ValueError as error:
+        way = f"{without} needs another layout: {error}" if left else "no host is left"
+    return f"{ranks.way_back(lost)} and run.resume() goes on from step {kept.step}; without: {way}"

@@ -8,6 +8,8 @@ run back where that was asked for.
 4. A word that a submission was given and did not take, or that was waiting when the run failed or was cut off, is
    dropped: else it would be carried out long after it was meant.
 5. A run that has failed is brought back (`recovery.py`) if its configuration says so.
+
+The ranks of a cluster, as far as its runs need them: what `engines.Engines` is to `runs.py` and `recovery.py`.
 """
 
 from __future__ import annotations
@@ -17,25 +19,59 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-import speedlab.cluster.remote as remote
-from speedlab.cluster.errors import ClusterError, RankError
-from speedlab.cluster.failures import is_kept, keep_failure, newest_failure
-from speedlab.cluster.known_runs import remember_run, remembered_runs
-from speedlab.cluster.supervisor.holds import Hold, Holds
-from speedlab.cluster.supervisor.messages import Standing
-from speedlab.cluster.supervisor.next_steps import advice, without_hosts
-from speedlab.cluster.supervisor.recovery import Recovery
+import speedlab.cluster.worker.remote as remote
+from speedlab.cluster.errors import ClusterError, RankError, is_kept, keep_failure, newest_failure
+from speedlab.cluster.known_runs import Given, remember_run, remembered_runs
+from speedlab.cluster.supervisor.protocol import Standing
+from speedlab.cluster.supervisor.recovery import Recovery, advice, without_hosts
+from speedlab.cluster.supervisor.run_locks import Hold, Holds
 from speedlab.telemetry.folder import UNSUPERVISED, Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import RESTING, RunState
 
 if TYPE_CHECKING:
-    from speedlab.cluster.supervisor.ranks import Ranks, Worked
-    from speedlab.cluster.supervisor.wire import Wire
+    from speedlab.cluster.supervisor.record_relay import Wire
+    from speedlab.hardware import Device
+
+
+class Worked(Protocol):
+    """A submission, as far as a run asks it anything."""
+
+    id: str
+
+    @property
+    def done(self) -> bool: ...
+    @property
+    def error(self) -> RankError | None: ...
+
+    def add_done_callback(self, callback: Any, /) -> None: ...
+
+
+class Ranks(Given, Protocol):
+    """The engines, as far as a run needs them."""
+
+    @property
+    def devices(self) -> list[Device]: ...
+    @property
+    def dead(self) -> Collection[int]: ...
+    @property
+    def pids(self) -> tuple[int, ...]: ...
+    @property
+    def lost_ranks(self) -> Collection[int]: ...
+
+    def submit(self, function: Any, *arguments: Any, label: str = "") -> Worked: ...
+    def left_of(self, label: str) -> Worked | None: ...
+    def at_work(self, submission: Any) -> bool: ...
+    def way_back(self, dead: list[int]) -> str: ...
+    def restart(self, *ranks: int) -> None: ...
+    def resize(self, size: int) -> None: ...
+    def wire(self, folder: RunFolder) -> Wire | None: ...
+    def interrupt(self, only: Any = None, seconds: float = 2.0) -> list[int]: ...
+
 
 log = logging.getLogger("speedlab.supervisor")
 
@@ -414,7 +450,7 @@ class Run:
         if not is_kept(self.folder, submission):  # An earlier supervisor may have come so far.
             error.advice = advice(error, self.folder, self._ranks)
             with contextlib.suppress(Exception):  # The explanation must not hide what it explains.
-                from speedlab.cluster.out_of_memory import out_of_memory_lines
+                from speedlab.cluster.oom_report import out_of_memory_lines
 
                 error.notes = out_of_memory_lines(error, self.folder, self._ranks.devices)
             try:

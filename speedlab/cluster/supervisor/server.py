@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from speedlab.cluster.errors import DIED, ClusterError
-from speedlab.cluster.supervisor import messages as m
+from speedlab.cluster.supervisor import protocol as m
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, UnfitMessageError, peer_of
-from speedlab.cluster.supervisor.holds import Hold
-from speedlab.cluster.supervisor.submissions import LOST, Submission
+from speedlab.cluster.supervisor.run_locks import Hold
+from speedlab.cluster.supervisor.work_queue import LOST, Submission
 
 if TYPE_CHECKING:
     from speedlab.cluster.supervisor.supervisor import Supervisor

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import speedlab.cluster.processes as processes
-from speedlab.cluster.engine_environment import device_fields
+import speedlab.cluster.files.processes as processes
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.home import Home
-from speedlab.cluster.host_specs import Spec, fields_of
+from speedlab.cluster.files.cluster_dir import Home
+from speedlab.cluster.launch.environment import device_fields
+from speedlab.cluster.launch.host_specs import Spec, fields_of
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
 from speedlab.config.errors import more_in
 from speedlab.hardware import Device

@@ -17,19 +17,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import speedlab.cluster.processes as processes
-import speedlab.cluster.start as start
+import speedlab.cluster.files.processes as processes
+import speedlab.cluster.launch.start as start
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.home import ClusterState, Home
-from speedlab.cluster.nursery import Nursery
-from speedlab.cluster.supervisor import messages as m
+from speedlab.cluster.files.cluster_dir import ClusterState, Home
+from speedlab.cluster.supervisor import protocol as m
 from speedlab.cluster.supervisor.engines import Engines
-from speedlab.cluster.supervisor.hands import Hands, Here
 from speedlab.cluster.supervisor.output import Output, Sayings
-from speedlab.cluster.supervisor.resizing import undo_unfinished
+from speedlab.cluster.supervisor.process_control import Hands, Here
+from speedlab.cluster.supervisor.resize import undo_unfinished
 from speedlab.cluster.supervisor.runs import Runs
 from speedlab.cluster.supervisor.server import Served, Server
-from speedlab.cluster.supervisor.submissions import Submission
+from speedlab.cluster.supervisor.work_queue import Submission
+from speedlab.cluster.worker.fork_server_client import Nursery
 
 if TYPE_CHECKING:
     from speedlab.hardware import Device
@@ -280,7 +280,7 @@ def find(home: Home) -> Begin:
             if unknown := hands.end_unknown(state.engines):
                 log.info("engines that nobody counted were ended: processes %s", unknown)
             return state, client, hands
-        from speedlab.cluster.supervisor.hands_on_hosts import found_on_hosts
+        from speedlab.cluster.supervisor.host_process_control import found_on_hosts
 
         return state, client, found_on_hosts(home, state, client)
 

@@ -1,4 +1,4 @@
-// What ranks print, folded: equal lines of several ranks become one. As speedlab.cluster.folding does it.
+// What ranks print, folded: equal lines of several ranks become one. As speedlab.cluster.output_folding does it.
 
 import type { RankLines } from '../messages';
 

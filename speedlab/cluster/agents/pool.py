@@ -1,0 +1,373 @@
+"""The agents of a cluster, from the side of its supervisor: start them, ask them, let them start and end engines.
+
+    spec = host_specs.parse(hosts=["gpu-1:8", "gpu-2:8"])
+    launching = launching_for(home, spec)        # of launching.py; its `prepare` may have been called
+    agents = start_agents(home, client, launching, token=token)
+    engines = agents.start_engines(environment)
+    ...
+    agents.end()
+
+Every call may come from any thread, and returns, or raises HostLost, within its seconds.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import ipyparallel
+
+import speedlab.cluster.agents.tasks as agent_tasks
+from speedlab.cluster.agents.registration import Muster, RollCall
+from speedlab.cluster.agents.rpc import ANSWER_SECONDS, AT_ONCE_SECONDS, SILENT_SECONDS, AgentEntry
+from speedlab.cluster.errors import ClusterError, name_ranks
+from speedlab.cluster.files.cluster_dir import EngineEntry, Home
+from speedlab.cluster.launch.backends import Launching, launching_for
+from speedlab.cluster.launch.environment import host_environment
+from speedlab.cluster.launch.host_specs import Spec
+from speedlab.cluster.launch.placement import Host, places
+from speedlab.network import Endpoint, free_port
+
+_ENGINE_SECONDS = 90.0
+_POLL_SECONDS = 0.02
+
+
+def start_agents(
+    home: Home,
+    client: ipyparallel.Client,
+    launching: Launching,
+    *,
+    token: str,
+    device: str = "auto",
+    interface: str = "",
+    progress: Callable[[str], None] = lambda words: None,
+    cancelled: threading.Event | None = None,
+) -> Agents:
+    """Start an agent on every host of `launching`; returns when all have registered and their devices are known.
+
+    `device`: as `choose_devices` takes it; `interface`: of the hosts, over which their ranks meet ("" : the one that
+    leads to the controller). `progress` hears what is waited for, such as a place in a queue; `cancelled` ends that.
+    Raises ClusterError that names the host and says what to do. Then nothing is left on any host, and no job.
+    """
+    agents = Agents(home, Muster(home, client, launching, token, device, interface))
+    try:
+        entries = agents._muster.first(progress, cancelled or threading.Event())
+        agents.known.update({entry.host.name: entry for entry in entries})
+        agents.use([entry.host.name for entry in entries])
+    except BaseException:
+        agents.end()
+        raise
+    return agents
+
+
+class Agents:
+    """The agents of one cluster, by host. Made by `start_agents`, or by `Agents.of` for those that run."""
+
+    def __init__(self, home: Home, muster: Muster) -> None:
+        self.known: dict[str, AgentEntry] = {}
+        """Each host's newest agent, also of hosts that were left out."""
+        self.stores: dict[str, Endpoint] = {}
+        """Where rank 0 serves what the ranks meet in, by the host that it is on; chosen when first asked for."""
+        self.out_of_reach: set[str] = set()
+        """Hosts that are not asked, as nobody would answer; `silent` and `restart` still try."""
+        self._home, self._muster = home, muster
+        self._used: tuple[str, ...] = ()
+        self._coming = threading.RLock()
+        """Held while agents or engines are waited for: each takes those that register for its own."""
+
+    @property
+    def entries(self) -> tuple[AgentEntry, ...]:
+        """The agents of the hosts on which ranks are, in the order of ranks."""
+        return tuple(self.known[name] for name in self._used)
+
+    @property
+    def aside(self) -> dict[str, int]:
+        """How many engines the hosts had that were left out."""
+        return {name: len(entry.host.devices) for name, entry in self.known.items() if name not in self._used}
+
+    @property
+    def hosts(self) -> tuple[Host, ...]:
+        return tuple(entry.host for entry in self.entries)
+
+    @property
+    def engine_ids(self) -> frozenset[int]:
+        """ipyparallel's numbers of the agents: no ranks, to be left out wherever all engines are meant."""
+        return frozenset(entry.engine_id for entry in self.entries)
+
+    def host_of(self, rank: int) -> Host:
+        return self.hosts[places(self.hosts)[rank].host]
+
+    # ---- hosts that go and come --------------------------------------------------------------------------------------
+
+    def use(self, hosts: Sequence[str]) -> None:
+        """Ranks are on these hosts from now on, in this order, and are counted anew; `environments` gives what each is
+        to be bound to. The others are left out: they are asked no more, but ended with the rest."""
+        self._used = tuple(hosts)
+
+    def restart(self, host: str) -> None:
+        """Start the agent of a host anew where it was killed, or cut off; it finds the engines that run there.
+
+        Raises ClusterError where the host does not come.
+        """
+        with self._coming:
+            devices = self.known[host].host.devices
+            entry = self._muster.again(host, len(devices))
+            if len(entry.host.devices) != len(devices):
+                raise ClusterError(f"{host} is back with {len(entry.host.devices)} devices, and had {len(devices)}")
+            self.known[host] = entry
+            self.out_of_reach.discard(host)
+            self.call(host, agent_tasks.end_other_agents)
+
+    # ---- engines -----------------------------------------------------------------------------------------------------
+
+    def start_engines(
+        self,
+        environment: Mapping[str, str],
+        ranks: Iterable[int] | None = None,
+        *,
+        keep: Iterable[EngineEntry] = (),
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> tuple[EngineEntry, ...]:
+        """Start the engines of these ranks, None: all; returns when all have imported torch and registered. Others that
+        run on their hosts, but for those to `keep`, are ended before: nobody else could have them in hand.
+
+        `environment`: what all of them get besides (SPEEDLAB_BACKEND). Raises ClusterError with the host and the end of
+        the engine's log where one ends before, and once `cancelled()`. Then none of these is left.
+        """
+        wanted = sorted(range(len(places(self.hosts))) if ranks is None else set(ranks))
+        with self._coming:
+            environments = self.environments(environment)
+            self.set_generation(self._home.generation)
+            self._muster.forget_new()
+            self._await_imports([self.host_of(rank).name for rank in wanted], cancelled)
+            started: dict[int, dict[str, Any]] = {}
+            try:
+                for number, entry in enumerate(self.entries):
+                    mine = {rank: environments[rank] for rank in wanted if places(self.hosts)[rank].host == number}
+                    if mine:
+                        self._await_imports([entry.host.name], cancelled)  # What was installed since is imported anew.
+                        kept = [(engine.pid, engine.started) for engine in keep if engine.host == entry.host.name]
+                        started |= self.call(entry.host.name, agent_tasks.start_engines, mine, kept)
+                return self._await_engines(started, cancelled)
+            except BaseException:
+                begun = [
+                    EngineEntry(
+                        rank=rank, engine_id=-1, pid=who["pid"], host=self.host_of(rank).name, started=who["started"]
+                    )
+                    for rank, who in started.items()
+                ]
+                self.end_engines(begun, patience_seconds=0.0)
+                raise
+
+    def _await_imports(self, hosts: Sequence[str], cancelled: Callable[[], bool]) -> None:
+        """Wait until agents can start engines at once: an agent that waits itself answers nobody."""
+        left = list(dict.fromkeys(hosts))
+        deadline = time.monotonic() + _ENGINE_SECONDS
+        while left := [host for host in left if not self.call(host, agent_tasks.ready)]:
+            if cancelled():
+                raise ClusterError("it was interrupted")
+            if time.monotonic() > deadline:
+                log = self.log(left[0], "nursery", 1500).strip()
+                raise ClusterError(f"{', '.join(left)} did not import torch within {_ENGINE_SECONDS:g} s\n{log}")
+            time.sleep(_POLL_SECONDS)
+
+    def environments(self, environment: Mapping[str, str]) -> list[dict[str, str]]:
+        """What the engine of each rank finds in its environment, by rank, `environment` included."""
+        first = self.entries[0].host
+        if first.name not in self.stores:
+            port = self.call(first.name, free_port)
+            self.stores[first.name] = Endpoint(host=first.name, address=first.address, port=port)
+        store = self.stores[first.name]
+        return [
+            {
+                **host_environment(place.rank, self.hosts, self.entries[place.host].rendezvous, store),
+                **environment,
+            }
+            for place in places(self.hosts)
+        ]
+
+    def _await_engines(
+        self, started: Mapping[int, Mapping[str, Any]], cancelled: Callable[[], bool]
+    ) -> tuple[EngineEntry, ...]:
+        roll = RollCall(self._muster.calls)
+        found: dict[int, EngineEntry] = {}
+        deadline = time.monotonic() + _ENGINE_SECONDS
+        looked = time.monotonic()
+        while len(found) < len(started):
+            if cancelled():
+                raise ClusterError("it was interrupted")
+            roll.ask(self._muster.new_ids())
+            for who in roll.answers():
+                mine = started.get(who.rank)
+                if mine is not None and mine["pid"] == who.pid:
+                    found[who.rank] = EngineEntry(
+                        rank=who.rank,
+                        pid=who.pid,
+                        engine_id=who.engine_id,
+                        host=self.host_of(who.rank).name,
+                        started=mine["started"],
+                    )
+            absent = [rank for rank in started if rank not in found]
+            if absent and time.monotonic() > looked + 1.0:
+                looked = time.monotonic()
+                self._raise_ended(absent, started)
+            if absent and time.monotonic() > deadline:
+                raise ClusterError(f"{name_ranks(absent)} not ready after {_ENGINE_SECONDS:g} s\n{self._logs(absent)}")
+            time.sleep(_POLL_SECONDS)
+        return tuple(found[rank] for rank in sorted(found))
+
+    def _raise_ended(self, ranks: Sequence[int], started: Mapping[int, Mapping[str, Any]]) -> None:
+        known = {(each["host"], each["pid"]): each for each in self.engines()}
+        found = {rank: known.get((self.host_of(rank).name, started[rank]["pid"])) for rank in ranks}
+        ended = [rank for rank, each in found.items() if each is None or not each["running"]]
+        if ended:
+            where = ", ".join(dict.fromkeys(self.host_of(rank).name for rank in ended))
+            statuses = {each["exit"] for rank in ended if (each := found[rank]) is not None}
+            how = f", {_ending(statuses.pop())}" if len(statuses) == 1 and None not in statuses else ""
+            raise ClusterError(f"{name_ranks(ended)} on {where} ended before being ready{how}\n{self._logs(ended)}")
+
+    def _logs(self, ranks: Sequence[int]) -> str:
+        tails = {rank: self.log(self.host_of(rank).name, f"engine-{rank}", 1500).strip() for rank in ranks[:3]}
+        return "\n".join(f"rank {rank}: {tail}" for rank, tail in tails.items())
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Engines of the hosts that answer: rank, pid, started, host, running, exit (see `agent_tasks.engines`)."""
+        answers, _ = self.ask_all(agent_tasks.engines)
+        return [{**engine, "host": host} for host, found in answers.items() for engine in found]
+
+    def signal(self, engines: Iterable[EngineEntry], number: int) -> list[EngineEntry]:
+        """Send a signal to these engines; returns those that were reached."""
+        return self._to_engines(engines, agent_tasks.send_signal, number)
+
+    def signal_at_work(self, at_work: Mapping[EngineEntry, str], number: int) -> list[EngineEntry]:
+        """As `signal`, to engines that work on ipyparallel's message of that id, and to no others; returns those whose
+        agents answer. Waits for none of them longer than a moment: others wait meanwhile."""
+        wanted = {engine: (engine.pid, engine.started, message) for engine, message in at_work.items()}
+        return self._to_engines(wanted, agent_tasks.signal_at_work, number, seconds=AT_ONCE_SECONDS, given=wanted)
+
+    def end_engines(self, engines: Iterable[EngineEntry], *, patience_seconds: float) -> list[EngineEntry]:
+        """End these engines and what they started; returns those that could not be ended. On hosts that do not answer
+        they end by themselves, half a minute after the controller is out of reach."""
+        seconds = ANSWER_SECONDS + patience_seconds
+        return self._to_engines(engines, agent_tasks.end_engines, patience_seconds, seconds=seconds)
+
+    def set_generation(self, number: int, seconds: float = ANSWER_SECONDS) -> list[str]:
+        """Ranks that join from now on meet in this generation; returns the hosts that do not answer."""
+        return self.ask_all(agent_tasks.set_generation, number, seconds=seconds)[1]
+
+    def log(self, host: str, name: str, most_bytes: int = 20_000) -> str:
+        """The end of a log on a host: 'agent', or 'engine-3' of the engine that was started as rank 3."""
+        return self.call(host, agent_tasks.log_tail, name, most_bytes)
+
+    # ---- hosts -------------------------------------------------------------------------------------------------------
+
+    def silent(self, seconds: float = SILENT_SECONDS, hosts: Iterable[str] | None = None) -> list[str]:
+        """The hosts whose agents do not answer within so many seconds."""
+        return self.ask_all(agent_tasks.who, seconds=seconds, hosts=self._used if hosts is None else hosts)[1]
+
+    def look_round(self) -> tuple[dict[str, dict[str, str]], list[str]]:
+        """(by host, the doors at which ranks wait to be debugged, by their numbers in the lobby; hosts whose agents do
+        not answer). A supervisor looks once a second."""
+        answers, silent = self.ask_all(agent_tasks.who, seconds=SILENT_SECONDS, hosts=self._used)
+        return {host: who.get("waiting", {}) for host, who in answers.items()}, silent
+
+    def why_over(self) -> str | None:
+        """Why the hosts were taken away, as by a job's time limit, in a sentence; None where nobody took them."""
+        return self._muster.launching.why_over()
+
+    def end(self) -> list[str]:
+        """End all engines and agents, and give the hosts back; returns hosts that cannot be reached. There engines and
+        agent end by themselves, within a minute after the controller."""
+        came = {host: (engine_id, ()) for host, engine_id in self._muster.came.items()}
+        answers, _ = self._muster.calls.gather(came, agent_tasks.end, ANSWER_SECONDS)
+        ended = [host for host, left in answers.items() if not left]
+        return self._muster.launching.stop(self._muster.order(), ended)
+
+    # ---- asking ------------------------------------------------------------------------------------------------------
+
+    def call(self, host: str, function: Callable[..., Any], *arguments: Any, seconds: float = ANSWER_SECONDS) -> Any:
+        """What a function of `agent_tasks` returns on one host. Raises HostLost, or ClusterError with its failure."""
+        return self._muster.calls.ask(self.known[host].engine_id, host, function, *arguments, seconds=seconds)
+
+    def ask_all(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        seconds: float = ANSWER_SECONDS,
+        hosts: Iterable[str] | None = None,
+    ) -> tuple[dict[str, Any], list[str]]:
+        """(answers by host, hosts that did not answer), all asked at once; `hosts`: None for those with ranks, as far
+        as they are in reach."""
+        chosen = [name for name in self._used if name not in self.out_of_reach] if hosts is None else hosts
+        return self._gather(dict.fromkeys(chosen, arguments), function, seconds)
+
+    def ask_each(
+        self, arguments: Mapping[str, tuple[Any, ...]], function: Callable[..., Any], *, seconds: float
+    ) -> dict[str, Any]:
+        """Answers by host, of hosts with arguments of their own."""
+        return self._gather(arguments, function, seconds)[0]
+
+    def _gather(
+        self, arguments: Mapping[str, tuple[Any, ...]], function: Callable[..., Any], seconds: float
+    ) -> tuple[dict[str, Any], list[str]]:
+        asked = {name: (self.known[name].engine_id, given) for name, given in arguments.items()}
+        return self._muster.calls.gather(asked, function, seconds)
+
+    def _to_engines(
+        self,
+        engines: Iterable[EngineEntry],
+        function: Callable[..., Any],
+        *more: Any,
+        seconds: float = ANSWER_SECONDS,
+        given: Mapping[EngineEntry, tuple[Any, ...]] | None = None,
+    ) -> list[EngineEntry]:
+        """The engines whose process ids came back. `given`: what the function is told of each, by default its process
+        id and start time."""
+        engines = list(engines)
+        told = given or {engine: (engine.pid, engine.started) for engine in engines}
+        asked = {}
+        for entry in self.known.values():
+            mine = [told[engine] for engine in engines if engine.host == entry.host.name]
+            if mine and entry.host.name not in self.out_of_reach:
+                asked[entry.host.name] = (entry.engine_id, (mine, *more))
+        answers, _ = self._muster.calls.gather(asked, function, seconds)
+        return [engine for engine in engines if engine.pid in answers.get(engine.host, ())]
+
+    # ---- for the next supervisor -------------------------------------------------------------------------------------
+
+    def to_fields(self) -> dict[str, Any]:
+        """What another process needs to know to go on with these agents, as plain data for JSON."""
+        return {
+            "agents": [asdict(entry) for entry in self.known.values()],
+            "used": self._used,
+            "launching": self._muster.launching.to_fields(),
+            "stores": [str(store) for store in self.stores.values()],
+            "device": self._muster.device,
+            "interface": self._muster.interface,
+        }
+
+    @classmethod
+    def of(cls, home: Home, client: ipyparallel.Client, spec: Spec, token: str, fields: Mapping[str, Any]) -> Agents:
+        """Agents that another process has started: what its `to_fields` gave."""
+        launching = launching_for(home, spec)
+        for name in launching.to_fields().keys() - {"kind"}:
+            setattr(launching, name, fields["launching"][name])
+        agents = cls(home, Muster(home, client, launching, token, fields["device"], fields["interface"]))
+        entries = [AgentEntry.from_fields(entry) for entry in fields["agents"]]
+        agents.known = {entry.host.name: entry for entry in entries}
+        agents._muster.came.update({entry.host.name: entry.engine_id for entry in entries})
+        agents.use(fields["used"])
+        agents.stores = {store.host: store for store in map(Endpoint.parse, fields["stores"])}
+        return agents
+
+
+def _ending(status: int) -> str:
+    """How a process has ended, in words; `status` as subprocess has it."""
+    if status >= 0:
+        return f"with status {status}"
+    killer = ", as the system does where memory has run out" if -status == signal.SIGKILL else ""
+    return f"killed by signal {-status}, {signal.strsignal(-status) or 'which has no name'}{killer}"

@@ -1,0 +1,201 @@
+"""The process of an agent: `python -m speedlab.cluster.agents.process`, one on each host, started over SSH, by Slurm or by MPI.
+
+1. *Begin*: read the order (from stdin, or from a file that all hosts see); look whether this Python, torch and SpeedLab
+   are the cluster's, and whether the controller can be reached. What is wrong is one sentence, in the answer on stdout
+   and beside the order's file, and nothing is started.
+2. Make a folder of this host's own, readable by the user alone: connection file, logs, `generation` of the rendezvous.
+3. *Serve*: be an ipyparallel engine that runs the functions of `agent_tasks.py`. It is executed anew for that, so that
+   the cluster's token is in its environment, by which its processes are known.
+4. When the controller is gone for good, end the engines of this host, remove the folder, and end.
+
+It never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import speedlab.cluster.agents.tasks as agent_tasks
+import speedlab.cluster.files.processes as processes
+from speedlab.network import Endpoint, try_to_reach
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What an agent is told."""
+
+    cluster: str
+    token: str
+    connection: dict[str, Any]
+    """Of the controller, for engines: addresses, ports and keys."""
+    controller: str
+    """An Endpoint of it."""
+    expected: dict[str, str] = field(default_factory=dict)
+    """Versions of Python and of packages that must be the same here."""
+    name: str = ""
+    """What the host is called; "": what it calls itself."""
+    device: str = "auto"
+    """As `Cluster` has it."""
+    engines: int = 0
+    """How many the host is to have; 0: one for each of its devices, or not known here."""
+    end: bool = False
+    """Whether what runs of the cluster here is to be ended, and no more."""
+
+    @classmethod
+    def from_json(cls, text: str) -> Order:
+        data = json.loads(text)
+        return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def own_versions() -> dict[str, str]:
+    """Versions that must agree on all hosts, as far as they are installed."""
+    versions = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for name in ("torch", "speedlab"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            # '2.13.0+cpu' and '2.13.0+cu130' are the same torch, built for other devices.
+            versions[name] = importlib.metadata.version(name).partition("+")[0]
+    return versions
+
+
+def problem_here(order: Order, host: str) -> str | None:
+    """Why there can be no agent here, in a sentence; None when there can."""
+    own = own_versions()
+    for name, version in order.expected.items():
+        if own.get(name) != version:
+            what = "Python" if name == "python" else name
+            has = f"{what} {own[name]}" if name in own else f"no {what}"
+            return (
+                f"{host} has {has} in {sys.executable}, the cluster {what} {version}; all hosts need the same: install "
+                f"it there, or name another interpreter"
+            )
+    blocked = try_to_reach(Endpoint.parse(order.controller), host)
+    return f"{blocked}. Agents and engines connect to the controller there" if blocked else None
+
+
+def main() -> None:
+    """Begin, or serve."""
+    parser = argparse.ArgumentParser(prog="python -m speedlab.cluster.agents.process")
+    parser.add_argument("--order", help="file with the order, which all hosts see; by default it comes on stdin")
+    parser.add_argument("--detach", action="store_true", help="go on in the background; the answer is one line of JSON")
+    parser.add_argument("--serve", help="folder that `begin` has made")
+    parser.add_argument("--device", default="auto", help="of the engines that are going to be asked for")
+    parser.add_argument("--engines", type=int, default=0, help="how many; 0: one for each device")
+    given = parser.parse_args()
+    if given.serve:
+        serve(Path(given.serve), given.engines or None, given.device)
+    else:
+        sys.exit(begin(Path(given.order) if given.order else None, detach=given.detach))
+
+
+def begin(file: Path | None, *, detach: bool) -> int:
+    """Steps 1 and 2; returns the exit status where it returns at all."""
+    try:
+        text = file.read_text() if file else sys.stdin.read()
+    except OSError as error:
+        print(f"{platform.node()} does not see {file} ({error.strerror}); the home folder must be shared", flush=True)
+        return 3
+    if not text:
+        if file is None:  # The one who connected has gone away without an order.
+            return 3
+        problem = f"{platform.node()} sees {file} empty; its home folder is behind that of the machine that wrote it"
+        print(problem, flush=True)
+        (file.parent / f"problem-{platform.node()}").write_text(problem)
+        return 3
+    order = Order.from_json(text)
+    host = order.name or platform.node()
+    if order.end:
+        own = (processes.ENGINE_MODULE, processes.NURSERY_MODULE, "speedlab.cluster.agents.process")
+        here = processes.of_host(order.token, own)
+        processes.end([found for found in here if found.pid != os.getpid()], patience_seconds=0.0)
+        shutil.rmtree(folder_of(order, host), ignore_errors=True)
+        print(json.dumps({"pid": 0}), flush=True)
+        return 0
+    problem = problem_here(order, host)
+    if problem:
+        print(json.dumps({"problem": problem}), flush=True)
+        if file:
+            (file.parent / f"problem-{host}").write_text(problem)
+        return 3
+    folder = make_folder(order, host)
+    environment = {
+        **os.environ,
+        processes.TOKEN: order.token,
+        "IPP_CLUSTER_ID": order.cluster,
+        "IPP_PROFILE_DIR": str(folder),
+        agent_tasks.HOST: host,
+        agent_tasks.CONTROLLER: order.controller,
+    }
+    command = [sys.executable, "-m", "speedlab.cluster.agents.process", "--serve", str(folder)]
+    command += [f"--device={order.device}", f"--engines={order.engines}"]
+    if not detach:
+        os.execve(sys.executable, command, environment)
+    with (folder / "log" / "agent.log").open("ab") as log:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
+        )
+    print(json.dumps({"pid": process.pid}), flush=True)
+    return 0
+
+
+def folder_of(order: Order, host: str) -> Path:
+    """The folder of this host's own."""
+    return Path(tempfile.gettempdir()) / f"speedlab-{os.getuid()}-{order.token[:12]}-{host}"
+
+
+def make_folder(order: Order, host: str) -> Path:
+    """Make it, and write the connection file. Raises OSError where somebody else has one of that name."""
+    folder = folder_of(order, host)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is somebody else's")
+    for name in ("security", "log", "rendezvous"):
+        (folder / name).mkdir(mode=0o700, exist_ok=True)
+    connection = folder / "security" / f"ipcontroller-{order.cluster}-engine.json"
+    with suppress(FileNotFoundError):
+        connection.unlink()
+    with os.fdopen(os.open(connection, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        json.dump(order.connection, file)
+    return folder
+
+
+def serve(folder: Path, engines: int | None, device: str) -> None:
+    """Steps 3 and 4. `engines`, `device`: what is going to be asked for, for which torch is imported meanwhile."""
+    os.environ["IPP_CONNECTION_INFO"] = next((folder / "security").glob("*-engine.json")).read_text()
+    agent_tasks.begin(folder, time.time())
+    agent_tasks.expect(engines, device)
+    from ipyparallel.engine.app import IPEngine
+
+    # A signal is for the engines, never for the agent in the middle of a message.
+    sys.argv[1:] = [
+        f"--profile-dir={folder}",
+        "--log-level=WARN",
+        "--HistoryManager.enabled=False",
+        "--InteractiveShell.cache_size=0",
+        "--IPEngine.enable_nanny=False",
+        agent_tasks.misses(2 * agent_tasks.SILENT_SECONDS),
+        "--IPEngine.timeout=30",
+    ]
+    try:
+        IPEngine.launch_instance()
+    finally:
+        agent_tasks.end_here()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""Agents come: they are launched, register with the controller, and say what their hosts have.
+
+Who has come: engines that register are asked which rank they are; ipyparallel's numbers do not tell.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import ipyparallel
+from ipyparallel.error import RemoteError
+
+import speedlab.cluster.agents.tasks as agent_tasks
+import speedlab.cluster.worker.remote as remote
+from speedlab.cluster.agents.process import Order, own_versions
+from speedlab.cluster.agents.rpc import AgentEntry, Calls, HostLost, has_ended
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.files.cluster_dir import Home, this_host
+from speedlab.cluster.launch.backends import Launching
+from speedlab.cluster.launch.placement import Host
+from speedlab.hardware import Device
+from speedlab.network import Endpoint
+
+_ASK_AGAIN_SECONDS = 1.0
+"""How often the hub is asked who has registered."""
+_SILENT_SECONDS = 3.0
+"""Until an engine that has not answered is asked again who it is."""
+
+
+class Register:
+    """The engines that the hub counts, for who waits for new ones. A client is told of those that register after its
+    subscription has reached the hub, and its first list is older than that: an engine that comes in between, when all
+    start at once, it would never hear of. So the hub is asked again."""
+
+    def __init__(self, client: ipyparallel.Client) -> None:
+        self._client = client
+        self._answer: Any = None
+        self._asked = self._looked = time.monotonic()
+        self._ever = set(client.ids)
+
+    def ids(self) -> set[int]:
+        """ipyparallel's numbers of the engines known now. Never waits."""
+        now = time.monotonic()
+        if now > self._looked + _ASK_AGAIN_SECONDS:  # Nobody waited: what it tells may have come and gone meanwhile.
+            self._answer = None
+        self._looked = now
+        self._ever |= set(self._client.ids)
+        if self._answer is not None and self._answer.done():
+            answer, self._answer = self._answer.result(), None
+            self._take(answer["content"]["engines"])
+        if self._answer is None and now > self._asked + _ASK_AGAIN_SECONDS:
+            self._asked = now
+            self._answer = self._client._send(self._client._query_stream, "connection_request")
+        return set(self._client.ids)
+
+    def _take(self, engines: dict[str, str]) -> None:
+        """One that has gone since the hub wrote this must not come back: numbers are never used again."""
+        unheard = {int(number): uuid for number, uuid in engines.items() if int(number) not in self._ever}
+        if unheard:  # The thread that hears of all others is the one that notes them.
+            self._client._io_loop.add_callback(self._client._update_engines, unheard)
+
+
+class Present(NamedTuple):
+    """An engine that has answered: `engine_id` is ipyparallel's number, `pid` is on its host."""
+
+    rank: int
+    pid: int
+    engine_id: int
+
+
+class RollCall:
+    """Engines that were asked and have not answered. One that ends meanwhile is none to wait for: a supervisor that
+    died may have left one that the hub counts for a while yet; whoever started an engine looks whether it runs.
+
+    One that is silent is asked again: what is sent to an engine that the scheduler does not know yet is dropped."""
+
+    def __init__(self, calls: Calls) -> None:
+        self._calls = calls
+        self._asked: dict[int, list[Any]] = {}
+        """What was sent to each, the newest last."""
+        self._ask_again: dict[int, float] = {}
+
+    def ask(self, engine_ids: Iterable[int]) -> None:
+        """Ask these engines who they are."""
+        for engine_id in engine_ids:
+            try:
+                task = self._calls.send(engine_id, remote.identify)
+            except HostLost:
+                self._asked.pop(engine_id, None)
+                continue
+            self._asked.setdefault(engine_id, []).append(task)
+            self._ask_again[engine_id] = time.monotonic() + _SILENT_SECONDS
+
+    def answers(self) -> Iterator[Present]:
+        """Those that have answered since the last look. Raises ipyparallel's RemoteError where one cannot."""
+        for engine_id, tasks in list(self._asked.items()):
+            task = next((task for task in tasks if task.done()), None)
+            if task is None:
+                if time.monotonic() > self._ask_again[engine_id]:
+                    self.ask([engine_id])
+                continue
+            del self._asked[engine_id]
+            try:
+                who = task.get()
+            except RemoteError as error:
+                if has_ended(error):
+                    continue
+                raise
+            yield Present(who["rank"], who["pid"], engine_id)
+
+
+REGISTER_SECONDS = 60.0
+"""How long agents may take from the start of their process until they have registered."""
+
+_POLL_SECONDS = 0.02
+
+
+class Muster:
+    """Brings the agents of one cluster together. `device` and `interface` as `start_agents` takes them."""
+
+    def __init__(
+        self,
+        home: Home,
+        client: ipyparallel.Client,
+        launching: Launching,
+        token: str,
+        device: str,
+        interface: str,
+    ) -> None:
+        self.launching, self.device, self.interface = launching, device, interface
+        self.calls = Calls(client)
+        self.came: dict[str, int] = {}
+        """ipyparallel's number of the agent that came last, by host."""
+        self._home, self._register, self._token = home, Register(client), token
+        self._known = self._register.ids()
+        """Numbers that were there before, or were asked who they are."""
+
+    def order(self) -> Order:
+        """What an agent is told."""
+        connection = json.loads(self._home.connection_file("engine").read_text())
+        address = connection["interface"].partition("://")[2]
+        return Order(
+            cluster=self._home.name,
+            token=self._token,
+            connection=connection,
+            controller=str(Endpoint(host=this_host(), address=address, port=connection["registration"])),
+            expected=own_versions(),
+            device=self.device,
+        )
+
+    def first(self, progress: Callable[[str], None], cancelled: threading.Event) -> tuple[AgentEntry, ...]:
+        """Launch all; returns when every one has come and has said what its host has, in the order of ranks."""
+        self.launching.start(self.order())
+        names = self.launching.names
+        came = self._await(self.launching.count, progress, cancelled)
+        came.sort(key=lambda who: names.index(who["host"]) if who["host"] in names else who["number"])
+        entries, wrong = [], []
+        for number, who in enumerate(came):
+            try:
+                entries.append(self._describe(who, self.launching.engines_of(number)))
+            except ClusterError as error:
+                wrong.append(str(error))
+        if wrong:
+            raise ClusterError("\n".join(wrong))
+        check_equal([entry.host for entry in entries], [self.launching.engines_of(k) for k in range(len(entries))])
+        return tuple(entries)
+
+    def again(self, host: str, engines: int) -> AgentEntry:
+        """Launch the agent of one host once more. Raises ClusterError where it does not come."""
+        self.forget_new()
+        self.launching.again(host, self.order())
+        deadline = time.monotonic() + REGISTER_SECONDS
+        while not (came := [who for who in self.new(strays=True) if who["host"] == host]):
+            self.launching.progress()
+            if time.monotonic() > deadline:
+                late = f"{host} did not come back within {REGISTER_SECONDS:g} s"
+                raise ClusterError("\n".join(filter(None, [late, self.launching.said()])))
+            time.sleep(_POLL_SECONDS)
+        return self._describe(came[0], engines)
+
+    def forget_new(self) -> None:
+        """Who has registered until now is no agent that is waited for."""
+        self._known |= self._register.ids()
+
+    def new_ids(self) -> set[int]:
+        """Numbers that have registered since they were last asked for."""
+        found = self._register.ids() - self._known
+        self._known |= found
+        return found
+
+    def new(self, *, strays: bool) -> list[dict[str, Any]]:
+        """The agents among these, as `agent_tasks.who` describes them, with `engine_id`. `strays`: there may be engines
+        of a supervisor before, which are ending; what does not answer is then asked again as long as it is there. Else
+        raises HostLost for it."""
+        found = []
+        for engine_id in sorted(self.new_ids()):
+            try:
+                who = self.calls.ask(engine_id, f"engine {engine_id}", agent_tasks.who)
+            except HostLost:
+                if not strays:
+                    raise
+                self._known.discard(engine_id)
+                continue
+            if who["agent"]:
+                self.came[who["host"]] = engine_id
+                found.append({**who, "engine_id": engine_id})
+        return found
+
+    def _await(self, count: int, progress: Callable[[str], None], cancelled: threading.Event) -> list[dict[str, Any]]:
+        came: list[dict[str, Any]] = []
+        deadline = time.monotonic() + REGISTER_SECONDS
+        said = ""
+        while len(came) < count:
+            if cancelled.is_set():
+                raise ClusterError("the start of the cluster was cancelled; nothing is left of it")
+            words = self.launching.progress()
+            if words != said:
+                progress(words)
+                said = words
+            if words:  # A queue takes its time.
+                deadline = time.monotonic() + REGISTER_SECONDS
+            if time.monotonic() > deadline:
+                there = {who["host"] for who in came}
+                absent = [name for name in self.launching.names if name not in there]
+                raise ClusterError(
+                    f"only {len(came)} of {count} agents came within {REGISTER_SECONDS:g} s"
+                    + (f"; none of {', '.join(absent)}" if absent else "")
+                )
+            came += self.new(strays=False)
+            time.sleep(_POLL_SECONDS)
+        return came
+
+    def _describe(self, who: dict[str, Any], engines: int | None) -> AgentEntry:
+        asked = (engines, self.device, self.interface)
+        found = self.calls.ask(who["engine_id"], who["host"], agent_tasks.describe, *asked)
+        if found["problem"]:
+            raise ClusterError(f"{who['host']}: {found['problem']}")
+        devices = tuple(Device(**{**each, "cores": tuple(each["cores"])}) for each in found["devices"])
+        host = Host(name=who["host"], address=found["address"], interface=found["interface"], devices=devices)
+        return AgentEntry(
+            host=host,
+            engine_id=who["engine_id"],
+            pid=who["pid"],
+            rendezvous=found["rendezvous"],
+            folder=found["folder"],
+        )
+
+
+def check_equal(hosts: Sequence[Host], asked: Sequence[int | None]) -> None:
+    """Raise ClusterError where hosts have different numbers of devices and nobody has said how many each gives: ranks
+    of tensor parallelism share a host."""
+    counts = {len(host.devices) for host in hosts}
+    if len(counts) > 1 and None in asked:
+        what = ", ".join(f"{host.name} has {len(host.devices)}" for host in hosts)
+        fewest = min(counts)
+        raise ClusterError(
+            f"hosts have different numbers of devices: {what}. Say how many each gives, as "
+            f"{[f'{host.name}:{fewest}' for host in hosts]}"
+        )

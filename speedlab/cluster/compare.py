@@ -1,0 +1,158 @@
+"""Runs side by side, in Python: figures, what each has come to, and the settings in which they differ."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from speedlab.cluster.attach import folder_named
+from speedlab.cluster.files.cluster_dir import root
+from speedlab.cluster.known_runs import RUN_MIME, RunError, note_seen, run_id
+from speedlab.cluster.run import Run
+from speedlab.telemetry.compared import (
+    MOST_COMPARED,
+    Look,
+    RunsSideBySide,
+    compared_figures,
+    facts_table,
+    look_at,
+    settings_table,
+)
+from speedlab.telemetry.compared_overview import compared_overview
+from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.folder import RunFolder, Status
+from speedlab.telemetry.records import RESTING, RunState
+from speedlab.telemetry.series import History
+
+if TYPE_CHECKING:
+    from speedlab.display.figure_style import Figure
+
+
+class Comparison:
+    """Two or more runs, as they stand whenever somebody asks. As the last line of a cell it shows itself."""
+
+    def __init__(self, feeds: Sequence[Feed]) -> None:
+        """Raises RunError for fewer than two runs, for one that is there twice, and for too many."""
+        paths = [feed.folder.path for feed in feeds]
+        if len(set(paths)) < len(paths):
+            twice = next(path for path in paths if paths.count(path) > 1)
+            raise RunError(f"run {twice.name!r} is there twice; name different runs")
+        if not 2 <= len(feeds) <= MOST_COMPARED:
+            told = f"{len(feeds)} run{'' if len(feeds) == 1 else 's'}"
+            raise RunError(f"{told}; 2 to {MOST_COMPARED} are compared, as in speedlab.compare('a', 'b')")
+        self.feeds = list(feeds)
+        self.version = 0
+        """Counts the polls that found something."""
+        self._lock = threading.Lock()
+        self._histories = [History() for _ in feeds]
+        self._looks: list[Look | None] = [None for _ in feeds]
+
+    @property
+    def settings(self) -> RunsSideBySide:
+        """The settings in which they differ: rows of `name` and `values`, a value for each run."""
+        return settings_table(self._now())
+
+    @property
+    def facts(self) -> RunsSideBySide:
+        """What each has come to: step, loss, speed, memory."""
+        return facts_table(self._now())
+
+    def figures(self) -> dict[str, Figure]:
+        """Loss, throughput, memory and anatomy of all of them, as plotly takes them."""
+        return compared_figures(self._now())
+
+    def kept(self) -> dict[str, Any]:
+        """MIME types for where nothing runs: a picture, and the picture with tables."""
+        looks = self._now()
+        svg, html = compared_overview(looks)
+        text = "\n\n".join(str(table) for table in (facts_table(looks), settings_table(looks)))
+        return {"text/plain": text, "image/svg+xml": svg, "text/html": html}
+
+    @property
+    def run_data(self) -> dict[str, object]:
+        """Names the runs to pages, under RUN_MIME."""
+        paths = [feed.folder.path for feed in self.feeds]
+        return {"version": 1, "runs": list(map(run_id, paths)), "names": [path.name for path in paths]}
+
+    def make_known(self) -> None:
+        """Let the Jupyter server know the runs by their ids; where that cannot be, it does not draw them."""
+        with contextlib.suppress(OSError):
+            root().mkdir(mode=0o700, parents=True, exist_ok=True)
+            for feed in self.feeds:
+                note_seen(root(), feed.folder.path)
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
+        self.make_known()
+        return {**self.kept(), RUN_MIME: self.run_data}
+
+    def __repr__(self) -> str:
+        return str(self.kept()["text/plain"])
+
+    # As a dashboard follows one run's Feed
+
+    @property
+    def name(self) -> str:
+        return " · ".join(feed.folder.name for feed in self.feeds)
+
+    @property
+    def folder(self) -> Comparison:
+        """Whose `name` and `read_status` a dashboard asks for."""
+        return self
+
+    @property
+    def status(self) -> Status:
+        """Of all of them: it rests when each does."""
+        return _together([feed.status for feed in self.feeds])
+
+    def read_status(self) -> Status:
+        """The same, out of their folders. Raises RunFolderError for one that is damaged."""
+        return _together([feed.folder.read_status() for feed in self.feeds])
+
+    @property
+    def looks(self) -> list[Look]:
+        """How each stood when it was last polled."""
+        return [look for look in self._looks if look is not None]
+
+    def poll(self, *, files: bool = False) -> bool:
+        """Take in what is new, as Feed.poll does; True when there was something. Any thread may."""
+        news = False
+        with self._lock:
+            for number, (feed, history) in enumerate(zip(self.feeds, self._histories, strict=True)):
+                if feed.poll(files=files) or self._looks[number] is None:
+                    history.update(feed.records, feed.events)
+                    self._looks[number] = look_at(feed.folder.name, history, feed.status, feed.folder.config)
+                    news = True
+            self.version += news
+        return news
+
+    def close(self) -> None:
+        """Leave the streams of the runs."""
+        for feed in self.feeds:
+            feed.close()
+
+    def _now(self) -> list[Look]:
+        self.poll(files=True)
+        return self.looks
+
+
+def _together(statuses: Sequence[Status]) -> Status:
+    states = [status.state for status in statuses]
+    computing = [state for state in states if state not in RESTING]
+    # Of those that rest, one that may go on: what is pictured at rest is pictured anew when that has ended.
+    return Status(state=(computing or [state for state in states if state is RunState.PAUSED] or states)[0])
+
+
+def compare(*runs: Run | RunFolder | str | os.PathLike[str]) -> Comparison:
+    """Two to eight runs side by side: handles, or the names or folders of runs.
+
+    Raises RunError where there is no such run, or one is there twice, RunFolderError for a folder that cannot be read.
+    """
+    folders = [run.folder if isinstance(run, Run) else _folder(run) for run in runs]
+    return Comparison([Feed(folder) for folder in folders])
+
+
+def _folder(run: RunFolder | str | os.PathLike[str]) -> RunFolder:
+    return run if isinstance(run, RunFolder) else folder_named(run)

@@ -1,0 +1,233 @@
+"""A handle's connection to the supervisor of its cluster, and what is under way over it.
+
+It outlives a supervisor: where one has ended, the next question goes to a new one, which takes the cluster over, and
+what was submitted and has not ended is asked for again.
+
+The runs of a cluster, as a handle of it asks the supervisor for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import speedlab.cluster.files.processes as processes
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.files.cluster_dir import ClusterState, Home
+from speedlab.cluster.interrupts import is_the_users
+from speedlab.cluster.results import RankResults, RanksOutput
+from speedlab.cluster.supervisor import protocol as m
+from speedlab.cluster.supervisor import spawn
+from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
+
+if TYPE_CHECKING:
+    from speedlab.cluster.cluster import Cluster
+
+
+_MOST_ASKED = 3
+
+
+class Handle:
+    """Of the cluster of this name, whichever that is by now."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._home = Home(name)
+        self._lock = threading.RLock()
+        self._state: ClusterState | None = None
+        self._stamp = 0
+        self._client: Client | None = None
+        self._unfinished: weakref.WeakValueDictionary[str, RankResults] = weakref.WeakValueDictionary()
+        self.output = RanksOutput(self)
+        """What the ranks write to stdout and stderr."""
+
+    @property
+    def running(self) -> bool:
+        """Whether the cluster's controller is alive."""
+        state = self._home.read()
+        return state is not None and state.running
+
+    def check_controller(self) -> None:
+        """Raise ClusterError when the cluster has ended, so that nobody waits for an answer that cannot come. Where
+        only its supervisor has, a new one takes over."""
+        state = self._state
+        if state is None or not state.running:
+            left = self._home.read()
+            known = left.over if state is not None and left is not None and left.token == state.token else ""
+            reason = known or f"the controller of cluster {self.name!r} has died or was stopped"
+            self._abandon(reason)
+            raise ClusterError(f"{reason}; speedlab.Cluster(name={self.name!r}) starts it anew")
+        if self._lost:
+            self._reconnect()
+
+    @property
+    def _lost(self) -> bool:
+        return self._client is None or self._client.lost
+
+    def _ask(
+        self, question: m.Question, *, progress: Callable[[str], object] | None = None, seconds: float | None = None
+    ) -> Any:
+        """Ask the supervisor; a new one, where it ends meanwhile. What is asked twice must be the same as once. Raises
+        TimeoutError where it does not answer within `seconds`."""
+        for _ in range(_MOST_ASKED):
+            try:
+                self._now()
+                client = self._client
+                assert client is not None
+                return client.ask(question, progress=progress, seconds=seconds)
+            except SupervisorGoneError:
+                continue
+        raise ClusterError(
+            f"the supervisor of cluster {self.name!r} ended {_MOST_ASKED} times over the same question "
+            f"({type(question).__name__}); its log is {self._home.log / 'supervisor.log'}"
+        )
+
+    def _submit(self, work: bytes, ranks: Iterable[int] | None, *, shown: bool = False) -> RankResults:
+        results = RankResults(self, secrets.token_hex(8), work, shown=shown)
+        self._now()
+        chosen = results.wanted = None if ranks is None else list(ranks)
+        self._hear_of(results)
+        try:
+            results.begun(self._ask(m.Submit(id=results.id, work=work, ranks=chosen, shown=shown)))
+        except KeyboardInterrupt:
+            del self._unfinished[results.id]  # Not asked for again, where the interrupt has cut the connection.
+            if is_the_users():  # Nobody has a handle of it: it must not go on.
+                processes.uninterrupted(results.interrupt)
+            raise
+        return results
+
+    def _hear_of(self, results: RankResults) -> None:
+        self._unfinished[results.id] = results
+        if self._client is not None:
+            self._client.hear_of(results.id, results)
+
+    def _interrupt(self, timeout_seconds: float, *, id: str = "", folder: str = "") -> list[int]:
+        return self._ask(m.Interrupt(id=id, folder=folder, seconds=timeout_seconds))
+
+    def _reconnect(self) -> None:
+        """Connect anew, to a new supervisor where the old one has ended."""
+        with self._lock:
+            if self._lost:
+                with self._home.lock():
+                    self._connect()
+
+    def _connect(self) -> None:
+        """Connect to the supervisor; with the home's lock. Submissions that have not ended are asked for again."""
+        state = self._state
+        assert state is not None
+        self._client = None
+        try:
+            self._client = spawn.connect(self._home, state.token, self.output.printed)
+        except (ClusterError, FileNotFoundError):
+            if state.running:
+                raise
+            # It has ended meanwhile; its logs, which such errors show, have nothing to do with it.
+            raise ClusterError(
+                f"cluster {self.name!r} ended just now; speedlab.Cluster(name={self.name!r}) starts it anew"
+            ) from None
+        self.output.connected()
+        try:
+            for results in [results for results in self._unfinished.values() if not results.done]:
+                self._ask_again(self._client, results)
+        except BaseException:
+            self._client.close()  # Those that were not asked for again are, with the next connection.
+            raise
+
+    def _ask_again(self, client: Client, results: RankResults) -> None:
+        client.hear_of(results.id, results)
+        if known := client.ask(m.Watch(id=results.id, shown=results.shown)):
+            results.begun(known)
+            return
+        # The supervisor had not heard of it, or had not begun with it.
+        wanted = results.ranks or results.wanted
+        try:
+            results.begun(client.ask(m.Submit(id=results.id, work=results.work, ranks=wanted, shown=results.shown)))
+        except ClusterError as error:  # Its engine has died meanwhile: that concerns who waits for it, and no other.
+            results.begun(wanted or range(len(self._state.devices) if self._state is not None else 1))
+            results.abandon(str(error))
+
+    def _take(self, state: ClusterState) -> None:
+        self._state, self._stamp = state, self._home.stamp()
+
+    def _disconnect(self, reason: str) -> None:
+        client, self._client, self._state = self._client, None, None
+        self._abandon(reason)
+        if client is not None:
+            client.close()
+
+    def _abandon(self, reason: str) -> None:
+        for results in list(self._unfinished.values()):
+            results.abandon(reason)
+
+    def _now(self) -> ClusterState:
+        """What runs by now. Raises ClusterError when nothing does."""
+        state = self._state
+        if state is None:
+            raise ClusterError(f"cluster {self.name!r} is not running; cluster.start() starts it")
+        stamp = self._home.stamp()
+        if stamp != self._stamp:
+            found = self._home.read()
+            if found is None or found.token != state.token:
+                raise ClusterError(
+                    f"cluster {self.name!r} was stopped by another handle; "
+                    f"speedlab.Cluster(name={self.name!r}) starts or finds the present one"
+                )
+            self._state, self._stamp, state = found, stamp, found
+        self.check_controller()
+        return state
+
+
+_LET_GO_SECONDS = 10.0
+
+
+class RunsOf:
+    """The runs of a cluster, by their folders."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = weakref.ref(cluster)
+
+    def begin(self, folder: Path) -> None:
+        """Let the ranks begin with a new run. Raises ClusterError while another one is under way."""
+        self._ask(m.Begin(folder=str(folder)))
+
+    def post(self, folder: Path, word: str, arguments: dict[str, Any]) -> int:
+        """Give a control word to a run; returns its number. Raises ClusterError when an engine is dead."""
+        return self._ask(m.Post(folder=str(folder), word=word, arguments=arguments, key=secrets.token_hex(8)))
+
+    def attend(self, folder: Path) -> None:
+        """Look whether words wait for a run that nobody works on."""
+        self._ask(m.Attend(folder=str(folder)))
+
+    def standing(self, folder: Path) -> m.Standing:
+        """How a run stands with its ranks."""
+        return self._ask(m.AskStanding(folder=str(folder)))
+
+    def interrupt(self, folder: Path, seconds: float = 2.0) -> list[int]:
+        """Interrupt what the ranks do for this run, and no more; returns the ranks that are idle then."""
+        return self._ask(m.Interrupt(folder=str(folder), seconds=seconds))
+
+    @contextlib.contextmanager
+    def held(self, folder: Path, seconds: float = 10.0) -> Iterator[None]:
+        """Nobody advances the run meanwhile; words wait. The run has to rest; raises ClusterError when it is still
+        worked on after `seconds`."""
+        key = secrets.token_hex(8)
+        try:
+            self._ask(m.Hold(folder=str(folder), seconds=seconds, key=key))
+            yield
+        finally:
+            # Also when somebody interrupts just here: words would wait as long as this process lives. The hold goes
+            # with the connection where nobody answers.
+            with contextlib.suppress(TimeoutError, ClusterError):
+                processes.uninterrupted(
+                    lambda: self._ask(m.LetGo(folder=str(folder), key=key), seconds=_LET_GO_SECONDS)
+                )
+
+    def _ask(self, question: m.Question, *, seconds: float | None = None) -> Any:
+        cluster = self._cluster()
+        assert cluster is not None, "whoever asks of a run holds its cluster"
+        return cluster._ask(question, seconds=seconds)

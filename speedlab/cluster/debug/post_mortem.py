@@ -1,0 +1,55 @@
+"""A post-mortem of a rank, as `Cluster.debug` and `%speedlab debug` open it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import speedlab.cluster.debug.rank_debugger as debugging
+from speedlab.cluster.debug.connection import Door
+from speedlab.cluster.errors import DIED, ClusterError, RankError
+
+if TYPE_CHECKING:
+    from speedlab.cluster.cluster import Cluster
+
+_SERVE_SECONDS = 0.02
+
+
+def debug(cluster: Cluster, rank: int, ask: Callable[[str], str] | None = None) -> None:
+    """Look at what `rank` raised last, with the commands of pdb; `ask(prompt)` gives them, by default `input`. Returns
+    at `q`, or when an interrupt ends it. Raises ClusterError for a rank that is not there, is dead, works, or keeps
+    nothing."""
+    _refuse(cluster, rank)
+    name = secrets.token_hex(8)
+    with Door(cluster.directory, name, ask=ask) as door:
+        results = cluster.submit(debugging.post_mortem, name, ranks=[rank])
+        while not results.wait(_SERVE_SECONDS):
+            try:
+                door.serve()
+            except KeyboardInterrupt:
+                door.close()
+                results.interrupt()
+                raise
+        door.finish()
+    try:
+        (found,) = results.result()
+    except RankError as error:
+        failure = error.by_rank[rank]
+        raise error if failure.kind == DIED else ClusterError(failure.message) from None
+    if not found:
+        raise ClusterError(
+            f"rank {rank} keeps no exception: it has raised none, or only followed another rank's failure, or has done "
+            "something since, which frees what it kept. Let it fail again; in a cell of %%ranks --live --wait, "
+            "breakpoint() stops before that"
+        )
+
+
+def _refuse(cluster: Cluster, rank: int) -> None:
+    states = {status.rank: status.state for status in cluster.status()}
+    if states.get(rank) in ("busy", "frozen"):
+        doing = "works on something" if states[rank] == "busy" else "is suspended"
+        raise ClusterError(
+            f"rank {rank} {doing}, and a post-mortem needs it idle: run.pause().wait(), or wait for its cell. While "
+            "a run trains, breakpoint() in a cell of %%ranks --live --wait stops between two steps"
+        )

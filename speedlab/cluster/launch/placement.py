@@ -1,0 +1,145 @@
+"""Hosts beside devices: which rank runs where.
+
+Ranks go through the hosts in order, and through the devices of each: ranks that follow each other share a host, as the
+layout wants it, whose fastest axis is tp.
+
+Which devices a cluster's engines get.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import speedlab.hardware as hardware
+from speedlab.cluster.errors import ClusterError
+from speedlab.config.errors import more_in
+from speedlab.hardware import Device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """A machine on which an agent runs."""
+
+    name: str
+    """What people call it, and errors."""
+    address: str
+    """At which other hosts reach its ranks."""
+    interface: str
+    """The network interface with that address."""
+    devices: tuple[Device, ...]
+    """Of its ranks, by local rank."""
+
+    def to_fields(self) -> dict[str, Any]:
+        """As plain data for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Host:
+        """What `to_fields` gave; fields that are not known are left out."""
+        known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
+        devices = ({name: d[name] for name in Device.__dataclass_fields__ if name in d} for d in known["devices"])
+        known["devices"] = tuple(Device(**{**device, "cores": tuple(device["cores"])}) for device in devices)
+        return cls(**known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank runs: on which of the hosts, and which of that host's ranks it is."""
+
+    rank: int
+    host: int
+    local_rank: int
+
+
+def places(hosts: Sequence[Host]) -> list[Place]:
+    """The place of each rank, by rank."""
+    pairs = [(number, local) for number, host in enumerate(hosts) for local in range(len(host.devices))]
+    return [Place(rank=rank, host=number, local_rank=local) for rank, (number, local) in enumerate(pairs)]
+
+
+def hosts_for(size: int, used: Mapping[str, int], aside: Mapping[str, int], lost: Collection[str]) -> list[str]:
+    """Which hosts, in the order of ranks, give `size` engines.
+
+    `used`: engines by host, in that order; `aside`: of hosts that were left out. Hosts come and go whole: `lost` ones
+    go first, then the last of those that are left; those that were left out come back behind all others.
+
+    Raises ClusterError for a number that they cannot give, with those that they can.
+    """
+    there = {name: count for name, count in used.items() if name not in lost} | dict(aside)
+    sums, chosen = [0], []
+    for name, count in there.items():
+        if sums[-1] == size:
+            break
+        sums.append(sums[-1] + count)
+        chosen.append(name)
+    if sums[-1] == size and chosen:
+        return chosen
+    have = ", ".join(f"{name}: {count}" for name, count in there.items()) or "none"
+    sums = [sum(list(there.values())[: k + 1]) for k in range(len(there))]
+    gone = f" ({', '.join(lost)} does not answer)" if lost else ""
+    raise ClusterError(
+        f"{size} engines were asked for, and hosts come and go whole: there are {have}{gone}; "
+        + (f"{' or '.join(map(str, sums))} engines can be had" if sums else "start another cluster")
+    )
+
+
+CPU_ENGINES = 4
+"""How many engines a machine without GPUs gets when nobody says."""
+MOST_ENGINES = 1024
+"""Of one machine."""
+
+
+def thread_limits(threads: int) -> dict[str, str]:
+    """What libraries read from the environment when they are imported. Ranks that share cores must sleep while they
+    wait: two pools that spin halve each other's bandwidth."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
+    return {**dict.fromkeys(names, str(threads)), "OMP_WAIT_POLICY": "passive"}
+
+
+def choose_devices(engines: int | None, device: str) -> list[Device]:
+    """Devices by rank: one GPU each, those with most free memory first, or equal shares of the CPU cores.
+
+    `device`: 'cuda', 'cpu', or 'auto' for GPUs where there are any. Raises ClusterError when there are not enough.
+    """
+    if device not in ("auto", "cuda", "cpu"):
+        raise ClusterError(f"device is {device!r}; 'auto', 'cuda' and 'cpu' are known")
+    if engines is not None and engines < 1:
+        raise ClusterError(f"a cluster of {engines} engines was asked for; it needs at least 1")
+    if engines is not None and engines > MOST_ENGINES:
+        raise ClusterError(f"{engines} engines were asked for; one machine starts at most {MOST_ENGINES}")
+    gpus = [] if device == "cpu" else hardware.cuda_devices()
+    if device == "cuda" and not gpus:
+        raise ClusterError(
+            "device='cuda' was asked for, but no GPU can be seen; device='cpu' uses the CPU cores; "
+            f"{more_in('engines')}"
+        )
+    if not gpus:
+        return hardware.cpu_devices(engines or CPU_ENGINES)
+    if engines is not None and engines > len(gpus):
+        raise _too_few(engines, len(gpus))
+    return gpus[:engines]
+
+
+def devices_for(engines: int, present: Sequence[Device]) -> list[Device]:
+    """Devices by rank for another number of engines than the `present` ones are for.
+
+    Ranks that stay keep their GPU; CPU cores are shared out anew. Raises ClusterError as `choose_devices` does.
+    """
+    if engines < 1 or present[0].kind == "cpu":
+        return choose_devices(engines, "cpu")
+    if engines <= len(present):
+        return list(present[:engines])
+    taken = {device.uuid for device in present}
+    free = [gpu for gpu in hardware.cuda_devices() if gpu.uuid not in taken]
+    if engines > len(present) + len(free):
+        raise _too_few(engines, len(present) + len(free))
+    return [*present, *free[: engines - len(present)]]
+
+
+def _too_few(engines: int, gpus: int) -> ClusterError:
+    return ClusterError(
+        f"{engines} engines were asked for, but only {gpus} GPU{'s' if gpus > 1 else ''} can be seen, "
+        f"and each engine has its own; ask for at most {gpus}, or for device='cpu'"
+    )

@@ -1,0 +1,362 @@
+"""Engines on several hosts: what a supervisor does to them goes through the agents (`cluster/agents/pool.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import speedlab.cluster.agents.tasks as agent_tasks
+import speedlab.cluster.files.processes as processes
+import speedlab.cluster.launch.host_specs as host_specs
+import speedlab.cluster.launch.start as start
+from speedlab.cluster.agents.pool import Agents, start_agents
+from speedlab.cluster.agents.rpc import AT_ONCE_SECONDS
+from speedlab.cluster.debug.agent_relay import Given, Said
+from speedlab.cluster.debug.supervisor_relay import Relay
+from speedlab.cluster.errors import ClusterError
+from speedlab.cluster.files.cluster_dir import (
+    ClusterState,
+    EngineEntry,
+    Home,
+    this_host,
+    timeout_environment,
+    write_private,
+)
+from speedlab.cluster.launch.backends import launching_for
+from speedlab.cluster.launch.placement import Host, hosts_for, places
+from speedlab.cluster.launch.rendezvous import controller_address
+from speedlab.cluster.supervisor.process_control import AtWork, Plan, Process
+from speedlab.cluster.supervisor.record_relay import Wire, wire_for
+from speedlab.cluster.worker.abort_connections import CUT_SIGNAL
+from speedlab.cluster.worker.utilization import Load
+from speedlab.network import Endpoint, reserved_ports, try_to_reach
+from speedlab.telemetry.folder import RunFolder
+
+if TYPE_CHECKING:
+    from ipyparallel import Client
+
+
+log = logging.getLogger("speedlab.supervisor")
+
+_PROBED_PORT = 1
+"""Nothing listens there; a host that is there says so at once."""
+_PROBE_SECONDS = 0.5
+_MOST_PROBED = 32
+_LOOK_SECONDS = 2.0
+_EXCHANGE_SECONDS = 4.0
+"""An agent that is silent for so long ends the sessions of ranks that are debugged on its host."""
+_FOLDER_SECONDS = 5.0
+"""An agent that is asked of a run's folder for the first time imports what it needs for that."""
+_SILENT_ROUNDS = 3
+"""After so many looks at which a host's agent does not answer, but the host does, the agent is started anew."""
+
+
+class OnHosts:
+    """Engines that agents have started, and whoever takes over finds again."""
+
+    def __init__(
+        self, home: Home, agents: Agents, token: str, backend: str, timeout_seconds: float, spec: Mapping[str, Any]
+    ) -> None:
+        """`spec`: as `host_specs.fields_of` gives it. `timeout_seconds`: 0 for no limit of the user's."""
+        self._home, self._agents, self._spec = home, agents, spec
+        self._environment = {
+            processes.TOKEN: token,
+            "SPEEDLAB_BACKEND": backend,
+            **timeout_environment(timeout_seconds),
+        }
+        self._lost: dict[str, str] = {}
+        self._silent: dict[str, int] = {}
+        """Hosts that are there and whose agents do not answer, and for how many looks."""
+        self._agentless: dict[str, str] = {}
+        """Hosts whose agents could not be started anew, and why."""
+        self._were_lost: set[str] = set()
+        """Hosts that were cut off since their agents came."""
+        self._told_back: set[str] = set()
+        """Hosts that were left out when they were lost, and answer."""
+        self._seen: set[tuple[Path, tuple[str, ...]]] = set()
+        """Folders of runs that all of these hosts share."""
+        self._relay = Relay(home.path, self._exchange)
+        self._bringing = threading.Lock()
+        """Held while an agent is started anew."""
+
+    def require(self, ranks: Iterable[int]) -> None:
+        at = places(self._agents.hosts)
+        self._require_agents(dict.fromkeys(self._agents.hosts[at[rank].host].name for rank in sorted(ranks)))
+
+    def start(
+        self, state: ClusterState, ranks: Iterable[int], cancelled: Callable[[], bool]
+    ) -> tuple[EngineEntry, ...]:
+        ranks = set(ranks)
+        self.require(ranks)
+        keep = [engine for engine in state.engines if engine.rank not in ranks]
+        return self._agents.start_engines(self._environment, ranks, keep=keep, cancelled=cancelled)
+
+    def _require_agents(self, hosts: Iterable[str]) -> None:
+        """Start the agents of those hosts anew that do not answer, or were cut off: some of their connections may come
+        back long after others, and the controller give them up meanwhile. Raises ClusterError."""
+        hosts = list(hosts)
+        with self._bringing:
+            silent = self._agents.silent(hosts=hosts)
+            for host in hosts:
+                if host in silent or host in self._were_lost:
+                    try:
+                        self._agents.restart(host)
+                    except ClusterError:
+                        if host in silent:
+                            raise
+                        # It answers, and another one cannot be started.
+                    self._were_lost.discard(host)
+                    self.write()
+                    self._agents.set_generation(self._home.generation)  # It may have been counted on meanwhile.
+
+    def _bring_ended(self, silent: Collection[str]) -> None:
+        """Start those of these agents anew that have ended alone: their hosts are there. Raises ClusterError."""
+        if there := self._there(silent):
+            self._require_agents(there)
+
+    def look(self, engines: Sequence[EngineEntry]) -> list[Process]:
+        hosts = dict.fromkeys(engine.host for engine in engines if engine.host not in self._lost)
+        answers, silent = self._agents.ask_all(agent_tasks.look, seconds=_LOOK_SECONDS, hosts=hosts)
+        found = {(host, each["pid"]): each for host, those in answers.items() for each in those}
+        return [self._process(engine, found.get((engine.host, engine.pid)), silent) for engine in engines]
+
+    def _process(self, engine: EngineEntry, seen: Mapping[str, Any] | None, silent: Collection[str]) -> Process:
+        if seen is not None:
+            return Process(True, seen["frozen"], seen["rss_bytes"], Load(*seen["load"]))
+        # An agent that ended has taken no engine with it; whether they live, the controller knows.
+        return Process(engine.host in silent and engine.host not in self._lost, False, 0)
+
+    def interrupt(self, at_work: AtWork) -> list[EngineEntry]:
+        return self._signal(at_work, signal.SIGINT)
+
+    def cut(self, at_work: AtWork) -> list[EngineEntry]:
+        return self._signal(at_work, CUT_SIGNAL)
+
+    def _signal(self, at_work: AtWork, number: int) -> list[EngineEntry]:
+        reached = self._agents.signal_at_work(at_work, number)
+        return [engine for engine in at_work if engine not in reached]
+
+    def end(self, engines: Sequence[EngineEntry], gone: Callable[[EngineEntry], object]) -> list[EngineEntry]:
+        """Those on hosts that are lost end by themselves, half a minute after the host was cut off."""
+        within = [engine for engine in engines if engine.host not in self._lost]
+        self._require_agents(dict.fromkeys(engine.host for engine in within))  # A host may just be back.
+        # The engines alone at first: one of the children of each tells the controller that it has gone.
+        reached = self._agents.signal(within, signal.SIGKILL)
+        for engine in reached:
+            gone(engine)
+        looks = self.look(within)
+        return [engine for engine, look in zip(within, looks, strict=True) if look.alive]
+
+    def next_generation(self, *, at_once: bool = False) -> None:
+        self._home.next_generation()
+        if at_once:
+            self._agents.set_generation(self._home.generation, AT_ONCE_SECONDS)
+            return
+        for host in self._agents.set_generation(self._home.generation):
+            try:
+                self._bring_ended([host])  # Else ranks there would wait for the others where these have been.
+            except ClusterError:  # The watch counts such a host as lost.
+                log.exception("ranks of %s are not told that all meet anew", host)
+
+    def plan(self, state: ClusterState, size: int) -> Plan:
+        used = {host.name: len(host.devices) for host in self._agents.hosts}
+        names = hosts_for(size, used, self._agents.aside, self._lost)
+        now = {(engine.host, number): engine for host in used for number, engine in enumerate(_on(state, host))}
+        hosts = [self._agents.known[name].host for name in names]
+        stays = {}
+        engines = []
+        for place in places(hosts):
+            engine = now.get((hosts[place.host].name, place.local_rank))
+            if engine is not None:
+                stays[engine.rank] = place.rank
+                engines.append(replace(engine, rank=place.rank))
+        devices = tuple(device for host in hosts for device in host.devices)
+        return Plan(replace(state, devices=devices, engines=tuple(engines), hosts=tuple(names)), stays)
+
+    def turn_to(self, state: ClusterState) -> None:
+        self._agents.use(state.hosts)
+        self.write()
+
+    def environments(self, state: ClusterState) -> list[dict[str, str]]:
+        return self._agents.environments(self._environment)
+
+    def write(self) -> None:
+        """Write down what the next supervisor has to know of the agents."""
+        fields = {"spec": self._spec, **self._agents.to_fields()}
+        write_private(self._home.path / "hosts.json", json.dumps(fields))
+
+    # ---- folders of runs ---------------------------------------------------------------------------------------------
+
+    def wire(self, folder: RunFolder) -> Wire | None:
+        """Hosts that have seen the folder once are not asked again: others wait meanwhile. Where an agent has just
+        ended, another one is started for the question."""
+        place = (folder.path, self.host_names)
+        if place in self._seen:
+            return None
+        self._bring_ended(self._agents.silent(hosts=self.host_names))
+        found = wire_for(folder, self)
+        if found is None:
+            self._seen.add(place)
+        return found
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """Those in reach, in the order of ranks."""
+        return tuple(host.name for host in self._agents.hosts if host.name not in self._lost)
+
+    def ask_hosts(self, function: Callable[..., Any], by_host: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """What it returned, by host, of those that answered."""
+        return self._agents.ask_each(by_host, function, seconds=_FOLDER_SECONDS)
+
+    # ---- hosts that go -----------------------------------------------------------------------------------------------
+
+    def lost(self) -> dict[str, str]:
+        """A host whose agent alone has ended is not lost, unless the agent cannot be started anew: nothing can be done
+        to its engines then."""
+        waiting, silent = self._agents.look_round()
+        self._relay.hear(waiting)
+        there = self._there(silent)
+        self._agentless = {host: why for host, why in self._agentless.items() if host in there}
+        self._silent = {host: self._silent.get(host, 0) + 1 for host in there}
+        late = [
+            host for host, rounds in self._silent.items() if rounds >= _SILENT_ROUNDS and host not in self._agentless
+        ]
+        if late and not self._bringing.locked():
+            threading.Thread(target=self._bring, args=(late,), name="speedlab-agents", daemon=True).start()
+        lost = [host for host in silent if host not in there or host in self._agentless]
+        self._lost = {host: self._agentless.get(host, "does not answer: it is down or cut off") for host in lost}
+        self._agents.out_of_reach = set(lost)
+        self._were_lost.update(lost)
+        return self._lost
+
+    def _exchange(self, host: str, given: Mapping[str, Given]) -> dict[str, Said]:
+        if host in self._agents.out_of_reach:
+            raise ClusterError(f"{host} is lost")
+        return self._agents.call(host, agent_tasks.exchange, given, seconds=_EXCHANGE_SECONDS)
+
+    def back(self) -> list[str]:
+        away = {name for name in self._agents.aside if name in self._were_lost}
+        there, before = self._there(away), self._told_back
+        self._told_back = there
+        return sorted(there - before)
+
+    def _there(self, names: Collection[str]) -> set[str]:
+        """Those of the hosts that answer themselves, whatever runs on them."""
+        hosts = [self._agents.known[name].host for name in names]
+        with ThreadPoolExecutor(max(1, min(_MOST_PROBED, len(hosts)))) as pool:
+            return {host.name for host, found in zip(hosts, pool.map(_is_there, hosts), strict=True) if found}
+
+    def _bring(self, hosts: Iterable[str]) -> None:
+        for host in hosts:
+            try:
+                self._require_agents([host])
+            except ClusterError as error:
+                self._agentless[host] = f"has lost its agent, and no other could be started: {error}"
+            else:
+                log.info("the agent of %s was started anew", host)
+
+    def why_over(self) -> str | None:
+        return self._agents.why_over()
+
+    def stop(self) -> None:
+        self._agents.end()
+
+
+def _on(state: ClusterState, host: str) -> list[EngineEntry]:
+    """The engines of a host, by local rank."""
+    return [engine for engine in state.engines if engine.host == host]
+
+
+def _is_there(host: Host) -> bool:
+    """Whether a host itself answers, whatever runs on it."""
+    port = Endpoint(host=host.name, address=host.address, port=_PROBED_PORT)
+    problem = try_to_reach(port, this_host(), _PROBE_SECONDS)
+    return problem is None or isinstance(problem, ConnectionRefusedError)
+
+
+def start_on_hosts(
+    home: Home,
+    token: str,
+    asked: Mapping[str, Any],
+    progress: Callable[[str], None],
+    cancelled: threading.Event,
+) -> tuple[ClusterState, Client, OnHosts]:
+    """Start a controller that the hosts can reach, an agent on each and the engines; returns when all are ready.
+
+    `asked`: spec (of `host_specs.fields_of`), device, backend, interface. Raises ClusterError, also once `cancelled`.
+    Then nothing is left on any host.
+    """
+    spec = host_specs.of_fields(asked["spec"])
+    environment = {processes.TOKEN: token}
+    address = controller_address(spec, asked["interface"])
+    launching = launching_for(home, spec)
+    with reserved_ports() as ports:
+        try:
+            launching.prepare()  # Hosts are connected to while the controller starts.
+            controller_pid = asyncio.run(start.launch_controller(home, environment, address, ports))
+            client, agents = start.connect_to(home, controller_pid, token), None
+        except BaseException:
+            launching.abandon()
+            raise
+        try:
+            agents = start_agents(
+                home,
+                client,
+                launching,
+                token=token,
+                device=asked["device"],
+                interface=asked["interface"],
+                progress=progress,
+                cancelled=cancelled,
+            )
+            progress("starting engines")
+            hands = OnHosts(home, agents, token, asked["backend"], asked["timeout_seconds"], asked["spec"])
+            engines = agents.start_engines(hands._environment, cancelled=cancelled.is_set)
+            state = ClusterState(
+                name=home.name,
+                token=token,
+                controller_pid=controller_pid,
+                started=time.time(),
+                devices=tuple(device for host in agents.hosts for device in host.devices),
+                engines=engines,
+                backend=asked["backend"],
+                timeout_seconds=asked["timeout_seconds"],
+                hosts=tuple(host.name for host in agents.hosts),
+            )
+            hands.write()
+            home.write(state)
+        except BaseException:
+            if agents is not None:
+                agents.end()
+            client.close(linger=0)
+            processes.end(
+                [found for found in processes.marked(token) if found.pid != os.getpid()], patience_seconds=0.0
+            )
+            raise
+    return state, client, hands
+
+
+def found_on_hosts(home: Home, state: ClusterState, client: Client) -> OnHosts:
+    """The agents that an earlier supervisor has started."""
+    file = home.path / "hosts.json"
+    try:
+        fields = json.loads(file.read_text())
+        agents = Agents.of(home, client, host_specs.of_fields(fields["spec"]), state.token, fields)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ClusterError(
+            f"{file} is damaged ({type(error).__name__}: {error}), and says which agents there are on "
+            f"{', '.join(state.hosts)}; end the controller (kill {state.controller_pid}): what runs there ends then"
+        ) from None
+    agents.use(state.hosts)  # Its last words may be of a change that was not made.
+    agents.silent()  # They hear that there is a supervisor again, before a run that has paused for want of one goes on.
+    return OnHosts(home, agents, state.token, state.backend, state.timeout_seconds, fields["spec"])
