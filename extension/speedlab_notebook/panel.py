@@ -24,8 +24,8 @@ import ipywidgets as widgets
 from speedlab.cluster.errors import ClusterError
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
-from speedlab.planner.attention_figure import attention_html
-from speedlab.planner.rank_memory import RankMemory
+from speedlab.planner.memory.rank_memory import RankMemory
+from speedlab.planner.report import attention_html
 from speedlab_notebook.panel_actions import WORDS, run_line
 from speedlab_notebook.panel_changes import Change, changes, changes_line, live_batch, marks, reshaping
 from speedlab_notebook.panel_edits import Edits

@@ -5,7 +5,7 @@ from __future__ import annotations
 from speedlab.display.figure_style import LABELS
 from speedlab.display.formatting import bytes_text, count_text
 from speedlab.placement import Holders, Where
-from speedlab.planner.away import residency_of, state_places, state_widths
+from speedlab.planner.memory.offload import residency_of, state_places, state_widths
 from speedlab_notebook.panel_states import Prediction
 
 _SAME = 5e-4

@@ -11,8 +11,8 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.worker.remote import measure_disk
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
-from speedlab.planner import disk_rates
-from speedlab.planner.disk_rates import DiskRates
+from speedlab.planner.hardware import disk_rates
+from speedlab.planner.hardware.disk_rates import DiskRates
 from speedlab.planner.setup import Setup
 from speedlab_notebook.panel_actions import Watch
 from speedlab_notebook.panel_run import TROUBLE

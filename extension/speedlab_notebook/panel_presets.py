@@ -11,7 +11,7 @@ from speedlab.config import MODEL_PRESETS, ConfigError, RunConfig
 from speedlab.display.formatting import bytes_text, count_text
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
-from speedlab.planner.links import Link
+from speedlab.planner.hardware.links import Link
 from speedlab.planner.setup import Setup
 from speedlab_notebook.panel_states import Prediction, fit_problem, predict
 

@@ -13,7 +13,7 @@ from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
-from speedlab.planner import calibration_store
+from speedlab.planner.calibration import store
 from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.proof import Proof, read_proof
 from speedlab.telemetry.records import RunState
@@ -172,7 +172,7 @@ class PanelRun:
 
     def _learn(self, run: Run) -> None:
         """Let a calibrated machine learn from a run that has just finished, and tell what was predicted of it."""
-        if calibration_store.path().exists():
+        if store.path().exists():
             with suppress(ConfigError):  # A run of which nothing can be learned: too few steps, somebody's own model.
                 self._panel.tell(learn_from(run.folder))
 

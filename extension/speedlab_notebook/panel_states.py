@@ -17,14 +17,14 @@ from speedlab.display.svg import Bar, bars_svg
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner import explain_stage
-from speedlab.planner.here import hardware_here
-from speedlab.planner.links import Link, pretended
-from speedlab.planner.offload_time import LIMITING_SHARE
+from speedlab.planner.figures import places_svg
+from speedlab.planner.hardware.links import Link, pretended
+from speedlab.planner.hardware.local import hardware_here
+from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.plan import Plan, plan_setup
-from speedlab.planner.plan_figure import places_svg
-from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import Dtype
 from speedlab.planner.setup import Setup
+from speedlab.planner.time.offload import LIMITING_SHARE
 from speedlab.telemetry.records import CATEGORIES
 
 if TYPE_CHECKING:

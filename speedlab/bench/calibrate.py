@@ -29,8 +29,8 @@ from speedlab.bench.calibrate_cases import (
 from speedlab.bench.ranks import RankSet
 from speedlab.config import RunConfig
 from speedlab.planner.calibration import Calibration
-from speedlab.planner.calibration_fit import BlockTime, CollectiveTime, Samples, SetupTime, fit_all
-from speedlab.planner.calibration_store import this_machine
+from speedlab.planner.calibration.fit import BlockTime, CollectiveTime, Samples, SetupTime, fit_all
+from speedlab.planner.calibration.store import this_machine
 from speedlab.planner.setup import Setup
 
 

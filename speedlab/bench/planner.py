@@ -16,8 +16,8 @@ from speedlab.bench.planner_cases import GridCase, grid
 from speedlab.bench.ranks import RankSet
 from speedlab.config import RunConfig
 from speedlab.config.cli_options import read_options
-from speedlab.planner.memory import memory_by_rank, predict_memory
-from speedlab.planner.rank_memory import RankMemory
+from speedlab.planner.memory.predict import memory_by_rank, predict_memory
+from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.records import Ledger
 

@@ -13,7 +13,7 @@ from itertools import cycle
 from typing import Any
 
 from speedlab.config import RunConfig
-from speedlab.planner.away import offload_words
+from speedlab.planner.memory.offload import offload_words
 
 MODELS: dict[str, dict[str, Any]] = {
     "rotary": {"layers": 4, "hidden": 256, "heads": 4, "ffn_hidden": 1024, "vocab_size": 2003, "context": 128},

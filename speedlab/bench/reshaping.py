@@ -61,7 +61,7 @@ def _measure(folder: str, rounds: int) -> dict[str, list[float]]:
     from speedlab.config import RunConfig
     from speedlab.engine import Engine
     from speedlab.models import GPT
-    from speedlab.planner.formula import parameter_count
+    from speedlab.planner.formulas import parameter_count
     from speedlab.telemetry.shape import changed_config
     from speedlab.trainer.reshape import rebuild
 

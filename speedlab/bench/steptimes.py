@@ -24,10 +24,9 @@ from speedlab.bench.ranks import RankSet
 from speedlab.bench.training import training
 from speedlab.config import RunConfig
 from speedlab.config.cli_options import read_options
-from speedlab.planner import calibration_store
-from speedlab.planner.calibration import Calibration
+from speedlab.planner.calibration import Calibration, store
 from speedlab.planner.setup import Setup
-from speedlab.planner.timing import StepTime
+from speedlab.planner.time.step_time import StepTime
 
 VALIDATED = Path(__file__).parents[1] / "planner" / "validated_times.md"
 """Where the table of the last whole run is kept."""
@@ -94,7 +93,7 @@ def main(argv: list[str] | None = None) -> None:
     options = read_options(Options, argv, "speedlab bench steptimes")
     cases = [case for case in grid() if options.only in case.name][:: options.every]
     engines = sorted({case.ranks for case in cases})
-    calibration = calibration_store.load() if options.stored else _calibrate(engines)
+    calibration = store.load() if options.stored else _calibrate(engines)
     if calibration is None:
         sys.exit("there is no calibration of this machine; run `speedlab calibrate`, or leave out --stored")
     found: list[Found] = []

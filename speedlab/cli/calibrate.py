@@ -15,8 +15,7 @@ from speedlab.cluster.attach import folder_named
 from speedlab.cluster.calibration_update import learn_from
 from speedlab.config import ConfigError
 from speedlab.config.cli_options import read_options
-from speedlab.planner import calibration_store
-from speedlab.planner.calibration import CLASSES, Calibration
+from speedlab.planner.calibration import CLASSES, Calibration, store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +41,12 @@ def calibrate(argv: list[str]) -> int:
             print(learn_from(folder_named(options.learn), folder=options.output))
         elif not options.show:
             _measure(options)
-        found = calibration_store.load(options.output)
-    except calibration_store.CalibrationError as error:
+        found = store.load(options.output)
+    except store.CalibrationError as error:
         raise ConfigError(str(error)) from None
     if found is None:
         raise ConfigError(
-            f"{calibration_store.path(options.output)}: there is no calibration of this machine; run `speedlab "
-            "calibrate` first"
+            f"{store.path(options.output)}: there is no calibration of this machine; run `speedlab calibrate` first"
         )
     print(calibration_text(found))
     return 0
@@ -70,7 +68,7 @@ def _measure(options: CalibrateOptions) -> None:
     if any(number < 1 for number in engines):
         raise ConfigError(f"engines {engines}: each number must be at least 1")
     found = measure(engines, say=say)
-    path = calibration_store.save(found, options.output)
+    path = store.save(found, options.output)
     say(f"done: {path}")
     if live:
         sys.stderr.write("\n")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from speedlab.config import ConfigError
-from speedlab.planner import calibration_store
-from speedlab.planner.calibration_learn import learn
-from speedlab.planner.formula import parameter_count
+from speedlab.planner.calibration import store
+from speedlab.planner.calibration.learn import learn
+from speedlab.planner.formulas import parameter_count
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder
@@ -21,7 +21,7 @@ def learn_from(run: RunFolder, *, folder: Path | None = None) -> str:
     or nothing to learn for: no calibration, too few steps, a shape that changed on the way, another model than the
     built-in one.
     """
-    calibration = calibration_store.load(folder)
+    calibration = store.load(folder)
     if calibration is None:
         raise ConfigError("this machine was never measured; run `speedlab calibrate` first")
     feed = Feed(run)
@@ -45,7 +45,7 @@ def learn_from(run: RunFolder, *, folder: Path | None = None) -> str:
         raise ConfigError(str(error)) from None
     finally:
         feed.close()
-    calibration_store.save(found, folder)
+    store.save(found, folder)
     last = found.runs[-1]
     return (
         f"{run.name}: predicted {last.predicted_seconds * 1e3:.1f} ms a step, measured "

@@ -16,7 +16,7 @@ from speedlab.display.figure_style import LABELS
 from speedlab.display.formatting import bytes_text
 from speedlab.hardware import Device
 from speedlab.planner import parameter_count
-from speedlab.planner.here import hardware_here
+from speedlab.planner.hardware.local import hardware_here
 from speedlab.planner.plan import plan_setup
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.feed import Feed

@@ -62,10 +62,10 @@ from speedlab.parallel.tensor import TensorParallel
 from speedlab.parallel.zero import UnitChoice, UnitPlan, Zero, map_tensors, plan_units
 from speedlab.parallel.zero.flat_param import trainable_in_low_precision
 from speedlab.placement import EIGHT_BITS, ITEM_BYTES, Holders, Where
-from speedlab.planner.away import PAGE_BYTES, state_places
-from speedlab.planner.memory import borrowed_bytes, flat_elements, passing_bytes
-from speedlab.planner.passing import Passing, sent_by_update
-from speedlab.planner.rank_memory import RankMemory
+from speedlab.planner.memory.buffers import Passing, sent_by_update
+from speedlab.planner.memory.offload import PAGE_BYTES, state_places
+from speedlab.planner.memory.predict import borrowed_bytes, flat_elements, passing_bytes
+from speedlab.planner.memory.rank_memory import RankMemory
 
 _FLOAT32 = 4
 

@@ -1,7 +1,6 @@
 """What a run will hold and compute, before it starts. No torch."""
 
-from speedlab.planner.bubble import bubble_share
-from speedlab.planner.formula import (
+from speedlab.planner.formulas import (
     ModelStates,
     explain_stage,
     flops_per_token,
@@ -10,8 +9,9 @@ from speedlab.planner.formula import (
     rank_parameters,
     stage_blocks,
 )
-from speedlab.planner.peaks import Peaks, predicted_peaks
-from speedlab.planner.states import parameters_by_rank, rank_states
+from speedlab.planner.memory.fit import Peaks, predicted_peaks
+from speedlab.planner.memory.rank_memory import parameters_by_rank, rank_states
+from speedlab.planner.time.step_time import bubble_share
 
 __all__ = [
     "ModelStates",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from speedlab.config import OptimizerConfig
-from speedlab.planner.here import Hardware
+from speedlab.planner.hardware.local import Hardware
 from speedlab.planner.setup import Setup
-from speedlab.planner.timing import StepTime
+from speedlab.planner.time.step_time import StepTime
 
 _WORTH = 1.25
 """How much faster islands have to be, so that they are worth another training than one gradient's."""

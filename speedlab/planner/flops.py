@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
+from speedlab.planner.layer_shapes import block_weights, cross_attention, head_size, shape_parameters
 from speedlab.planner.setup import Checkpointing, ModelShape
-from speedlab.planner.shapes import block_weights, cross_attention, head_size, shape_parameters
 
 Convention = Literal["model", "hardware", "parameters", "attention"]
 CONVENTIONS: tuple[Convention, ...] = get_args(Convention)

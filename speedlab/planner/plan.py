@@ -17,19 +17,19 @@ from speedlab.display.figure_style import Figure
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import presets
 from speedlab.planner.advice import exchange_advice
-from speedlab.planner.caution import caution
-from speedlab.planner.changes import Change, cheapest_change
-from speedlab.planner.devices import Machines
-from speedlab.planner.here import Hardware
-from speedlab.planner.places import Place, places
-from speedlab.planner.plan_figure import found_html, plan_figure, plan_html
-from speedlab.planner.plan_table import PlanTable, found_text, plan_table, plan_text
-from speedlab.planner.rank_memory import RankMemory
+from speedlab.planner.figures import found_html, plan_figure, plan_html
+from speedlab.planner.fit_suggestions import Change, cheapest_change
+from speedlab.planner.hardware.devices import Machines
+from speedlab.planner.hardware.local import Hardware
+from speedlab.planner.layer_shapes import check_shape, kv_heads, shape_parameters
+from speedlab.planner.memory.places import Place, places
+from speedlab.planner.memory.rank_memory import RankMemory
+from speedlab.planner.report import PlanTable, found_text, plan_table, plan_text
 from speedlab.planner.search import Candidate, Dtype, Target, fast_dtype, search
 from speedlab.planner.search_space import FREE, Fixed, islands_problem, quantized_hosts_problem
 from speedlab.planner.setup import ModelShape, Setup, context_problems, state_problems
-from speedlab.planner.shapes import check_shape, kv_heads, shape_parameters
-from speedlab.planner.timing import StepTime
+from speedlab.planner.time.step_time import StepTime
+from speedlab.planner.warnings import caution
 
 _KEPT = (
     "attention",

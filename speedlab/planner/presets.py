@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from speedlab.config.presets import MODELS
-from speedlab.planner.devices import DEVICES, Machines
-from speedlab.planner.nearest import unknown
+from speedlab.display.formatting import unknown
+from speedlab.planner.hardware.devices import DEVICES, Machines
 from speedlab.planner.setup import ModelShape
 
 _DGX2 = "16 V100-32 nvlink2"  # 8 EDR cards of 100 Gbit/s each.

@@ -12,13 +12,13 @@ from speedlab.config import OffloadConfig, OptimizerConfig, OuterConfig, RunConf
 from speedlab.config.sections import Away
 from speedlab.hardware import Device
 from speedlab.planner import presets
-from speedlab.planner.devices import Machines
-from speedlab.planner.here import Hardware, hardware_here
+from speedlab.planner.hardware.devices import Machines
+from speedlab.planner.hardware.local import Hardware, hardware_here
+from speedlab.planner.model_spec import Sizes, Subject, subject_of
 from speedlab.planner.plan import Found, Plan, plan, plan_setup
 from speedlab.planner.search import Dtype, Target, fast_dtype, largest_model
 from speedlab.planner.search_space import Fixed
 from speedlab.planner.setup import Checkpointing, Setup
-from speedlab.planner.subject import Sizes, Subject, subject_of
 
 _COUNT = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?) ?(?P<prefix>[kKMGBT]?)")
 _SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?(?:e\d+)?) ?(?P<unit>(?:[kKMGT]i?)?B)?")

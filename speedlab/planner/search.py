@@ -18,17 +18,17 @@ from typing import Literal, get_args
 from speedlab.config.validation import partition_words
 from speedlab.layout import Layout
 from speedlab.placement import Where
-from speedlab.planner.away import offload_words, residency_of, state_places, state_widths
-from speedlab.planner.caution import caution
-from speedlab.planner.devices import Machines
-from speedlab.planner.efficiency import Efficiency, efficiency_of
-from speedlab.planner.memory import predict_memory
-from speedlab.planner.places import Place, places
-from speedlab.planner.rank_memory import RankMemory
+from speedlab.planner.hardware.devices import Machines
+from speedlab.planner.layer_shapes import check_shape
+from speedlab.planner.memory.offload import offload_words, residency_of, state_places, state_widths
+from speedlab.planner.memory.places import Place, places
+from speedlab.planner.memory.predict import predict_memory
+from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.search_space import FREE, Fixed, Space
 from speedlab.planner.setup import ModelShape, Setup
-from speedlab.planner.shapes import check_shape
-from speedlab.planner.timing import StepTime, predict_time, rank_parameters
+from speedlab.planner.time.efficiency import Efficiency, efficiency_of
+from speedlab.planner.time.step_time import StepTime, predict_time, rank_parameters
+from speedlab.planner.warnings import caution
 
 Target = Literal["fastest", "cheapest", "fewest devices"]
 Dtype = Literal["float32", "bfloat16", "float16"]

@@ -11,10 +11,10 @@ from typing import Any, Literal, TypeVar
 from speedlab.config import OffloadConfig, OptimizerConfig, ParallelConfig
 from speedlab.config.validation import host_problem, secondary_problem, unequal_problem
 from speedlab.layout import REPLICATED, Layout
-from speedlab.planner.away import offload_words
-from speedlab.planner.devices import Machines
+from speedlab.planner.hardware.devices import Machines
+from speedlab.planner.layer_shapes import is_built_in, kv_heads
+from speedlab.planner.memory.offload import offload_words
 from speedlab.planner.setup import Checkpointing, ModelShape, Setup, can_be_cut, state_problems
-from speedlab.planner.shapes import is_built_in, kv_heads
 
 _Choice = TypeVar("_Choice")
 

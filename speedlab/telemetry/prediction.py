@@ -11,9 +11,9 @@ import numpy as np
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.planner import parameter_count
-from speedlab.planner.here import hardware_here
-from speedlab.planner.links import pretended
-from speedlab.planner.rank_memory import RankMemory
+from speedlab.planner.hardware.links import pretended
+from speedlab.planner.hardware.local import hardware_here
+from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.records import Event, Ledger
 from speedlab.telemetry.shape import layout_in, present_config, shape_after

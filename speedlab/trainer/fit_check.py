@@ -17,7 +17,7 @@ from speedlab.config.errors import more_in
 from speedlab.engine.engine import Engine
 from speedlab.layout import LayoutError
 from speedlab.planner import Peaks, parameter_count, parameters_by_rank, predicted_peaks, rank_states
-from speedlab.planner.rank_memory import RankMemory
+from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.telemetry.shape import changed_config
 from speedlab.trainer.collective_errors import Refusal, agreed
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from speedlab.config import OffloadConfig
 from speedlab.engine.phase_timer import StepCosts
-from speedlab.planner.offload_time import LIMITING_SHARE
+from speedlab.planner.time.offload import LIMITING_SHARE
 
 _PASSED_BY, _MEASURED = 1, 3
 """Steps: the first makes the files, learns what comes after what and is traced; so many behind it are measured."""

@@ -12,7 +12,7 @@ from cuda_ops.gpu import kernels_in_use
 from speedlab.comm import own_line
 from speedlab.comm.multi_host_rendezvous import own_host
 from speedlab.engine.phase_timer import StepCosts
-from speedlab.planner.bubble import bubble_share
+from speedlab.planner.time.step_time import bubble_share
 from speedlab.telemetry.folder import Command, RunFolderError
 from speedlab.telemetry.records import Event, RunState, StepRecord
 from speedlab.telemetry.writer import RecordWriter

@@ -19,8 +19,8 @@ from speedlab.engine.engine import Engine
 from speedlab.engine.initialize import initialize
 from speedlab.engine.model_construction import make_whole
 from speedlab.models import GPT
-from speedlab.planner.away import offload_words
-from speedlab.planner.formula import flops_per_token
+from speedlab.planner.formulas import flops_per_token
+from speedlab.planner.memory.offload import offload_words
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.shape import differences, present_config

@@ -17,7 +17,7 @@ from speedlab.cluster import RankError
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.network import LinkRate
-from speedlab.planner import calibration_store
+from speedlab.planner.calibration import store
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Event, RunState, StepRecord
@@ -176,7 +176,7 @@ def cluster(tmp_path: Path) -> Fakes:
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Panel]]:
     """Makes panels on a machine that nobody calibrated, and closes them and their runs at the end."""
-    monkeypatch.setattr(calibration_store, "path", lambda folder=None: tmp_path / "calibration.json")
+    monkeypatch.setattr(store, "path", lambda folder=None: tmp_path / "calibration.json")
     panels: list[Panel] = []
 
     def make(*arguments: Any, **more: Any) -> Panel:

@@ -20,7 +20,8 @@ from speedlab_notebook.panel_fields import SECTIONS
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout
 from speedlab.network import LinkRate
-from speedlab.planner import here, model_states, parameter_count, rank_parameters, stage_blocks
+from speedlab.planner import model_states, parameter_count, rank_parameters, stage_blocks
+from speedlab.planner.hardware import local
 
 cluster, opened, panel = panel_fakes.cluster, panel_fakes.opened, panel_fakes.panel
 
@@ -477,7 +478,7 @@ def test_a_disk_is_measured_once_by_an_engine_and_told(cluster: Fakes, panel: Pa
 
 
 def test_what_a_disk_cannot_hold_is_not_trained(panel: Panel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(here, "free_disk_bytes", lambda folder: 2**20)
+    monkeypatch.setattr(local, "free_disk_bytes", lambda folder: 2**20)
     put(panel, "offload.optimizer", "disk")
     assert "does not fit: disk: " in panel.summary_text
     assert offered(panel) == set()

@@ -15,7 +15,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from speedlab.display.documentation import QUICKSTART, notebook_file
 from speedlab.display.formatting import bytes_text
-from speedlab.planner.formula import model_states, parameter_count
+from speedlab.planner.formulas import model_states, parameter_count
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import RunState
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from speedlab.planner import calibration_store as store
-from speedlab.planner.calibration import Calibration, Constants
-from speedlab.planner.kernels import Rates
+from speedlab.planner.calibration import Calibration, Constants, store
+from speedlab.planner.time.kernels import Rates
 
 RATES = Rates(matmul_flops=5e10, attention_flops=2e10, memory_bytes=8e9, element_bytes=4, kernel_seconds=1e-5)
 

@@ -6,9 +6,9 @@ import pytest
 
 from speedlab.bench.planner_cases import grid
 from speedlab.bench.steptimes import Found, Measured, reference_of, render, setup_of
-from speedlab.planner.devices import Machines
-from speedlab.planner.efficiency import efficiency_of
-from speedlab.planner.timing import predict_time
+from speedlab.planner.hardware.devices import Machines
+from speedlab.planner.time.efficiency import efficiency_of
+from speedlab.planner.time.step_time import predict_time
 
 
 def found(*, step: float, reference: float, predicted_reference: float) -> Found:

@@ -13,7 +13,7 @@ from telemetry_samples import make_event, make_record
 from speedlab.display.figure_style import COLOURS, INK
 from speedlab.display.formatting import byte_unit, bytes_text, count_text, seconds_text
 from speedlab.hardware import cpu_devices
-from speedlab.planner.rank_memory import RankMemory
+from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.telemetry import series
 from speedlab.telemetry.figures import (
     History,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import plotly.graph_objects as go
 import pytest
 
-from speedlab.planner.largest_figure import largest_figure, largest_table
+from speedlab.planner.largest_model_figure import largest_figure, largest_table
+from speedlab.planner.layer_shapes import shape_parameters
 from speedlab.planner.plan import Found
 from speedlab.planner.request import PlanRequest
 from speedlab.planner.search import Candidate
-from speedlab.planner.shapes import shape_parameters
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from telemetry_samples import make_event, make_folder, make_record
 from speedlab.cluster.errors import DIED, RankError, RemoteFailure
 from speedlab.cluster.oom_report import allocation_bytes, out_of_memory_lines, tipping_category
 from speedlab.hardware import Device
-from speedlab.planner import calibration_store, parameter_count
+from speedlab.planner import parameter_count
+from speedlab.planner.calibration import store
 from speedlab.telemetry.records import Ledger
 from speedlab.telemetry.writer import RecordWriter
 
@@ -23,7 +24,7 @@ CUDA = "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capaci
 
 @pytest.fixture(autouse=True)
 def _not_calibrated(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(calibration_store, "path", lambda folder=None: tmp_path / "none.json")
+    monkeypatch.setattr(store, "path", lambda folder=None: tmp_path / "none.json")
 
 
 def run_of(tmp_path: Path, ledger: Ledger):

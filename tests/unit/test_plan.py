@@ -17,14 +17,15 @@ from speedlab.config import ConfigError, OuterConfig, ParallelConfig, RunConfig
 from speedlab.display.figure_style import plain
 from speedlab.hardware import Device
 from speedlab.layout import Layout
-from speedlab.planner import calibration_store, presets
-from speedlab.planner.here import hardware_here
-from speedlab.planner.memory import predict_memory
+from speedlab.planner import presets
+from speedlab.planner.calibration import store
+from speedlab.planner.hardware.local import hardware_here
+from speedlab.planner.layer_shapes import head_size
+from speedlab.planner.memory.predict import predict_memory
 from speedlab.planner.plan import Found, plan
-from speedlab.planner.plan_table import plan_table
+from speedlab.planner.report import plan_table
 from speedlab.planner.request import PlanRequest, count
 from speedlab.planner.setup import Setup
-from speedlab.planner.shapes import head_size
 
 CLUSTER = "128x8 A100-80 nvlink3 ib-200x8"
 GPT3 = ["gpt3-175b", "--machines", CLUSTER, "--tp", "8", "--pp", "16", "--zero", "1", "--global", "1536"]
@@ -42,7 +43,7 @@ DEVICE = Device(
 
 @pytest.fixture(autouse=True)
 def _not_calibrated(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(calibration_store, "path", lambda folder=None: tmp_path / "none.json")
+    monkeypatch.setattr(store, "path", lambda folder=None: tmp_path / "none.json")
 
 
 def gpt3(**changes):
@@ -428,7 +429,7 @@ def test_a_gpu_of_this_machine_is_known_by_its_name() -> None:
 def test_a_damaged_calibration_is_told_and_not_used(monkeypatch, tmp_path) -> None:
     path = tmp_path / "broken.json"
     path.write_text("{")
-    monkeypatch.setattr(calibration_store, "path", lambda folder=None: path)
+    monkeypatch.setattr(store, "path", lambda folder=None: path)
     hardware = hardware_here([DEVICE], "float32")
     assert hardware.note.startswith("(not calibrated: ")
     assert hardware.calibration is None

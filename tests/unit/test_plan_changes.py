@@ -12,7 +12,7 @@ from speedlab.cli.plan import parse
 from speedlab.config import RunConfig
 from speedlab.config.model_shape import ModelShape
 from speedlab.hardware import Device
-from speedlab.planner.changes import _changes, options_of
+from speedlab.planner.fit_suggestions import _changes, options_of
 from speedlab.planner.plan import Found, Plan
 from speedlab.planner.request import PlanRequest
 

@@ -12,9 +12,8 @@ from calibration_samples import RATES, calibration, constants
 
 from speedlab.data.cache import default_cache
 from speedlab.layout import Layout
-from speedlab.planner import calibration_store as store
-from speedlab.planner.calibration import CLASSES, Calibration, engine_events
-from speedlab.planner.calibration_fit import (
+from speedlab.planner.calibration import CLASSES, Calibration, engine_events, store
+from speedlab.planner.calibration.fit import (
     BlockTime,
     CollectiveTime,
     Samples,
@@ -24,11 +23,11 @@ from speedlab.planner.calibration_fit import (
     fit_all,
     fit_constants,
 )
-from speedlab.planner.calibration_learn import learn
-from speedlab.planner.collectives import Ring
-from speedlab.planner.kernels import Rates, block_pass, head_pass
+from speedlab.planner.calibration.learn import learn
 from speedlab.planner.setup import ModelShape, Setup
-from speedlab.planner.timing import predict_time
+from speedlab.planner.time.communication import Ring
+from speedlab.planner.time.kernels import Rates, block_pass, head_pass
+from speedlab.planner.time.step_time import predict_time
 from speedlab.telemetry.records import Ledger
 
 SHAPE = ModelShape(

@@ -9,8 +9,8 @@ from calibration_samples import calibration
 
 from speedlab.cluster.calibration_update import learn_from
 from speedlab.config import ConfigError, RunConfig
-from speedlab.planner import calibration_store as store
-from speedlab.planner.formula import parameter_count
+from speedlab.planner.calibration import store
+from speedlab.planner.formulas import parameter_count
 from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Event, Ledger, StepRecord
 from speedlab.telemetry.writer import RecordWriter

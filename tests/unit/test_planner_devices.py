@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from speedlab.planner.devices import DEVICES, Machines, device
-from speedlab.planner.links import Link, parse_link
+from speedlab.planner.hardware.devices import DEVICES, Machines, device
+from speedlab.planner.hardware.links import Link, parse_link
 
 
 def test_a_cluster_from_a_line() -> None:

@@ -20,10 +20,10 @@ from speedlab.engine.memory_ledger import activation_trace
 from speedlab.engine.model_check import plan_module
 from speedlab.layout import Layout
 from speedlab.models.hf_attention import registered
-from speedlab.planner.hugging_face import FAMILIES, read_shape, shape_of
-from speedlab.planner.memory import predict_memory
+from speedlab.planner.hf_config import FAMILIES, read_shape, shape_of
+from speedlab.planner.layer_shapes import shape_parameters
+from speedlab.planner.memory.predict import predict_memory
 from speedlab.planner.setup import Setup
-from speedlab.planner.shapes import shape_parameters
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

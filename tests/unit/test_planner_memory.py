@@ -12,11 +12,11 @@ import pytest
 from speedlab.config import ModelConfig, RunConfig
 from speedlab.display.figure_style import COLOURS
 from speedlab.layout import Layout
-from speedlab.planner.activation_sizes import Sizes
-from speedlab.planner.activations_stage import held, step_peak, walk
-from speedlab.planner.formula import parameter_count
-from speedlab.planner.memory import flat_elements, memory_by_rank, memory_timeline, predict_memory
-from speedlab.planner.rank_memory import CATEGORIES
+from speedlab.planner.formulas import parameter_count
+from speedlab.planner.memory.activation_sizes import Sizes
+from speedlab.planner.memory.pipeline_stage import held, step_peak, walk
+from speedlab.planner.memory.predict import flat_elements, memory_by_rank, memory_timeline, predict_memory
+from speedlab.planner.memory.rank_memory import CATEGORIES
 from speedlab.planner.setup import ModelShape, Setup
 from speedlab.telemetry.records import CATEGORIES as LEDGER
 

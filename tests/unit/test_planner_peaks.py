@@ -9,8 +9,8 @@ import pytest
 from speedlab.config import RunConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import model_states, parameter_count, predicted_peaks
-from speedlab.planner.memory import predict_memory
-from speedlab.planner.peaks import Peaks
+from speedlab.planner.memory.fit import Peaks
+from speedlab.planner.memory.predict import predict_memory
 from speedlab.planner.setup import Setup
 
 CONFIG = RunConfig(model="gpt-tiny", zero=0, batch={"global_size": 8})

@@ -12,21 +12,21 @@ from speedlab import cli
 from speedlab.config import ConfigError, ModelConfig, OffloadConfig, RunConfig
 from speedlab.hardware import Device
 from speedlab.layout import Layout
-from speedlab.planner import disk_rates
-from speedlab.planner.devices import Machines
-from speedlab.planner.disk_rates import DiskRates
-from speedlab.planner.efficiency import efficiency_of
-from speedlab.planner.here import Hardware, hardware_here
-from speedlab.planner.hosts import HOSTS, HostSpec, free_disk_bytes
-from speedlab.planner.memory import predict_memory
-from speedlab.planner.offload_time import flows
-from speedlab.planner.places import Place, places
+from speedlab.planner.hardware import disk_rates
+from speedlab.planner.hardware.devices import Machines
+from speedlab.planner.hardware.disk_rates import DiskRates
+from speedlab.planner.hardware.hosts import HOSTS, HostSpec, free_disk_bytes
+from speedlab.planner.hardware.local import Hardware, hardware_here
+from speedlab.planner.memory.places import Place, places
+from speedlab.planner.memory.predict import predict_memory
 from speedlab.planner.plan import plan, plan_setup
 from speedlab.planner.request import PlanRequest, size_bytes
 from speedlab.planner.search import search
 from speedlab.planner.search_space import Fixed
 from speedlab.planner.setup import ModelShape, Setup
-from speedlab.planner.timing import PARTS, predict_time, rank_parameters
+from speedlab.planner.time.efficiency import efficiency_of
+from speedlab.planner.time.offload import flows
+from speedlab.planner.time.step_time import PARTS, predict_time, rank_parameters
 
 GPT2 = ModelConfig(preset="gpt2")
 CORES = Device(

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from speedlab.config import MODEL_PRESETS, ConfigError, ModelConfig
-from speedlab.planner.formula import parameter_count
+from speedlab.planner.formulas import parameter_count
+from speedlab.planner.layer_shapes import check_shape, shape_parameters
 from speedlab.planner.presets import CLUSTERS, MODELS, cluster, model
 from speedlab.planner.setup import ModelShape
-from speedlab.planner.shapes import check_shape, shape_parameters
 
 
 @pytest.mark.parametrize("name", MODELS)

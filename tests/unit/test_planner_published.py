@@ -11,10 +11,15 @@ import pytest
 
 from speedlab.layout import Layout
 from speedlab.planner import published
-from speedlab.planner.efficiency import EFFICIENCY
-from speedlab.planner.megatron_rules import StateBytes, layer_activation_bytes, peak_bytes, stage_activation_bytes
+from speedlab.planner.memory.megatron_rules import (
+    StateBytes,
+    layer_activation_bytes,
+    peak_bytes,
+    stage_activation_bytes,
+)
 from speedlab.planner.presets import model
 from speedlab.planner.setup import Setup
+from speedlab.planner.time.efficiency import EFFICIENCY
 
 MISSED = {
     # As if sums between two tensor-parallel ranks of a host went at 6 GB/s: not explained by anything printed

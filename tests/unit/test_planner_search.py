@@ -11,17 +11,17 @@ import pytest
 
 from speedlab.config import OffloadConfig, OptimizerConfig, OuterConfig
 from speedlab.layout import Layout
-from speedlab.planner.changes import cheapest_change, differences
-from speedlab.planner.devices import Machines
-from speedlab.planner.efficiency import efficiency_of
-from speedlab.planner.memory import predict_memory
+from speedlab.planner.fit_suggestions import cheapest_change, differences
+from speedlab.planner.hardware.devices import Machines
+from speedlab.planner.layer_shapes import shape_parameters
+from speedlab.planner.memory.predict import predict_memory
+from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.presets import cluster, model
-from speedlab.planner.rank_memory import RankMemory
 from speedlab.planner.search import USABLE, Candidate, largest_model, search
 from speedlab.planner.search_space import Fixed
 from speedlab.planner.setup import ModelShape, Setup
-from speedlab.planner.shapes import shape_parameters
-from speedlab.planner.timing import predict_time
+from speedlab.planner.time.efficiency import efficiency_of
+from speedlab.planner.time.step_time import predict_time
 
 SHAPE = ModelShape(
     name="small", layers=8, hidden=2048, heads=16, ffn_hidden=8192, vocab_size=50304, sequence_length=1024

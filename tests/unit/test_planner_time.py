@@ -10,17 +10,16 @@ import pytest
 from speedlab.config import AttentionConfig, RunConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.placement import INT8, ITEM_BYTES
-from speedlab.planner.bubble import bubble_share
-from speedlab.planner.collectives import Ring, rings
-from speedlab.planner.devices import DeviceSpec, Machines
-from speedlab.planner.efficiency import Efficiency, efficiency_of
 from speedlab.planner.flops import share_of_step, token_flops
-from speedlab.planner.kernels import Rates, block_pass
-from speedlab.planner.links import Link
+from speedlab.planner.hardware.devices import DeviceSpec, Machines
+from speedlab.planner.hardware.links import Link
+from speedlab.planner.layer_shapes import shape_parameters
 from speedlab.planner.presets import cluster, model
 from speedlab.planner.setup import Setup
-from speedlab.planner.shapes import shape_parameters
-from speedlab.planner.timing import PARTS, blocks_by_rank, predict_time, rank_parameters
+from speedlab.planner.time.communication import Ring, rings
+from speedlab.planner.time.efficiency import Efficiency, efficiency_of
+from speedlab.planner.time.kernels import Rates, block_pass
+from speedlab.planner.time.step_time import PARTS, blocks_by_rank, bubble_share, predict_time, rank_parameters
 
 ENDLESS = 1e30
 

@@ -7,8 +7,9 @@ from telemetry_samples import make_event
 
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
-from speedlab.planner import calibration_store, parameter_count
-from speedlab.planner.here import hardware_here
+from speedlab.planner import parameter_count
+from speedlab.planner.calibration import store
+from speedlab.planner.hardware.local import hardware_here
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.prediction import error_text, prediction_of
 
@@ -27,7 +28,7 @@ CONFIG = RunConfig(model="gpt-tiny", zero=1)
 
 @pytest.fixture(autouse=True)
 def _not_calibrated(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(calibration_store, "path", lambda folder=None: tmp_path / "none.json")
+    monkeypatch.setattr(store, "path", lambda folder=None: tmp_path / "none.json")
 
 
 def started(**changes):

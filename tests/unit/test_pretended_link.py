@@ -13,10 +13,12 @@ from speedlab.comm.simulated_link import Line, arrival
 from speedlab.config import RunConfig
 from speedlab.hardware import cpu_devices
 from speedlab.network import LinkRate
-from speedlab.planner import calibration_store, links, parameter_count
-from speedlab.planner.efficiency import Efficiency
-from speedlab.planner.here import hardware_here
+from speedlab.planner import parameter_count
+from speedlab.planner.calibration import store
+from speedlab.planner.hardware import links
+from speedlab.planner.hardware.local import hardware_here
 from speedlab.planner.setup import Setup
+from speedlab.planner.time.efficiency import Efficiency
 from speedlab.telemetry.prediction import prediction_of
 from speedlab.telemetry.records import Event
 
@@ -110,8 +112,8 @@ def test_a_prediction_takes_the_link_that_the_run_tells_of_and_says_that_it_is_p
 def test_on_a_calibrated_machine_what_is_sent_takes_what_the_link_takes_where_that_is_longer(
     gigabits: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibration_store, "path", lambda folder=None: tmp_path / "calibration.json")
-    calibration_store.save(calibration(constants(factors={"data parallel": 2.0})))
+    monkeypatch.setattr(store, "path", lambda folder=None: tmp_path / "calibration.json")
+    store.save(calibration(constants(factors={"data parallel": 2.0})))
     layouts = {
         "data parallel": {"dp": 2},
         "tensor parallel": {"tp": 2},

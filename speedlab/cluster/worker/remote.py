@@ -230,7 +230,7 @@ def try_model(config: str, file: str) -> dict[str, Any]:
 def measure_disk(folder: str) -> tuple[float, float]:
     """(bytes read, bytes written a second) of states in `folder`, or in the nearest folder above it."""
     from speedlab.offload.disk_benchmark import measure_disk as measure
-    from speedlab.planner.hosts import existing
+    from speedlab.planner.hardware.hosts import existing
 
     found = measure(existing(Path(folder)) or Path(folder))
     return found.read_bytes_per_second, found.write_bytes_per_second

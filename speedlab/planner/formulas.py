@@ -1,0 +1,159 @@
+"""What a model holds and computes, by formula: parameters, FLOP, and model states under ZeRO. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from speedlab.config import ModelConfig, OptimizerConfig, OptimizerName, describe
+from speedlab.layout import Layout, share_of
+from speedlab.placement import Holders, Residency
+from speedlab.planner.layer_shapes import (
+    block_vectors,
+    block_weights,
+    norm_vectors,
+    position_elements,
+    shape_parameters,
+    stage_counts,
+)
+from speedlab.planner.setup import ModelShape
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_FLOAT32_BYTES = 4
+
+
+def parameter_count(model: ModelConfig) -> int:
+    """Parameters of the built-in GPT, exactly; a tied head counts once."""
+    return shape_parameters(_shape(model))
+
+
+def block_parameters(model: ModelConfig, *, tp: int = 1) -> int:
+    """Parameters of one block on each of `tp` tensor-parallel ranks: norms, and biases that are added after the sum
+    over the ranks, are whole on each."""
+    whole = sum(vector.elements for vector in block_vectors(_shape(model)) if not vector.cut)
+    return (block_weights(_shape(model)).total - whole) // tp + whole
+
+
+def stage_blocks(model: ModelConfig, stages: int) -> tuple[int, ...]:
+    """Blocks of the built-in GPT that each pipeline stage takes, balanced by parameters: what the engine does when it
+    is not told. Raises LayoutError when there are fewer blocks than stages."""
+    return stage_counts(_shape(model), stages)
+
+
+def _shape(model: ModelConfig) -> ModelShape:
+    return ModelShape.of_config(model, model.context)
+
+
+def rank_parameters(model: ModelConfig, layout: Layout, counts: Sequence[int]) -> list[int]:
+    """Parameters of the built-in GPT that each rank of `layout` computes with, by rank; before ZeRO partitions them.
+
+    `counts`: blocks of each pipeline stage, first stage first. Stage s is on pipeline rank s mod pp. A tied embedding
+    is on the first and on the last pipeline rank; a vocabulary that does not divide by tp is cut as evenly as it goes.
+    """
+    held = []
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        pipeline, tensor = at["pp"], at["tp"]
+        first, last = pipeline == 0, pipeline == (len(counts) - 1) % layout.pp
+        start, end = share_of(model.vocab_size, layout.tp, tensor)
+        tables = int(first) + int(last) - int(first and last and model.tied)
+        held.append(
+            sum(counts[pipeline :: layout.pp]) * block_parameters(model, tp=layout.tp)
+            + tables * (end - start) * model.hidden
+            + (position_elements(_shape(model)) if first else 0)
+            + (sum(norm_vectors(_shape(model))) if last else 0)
+        )
+    return held
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
+    """Model FLOP of a training step (forward and backward) for one token.
+
+    The convention of PaLM's appendix B (arXiv:2204.02311): 6 N + 12 L H D T, where N counts the parameters without
+    tables that are only looked up (learned positions, and an untied token embedding), L layers, H D = hidden, T the
+    sequence length. A multiplication and an addition are two operations. Recomputation for activation checkpointing
+    does not count, nor is attention halved for the causal mask; of block-sparse attention its share of blocks counts.
+    """
+    lookups = position_elements(_shape(model))
+    if not model.tied:
+        lookups += model.vocab_size * model.hidden
+    weights = parameter_count(model) - lookups
+    seen = sequence_length * describe(model.attention, sequence_length).density
+    return float(6 * weights + 12 * model.layers * model.hidden * seen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStates:
+    """Bytes of model states that one rank holds, under the names that the ledger has for them."""
+
+    stage: int
+    dp: int
+    parameters: int
+    gradients: int
+    master_weights: int
+    optimizer_moments: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.master_weights + self.optimizer_moments
+
+    def explain(self) -> str:
+        """What the stage partitions: "gradients and optimizer states in 1/dp" for stage 2."""
+        return explain_stage(self.stage)
+
+
+def explain_stage(stage: int) -> str:
+    """What a ZeRO stage partitions, in a few words. Raises ValueError for a stage that is none."""
+    return {
+        0: "everything whole on every rank",
+        1: "optimizer states in 1/dp",
+        2: "gradients and optimizer states in 1/dp",
+        3: "parameters, gradients and optimizer states in 1/dp",
+    }[_stage(stage)]
+
+
+def model_states(
+    parameters: int,
+    *,
+    dp: int,
+    stage: int,
+    dtype: str,
+    optimizer: OptimizerConfig | OptimizerName = "adamw",
+) -> ModelStates:
+    """Model states on each of `dp` ranks, by ZeRO's formula (arXiv:1910.02054, section 3).
+
+    Parameters and gradients are in the compute dtype. A 16-bit dtype needs float32 master weights; AdamW has two
+    float32 moments, as LAMB has, Lion one, SGD one, or none without momentum. 1-bit Adam has AdamW's, gradients in
+    float32, and with them two errors in float32, one of them in 1/dp. Optimizer states are masters and moments
+    together. Partitions are rounded up to whole elements; the padding of single flats is not counted.
+
+    Raises ValueError for a dtype, stage, dp or count of parameters that cannot be.
+    """
+    if dtype not in _DTYPE_BYTES:
+        raise ValueError(f"dtype {dtype!r} is not {', '.join(_DTYPE_BYTES)}; resolve 'auto' for the device first")
+    if dp < 1 or parameters < 0:
+        raise ValueError(f"dp {dp} must be at least 1, and the number of parameters {parameters} at least 0")
+    config = OptimizerConfig.model_validate({"name": optimizer}) if isinstance(optimizer, str) else optimizer
+    moments = config.moments
+    residency = Residency.of_stage(stage, dp)
+    optimizer_share = residency.optimizer_states.share(parameters, dp)
+    gradient_share = residency.gradients.share(parameters, dp)
+    parameter_share = residency.parameters.share(parameters, dp)
+    compute_bytes = _DTYPE_BYTES[dtype]
+    gradients = compute_bytes * gradient_share
+    if config.sums_itself:
+        gradients = _FLOAT32_BYTES * (2 * parameters + Holders.OWN_PART.share(parameters, dp))
+    return ModelStates(
+        stage=stage,
+        dp=dp,
+        parameters=compute_bytes * parameter_share,
+        gradients=gradients,
+        master_weights=0 if dtype == "float32" else _FLOAT32_BYTES * optimizer_share,
+        optimizer_moments=_FLOAT32_BYTES * moments * optimizer_share,
+    )
+
+
+def _stage(stage: int) -> int:
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
+    return stage

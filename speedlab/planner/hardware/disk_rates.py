@@ -1,0 +1,81 @@
+"""How fast this machine's disks are, as they were measured: a small file beside the calibration, by file system. No
+torch; whoever measures has it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from speedlab.planner.calibration import store
+from speedlab.planner.hardware.hosts import existing
+
+_MOST_KEPT = 64
+_LIMIT_BYTES = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskRates:
+    """Bytes a second of states that are read and written whole."""
+
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+
+
+def path(cache: Path | None = None) -> Path:
+    """This machine's file, in `cache` or in the user's."""
+    beside = store.path(cache)
+    return beside.with_name(f"disks{beside.name.removeprefix('calibration')}")
+
+
+def known(folder: Path, *, cache: Path | None = None) -> DiskRates | None:
+    """What was measured on the file system where `folder` is, or would be made; None where nobody has."""
+    found = _load(cache).get(_file_system(folder))
+    return None if found is None else DiskRates(read_bytes_per_second=found[0], write_bytes_per_second=found[1])
+
+
+def keep(folder: Path, rates: DiskRates, *, cache: Path | None = None) -> None:
+    """Remember a measurement; the newest of a file system counts. Raises ValueError for rates that cannot be."""
+    if not all(0 < rate < float("inf") for rate in asdict(rates).values()):
+        raise ValueError(f"{rates} is no speed of a disk; both have to be above 0")
+    disks = _load(cache)
+    system = _file_system(folder)
+    disks.pop(system, None)
+    disks[system] = (rates.read_bytes_per_second, rates.write_bytes_per_second)
+    file = path(cache)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        made.write_text(json.dumps(dict(list(disks.items())[-_MOST_KEPT:])), encoding="utf-8")
+        os.replace(made, file)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            made.unlink()
+
+
+def _file_system(folder: Path) -> str:
+    there = existing(folder)
+    return "" if there is None else str(there.stat().st_dev)
+
+
+def _load(cache: Path | None) -> dict[str, tuple[float, float]]:
+    """Of a file that is damaged, what is sound: a measurement is made again easily."""
+    try:
+        text = path(cache).read_bytes()[:_LIMIT_BYTES]
+        found = json.loads(text)
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(found, dict):
+        return {}
+    return {name: (pair[0], pair[1]) for name, pair in found.items() if _sound(pair)}
+
+
+def _sound(pair: object) -> bool:
+    return (
+        isinstance(pair, list)
+        and len(pair) == 2
+        and all(type(rate) in (int, float) and 0 < rate < float("inf") for rate in pair)
+    )

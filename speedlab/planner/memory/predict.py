@@ -1,0 +1,358 @@
+"""What each rank of a run will hold at the peak of a step, by the ledger's categories, and how it comes and goes.
+
+Model states follow the engine's flats to the byte: units, padding, alignment, dtypes, partitions (arXiv:1910.02054).
+Communication buffers are those of the engine: gathered units under stage 3, and the whole gradients that are borrowed
+while partitions are reduced; the same where states lie away from the device (`planner.away`). Activations:
+`planner.activations`. No torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from speedlab.layout import padded_numel
+from speedlab.placement import EIGHT_BITS, Holders, Residency, Where
+from speedlab.planner.layer_shapes import block_cut, block_vectors, kv_heads, norm_vectors
+from speedlab.planner.memory.activation_sizes import DTYPE_BYTES, Device, Sizes
+from speedlab.planner.memory.buffers import Passing, most_at_work, sent_by_update
+from speedlab.planner.memory.megatron_rules import memory_by_rules
+from speedlab.planner.memory.offload import (
+    decoded_bytes,
+    decodes_on_host,
+    residency_of,
+    staging_bytes,
+    state_places,
+    state_widths,
+)
+from speedlab.planner.memory.pipeline_stage import Pass, held, most_in_flight, step_peak, walk
+from speedlab.planner.memory.rank_memory import RankMemory
+from speedlab.planner.setup import ModelShape, Setup
+
+_FLOAT32 = 4
+_ALIGNMENT_BYTES = 16
+"""Parameters start at multiples of this inside a flat."""
+
+_CODES = 256
+"""Elements of a block of codes."""
+
+_BORROWED = 2
+"""Buffers of one size that reductions use in turn."""
+
+
+def predict_memory(
+    setup: Setup, *, device: Device = "cuda", other_framework: int = 0, outside_framework: int = 0
+) -> list[RankMemory]:
+    """Each different (pipeline, tensor) position of the layout, the first pipeline rank first.
+
+    Of an encoder and decoder, which the built-in GPT cannot be, by the rules of published systems.
+
+    Args:
+        device: activations and buffers as a GPU's allocator counts them, or as the engine's trace does on CPUs.
+        other_framework, outside_framework: what calibration has found beside tensors; the same for all ranks.
+
+    Raises ValueError for a set-up that the built-in GPT does not cover.
+    """
+    if setup.shape.decoder_layers:
+        ranks = memory_by_rules(setup)
+        return [replace(r, other_framework=other_framework, outside_framework=outside_framework) for r in ranks]
+    _check(setup)
+    cut = block_cut(setup)
+    walks = _Walks(setup, device)
+    found = []
+    for pipeline in range(setup.layout.pp):
+        stages = range(pipeline, len(cut), setup.layout.pp)
+        for tensor, count in _tensor_positions(setup, ends=stages[0] == 0 or stages[-1] == len(cut) - 1).items():
+            passes = walks.of(cut, stages, tensor)
+            rank = RankMemory(
+                pipeline=pipeline,
+                tensor=tensor,
+                ranks=count * setup.layout.islands * setup.layout.replicas,
+                activations=step_peak(setup, passes, pipeline),
+                host=_waiting_inputs(setup, passes, pipeline),
+                communication_buffers=_buffers(setup, cut, stages, tensor, device),
+                other_framework=other_framework,
+                outside_framework=outside_framework,
+            )
+            found.append(_with_states(rank, setup, [Flats(setup, cut, number, tensor) for number in stages], device))
+    return found
+
+
+def memory_by_rank(setup: Setup, positions: Sequence[RankMemory]) -> list[RankMemory]:
+    """What each rank holds, by rank, from the `positions` that `predict_memory` lists: one of those that hold as much
+    stands for all of them."""
+    rows = [Sizes(setup, "cpu", tensor).vocabulary for tensor in range(setup.layout.tp)]
+    of_pipeline: dict[int, dict[int, RankMemory]] = {}
+    for memory in positions:
+        of_pipeline.setdefault(memory.pipeline, {})[rows[memory.tensor]] = memory
+    found = []
+    for rank in range(setup.layout.world_size):
+        at = setup.layout.coordinates(rank)
+        alike = of_pipeline[at["pp"]]
+        found.append(alike.get(rows[at["tp"]]) or next(iter(alike.values())))
+    return found
+
+
+def memory_timeline(
+    setup: Setup, position: tuple[int, int] = (0, 0), *, device: Device = "cuda"
+) -> list[tuple[str, dict[str, int]]]:
+    """What the rank at `position` (pipeline, tensor) holds in a step: (label, bytes by category), in order of time.
+
+    Without a pipeline, unit by unit of one micro-batch; with one, action by action, as F2 or B0 of a stage: each with
+    the most bytes there are during it.
+    """
+    _check(setup)
+    pipeline, tensor = position
+    cut = block_cut(setup)
+    stages = range(pipeline, len(cut), setup.layout.pp)
+    rank = _with_states(
+        RankMemory(communication_buffers=_buffers(setup, cut, stages, tensor, device)),
+        setup,
+        [Flats(setup, cut, number, tensor) for number in stages],
+        device,
+    )
+    passes = _Walks(setup, device).of(cut, stages, tensor)
+    moments = [("between steps", 0)]
+    if setup.layout.pp == 1:
+        for label, marks in (("forward", passes[0].forward), ("backward", passes[0].backward)):
+            moments += [(f"{label} {mark.label}", mark.peak) for mark in marks]
+    else:
+        seen: Counter[tuple[str, int]] = Counter()
+        for kind, chunk, _, peak in held(setup, passes, pipeline, setup.accumulation):
+            if kind != "W":
+                moments.append((f"{kind}{seen[kind, chunk]} of stage {stages[chunk]}", peak))
+                seen[kind, chunk] += 1
+    moments.append(("update", 0))
+    return [(label, replace(rank, activations=peak).by_category()) for label, peak in moments]
+
+
+def _check(setup: Setup) -> None:
+    shape = setup.shape
+    if shape.decoder_layers:
+        raise ValueError(
+            f"{shape.name}: {shape.decoder_layers} layers with attention to an encoder; how memory comes and goes in a "
+            f"step is known of decoders only"
+        )
+    for name, count in (("heads", shape.heads), ("KV heads", kv_heads(shape)), ("ffn_hidden", shape.ffn_hidden)):
+        if count % setup.layout.tp:
+            raise ValueError(f"{shape.name}: {count} {name} do not divide by tp {setup.layout.tp}")
+    if setup.cut is not None and sum(setup.cut) != shape.layers:
+        raise ValueError(f"cut {' + '.join(map(str, setup.cut))} is not the model's {shape.layers} blocks")
+
+
+def _tensor_positions(setup: Setup, *, ends: bool) -> dict[int, int]:
+    """Tensor index → how many hold as much: only a vocabulary that does not divide makes a difference."""
+    if not ends:
+        return {0: setup.layout.tp}
+    rows = [Sizes(setup, "cpu", tensor).vocabulary for tensor in range(setup.layout.tp)]
+    return {rows.index(count): rows.count(count) for count in dict.fromkeys(rows)}
+
+
+class _Walks:
+    """Micro-batches through stages; most stages are alike."""
+
+    def __init__(self, setup: Setup, device: Device) -> None:
+        self._setup = setup
+        self._device: Device = device
+        self._known: dict[tuple[int, bool, bool, int], Pass] = {}
+
+    def of(self, cut: Sequence[int], stages: Sequence[int], tensor: int) -> list[Pass]:
+        return [self._walk(cut[number], number == 0, number == len(cut) - 1, tensor) for number in stages]
+
+    def _walk(self, blocks: int, first: bool, last: bool, tensor: int) -> Pass:
+        key = blocks, first, last, tensor
+        if key not in self._known:
+            sizes = Sizes(self._setup, self._device, tensor)
+            self._known[key] = walk(sizes, blocks=blocks, first=first, last=last)
+        return self._known[key]
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+
+
+def block_sizes(shape: ModelShape, tp: int = 1) -> list[int]:
+    """Elements of a block's parameters on each of `tp` ranks: matrices first, as flats have them, then vectors."""
+    hidden, inner = shape.hidden, shape.ffn_hidden
+    size = shape.head_size or hidden // shape.heads
+    queries = shape.heads * size
+    projections = queries + 2 * (shape.kv_heads or shape.heads) * size
+    ups = 2 if shape.gated else 1
+    matrices = [hidden * projections // tp, hidden * queries // tp, ups * hidden * inner // tp, hidden * inner // tp]
+    return [*matrices, *(v.elements // (tp if v.cut else 1) for v in block_vectors(shape))]
+
+
+def flat_elements(sizes: Sequence[int], element: int, dp: int, *, coded: bool = False) -> int:
+    """Elements, of so many bytes each, of a flat of parameters of these `sizes`, in this order, with alignment and
+    padding: to whole blocks for each rank, where moments are `coded`."""
+    step = max(1, _ALIGNMENT_BYTES // element)
+    end = 0
+    for size in sizes:
+        end = padded_numel(end, step) + size
+    return padded_numel(end, dp * (_CODES if coded else step))
+
+
+@dataclass(frozen=True)
+class Flats:
+    """The flats of one pipeline stage: elements of each unit, padded."""
+
+    setup: Setup
+    cut: Sequence[int]
+    number: int
+    tensor: int
+
+    @property
+    def first(self) -> bool:
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        return self.number == len(self.cut) - 1
+
+    @cached_property
+    def rows(self) -> int:
+        """Of the token table."""
+        return Sizes(self.setup, "cpu", self.tensor).vocabulary
+
+    @cached_property
+    def root(self) -> int:
+        shape = self.setup.shape
+        table = self.rows * shape.hidden
+        sizes = [table] if self.first or (self.last and shape.tied) else []
+        if self.first and shape.position == "learned":
+            sizes.append(shape.positions * shape.hidden)
+        if self.last:
+            sizes += ([] if shape.tied else [table]) + list(norm_vectors(shape))
+            sizes += [self.rows] if "head" in shape.biases else []
+        return self._elements(sizes)
+
+    @cached_property
+    def merged(self) -> list[int]:
+        """Blocks of each unit behind the root: neighbours together while their whole float32 values are few bytes."""
+        together = max(1, self.setup.bucket_bytes // (_FLOAT32 * sum(block_sizes(self.setup.shape))))
+        full, rest = divmod(self.cut[self.number], together)
+        return [together] * full + ([rest] if rest else [])
+
+    @cached_property
+    def units(self) -> list[int]:
+        """Of the units behind the root, in order."""
+        sizes = block_sizes(self.setup.shape, self.setup.layout.tp)
+        elements = {count: self._elements(sizes[:4] * count + sizes[4:] * count) for count in set(self.merged)}
+        return [elements[count] for count in self.merged]
+
+    def _elements(self, sizes: Sequence[int]) -> int:
+        coded = self.setup.moments == EIGHT_BITS
+        return (
+            flat_elements(sizes, DTYPE_BYTES[self.setup.dtype], self.setup.layout.replicas, coded=coded) if sizes else 0
+        )
+
+    def partial(self) -> Iterator[int]:
+        """Elements of each flat whose gradients the tensor-parallel ranks have terms of: under sequence parallelism
+        norms, and biases that are added to sums."""
+        shape = self.setup.shape
+        if not (self.setup.sequence_parallel and self.setup.layout.tp > 1):
+            return
+        block = sum(vector.elements for vector in block_vectors(shape) if not vector.cut)
+        yield from (count * block for count in set(self.merged))
+        if self.last:
+            yield sum(norm_vectors(shape))
+
+
+# ---- states and buffers ----------------------------------------------------------------------------------------------
+
+
+def _gradient_bytes(setup: Setup) -> int:
+    """Of one element: sums of several micro-batches are taken in float32, and by the optimizer itself."""
+    return _FLOAT32 if setup.accumulation > 1 or setup.optimizer.sums_itself else DTYPE_BYTES[setup.dtype]
+
+
+def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device: Device) -> RankMemory:
+    elements = sum(flats.root + sum(flats.units) for flats in stages)
+    largest = max(size for flats in stages for size in (flats.root, *flats.units))
+    dp, residency = setup.layout.replicas, residency_of(setup)
+    owned = residency.optimizer_states.share(elements, dp)
+    widths = state_widths(setup, device)
+    held = {
+        "parameters": residency.parameters.share(elements, dp),
+        "gradients": residency.gradients.share(elements, dp),
+        "master_weights": owned,
+        "optimizer_moments": owned,
+    }
+    by_place: dict[Where, dict[str, int]] = {Where.DEVICE: {}, Where.HOST: dict(rank.host), Where.DISK: {}}
+    for state, where in state_places(residency).items():
+        by_place[where][state] = round(widths[state] * held[state])
+    if setup.optimizer.sums_itself:  # Each rank's own error feedback, and that of the partition that it sums.
+        kept = _FLOAT32 * (elements + Holders.OWN_PART.share(elements, dp))
+        by_place[Where.DEVICE]["gradients"] += kept
+    if setup.layout.islands > 1:
+        by_place[Where.DEVICE]["gradients"] += _FLOAT32 * setup.outer.states * Holders.OWN_PART.share(elements, dp)
+    if residency.secondary_ranks:
+        again = Holders.SECONDARY.share(elements, residency.secondary_ranks)
+        by_place[Where.DEVICE]["parameters"] += round(widths["parameters"] * again)
+    if residency.gradients_wait:
+        there = by_place[residency.states_at]
+        there["gradients"] = there.get("gradients", 0) + round(widths["gradients"] * owned)
+    passing = residency.optimizer_states.share(largest, dp)
+    staging = staging_bytes(setup, passing, widths)
+    staging += decoded_bytes(setup, passing) if decodes_on_host(setup, device) else 0
+    by_place[Where.HOST]["communication_buffers"] = staging
+    return replace(
+        rank,
+        **by_place[Where.DEVICE],
+        host={name: count for name, count in by_place[Where.HOST].items() if count},
+        disk={name: count for name, count in by_place[Where.DISK].items() if count},
+        one_memory=device == "cpu",
+    )
+
+
+def _waiting_inputs(setup: Setup, passes: Sequence[Pass], pipeline: int) -> dict[str, int]:
+    """Inputs of blocks on the host, of as many micro-batches as are under way."""
+    waiting = sum(each.away for each in passes)
+    return {"activations": math.ceil(most_in_flight(setup, pipeline) * waiting)} if waiting else {}
+
+
+def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: int, device: Device) -> int:
+    """Communication buffers on the device of a rank with the pipeline stages `numbers`, at their most."""
+    stages = [Flats(setup, cut, number, tensor) for number in numbers]
+    width, pp = _gradient_bytes(setup), setup.layout.pp
+    total = 0
+    residency = residency_of(setup)
+    borrowed = 0
+    if residency.gradients_go:
+        kinds = Counter(width * size for flats in stages for size in (flats.root, *flats.units) if size)
+        borrowed = borrowed_bytes(kinds, kept=pp > 1)
+    element, dp = DTYPE_BYTES[setup.dtype], setup.layout.replicas
+
+    def passing(size: int) -> Passing:
+        return Passing.of([(size, element, True)] if size else [], residency, dp)
+
+    ways = [(passing(flats.root), [passing(size) for size in flats.units]) for flats in stages]
+    gathered = passing_bytes(ways, residency)
+    largest = max(size for flats in stages for size in (flats.root, *flats.units))
+    owned = residency.optimizer_states.share(largest, setup.layout.replicas)
+    decoded = 0 if decodes_on_host(setup, device) else decoded_bytes(setup, owned)
+    # In the update nothing is gathered any more, unless it is in backward, or beside the next step.
+    beside = residency.gradients_used or residency.gradients_wait
+    sent = sent_by_update((each for root, units in ways for each in (root, *units)), residency)
+    total += borrowed + (gathered + decoded if beside else max(gathered, decoded, sent))
+    sizes = {padded_numel(size, setup.layout.tp) for flats in stages for size in flats.partial()}
+    total += _BORROWED * width * sum(sizes)
+    if setup.shape.tied and pp > 1 and any(flats.first or flats.last for flats in stages):
+        total += _BORROWED * width * padded_numel(stages[0].rows * setup.shape.hidden, 2)
+    return total
+
+
+def borrowed_bytes(kinds: Counter[int], *, kept: bool) -> int:
+    """What stays of whole gradients that were borrowed while their partitions were reduced. `kinds`: bytes of a flat's
+    gradient → flats of this kind. Two take turns; `kept`: a pipeline keeps all of them to the end of the step."""
+    return sum(size * max(_BORROWED, count if kept else 0) for size, count in kinds.items())
+
+
+def passing_bytes(stages: Sequence[tuple[Passing, Sequence[Passing]]], residency: Residency) -> int:
+    """What passes at once. `stages`: the root and the units behind it: of the stage at work as one is used after the
+    other; of the others the root and the last unit, with which their backwards begin."""
+    at_work = [most_at_work(root, units, residency) for root, units in stages]
+    waiting = [sum(each.gathered for each in (root, *units[-1:])) for root, units in stages]
+    return max(work + sum(waiting) - waiting[k] for k, work in enumerate(at_work))

@@ -1,0 +1,40 @@
+"""What of an estimate lies outside what was compared with measurements. No torch.
+
+Times are compared with published runs and this machine's own (`timing`); memory with the engine itself, over the grid
+of `bench planner`.
+"""
+
+from __future__ import annotations
+
+from speedlab.planner.setup import Setup
+from speedlab.planner.time.step_time import StepTime
+
+_MOST_PUBLISHED = 16_384
+"""Devices of the largest published run that the times were compared with."""
+
+
+def caution(time: StepTime) -> str:
+    """In words, of a set-up's memory and time; empty when all of it was compared."""
+    doubts = [time.caution, *_memory_doubts(time.setup)]
+    devices = time.setup.layout.world_size
+    if devices > _MOST_PUBLISHED:
+        doubts.append(f"{devices:,} devices are more than any run that was compared ({_MOST_PUBLISHED:,})")
+    return "; ".join(doubt for doubt in doubts if doubt)
+
+
+def _memory_doubts(setup: Setup) -> list[str]:
+    shape = setup.shape
+    if shape.decoder_layers:
+        return ["memory by published rules, not by this engine's"]
+    unlike = {
+        "grouped heads": shape.kv_heads not in (None, shape.heads),
+        "gated feed-forward layers": shape.gated,
+        "activation functions in steps": shape.stepwise,
+        "norms behind layers or of heads": shape.norms == 4 or shape.head_norms,
+        "attention beside the feed-forward layer": shape.parallel,
+        "attention's probabilities computed again": setup.checkpointing == "selective" and setup.attention == "plain",
+        "offload": setup.offload.used,
+        "one sum of gradients in 16 bits": not setup.wide_sums and setup.dtype != "float32" and setup.accumulation > 1,
+    }
+    named = [name for name, found in unlike.items() if found]
+    return [f"memory with {' and '.join(named)} was not compared with the engine"] if named else []
