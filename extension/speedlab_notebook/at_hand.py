@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from speedlab.cluster import Cluster, Run
-    from speedlab.telemetry.folder import RunFolder
+    from speedlab.telemetry.run_folder import RunFolder
 
 
 def cluster_at_hand(shell: InteractiveShell, name: str | None = None) -> Cluster:
@@ -46,7 +46,7 @@ def run_at_hand(shell: InteractiveShell, name: str | None = None) -> Run:
     """
     from speedlab.cluster import ClusterError, attach
     from speedlab.cluster.known_runs import RunError
-    from speedlab.telemetry.folder import find_runs
+    from speedlab.telemetry.run_folder import find_runs
 
     held = held_run(shell)
     if name is not None:
@@ -97,7 +97,7 @@ def training_run(cluster: Cluster) -> RunFolder | None:
 
 def standing(folder: RunFolder) -> str:
     """'run 'quickstart' is paused at step 12 of 200'."""
-    from speedlab.telemetry.rank_records import last_recorded
+    from speedlab.telemetry.record_store import last_recorded
 
     status = folder.read_status()
     step = max(status.step, last_recorded(folder.path, 0) or 0)  # The status is written when the state changes alone.
@@ -108,7 +108,7 @@ def run_names(shell: InteractiveShell) -> set[str]:
     """Names for completion: the runs in ./runs and those the namespace's cluster was given."""
     from speedlab.cluster import Cluster
     from speedlab.cluster.known_runs import remembered_runs
-    from speedlab.telemetry.folder import find_runs
+    from speedlab.telemetry.run_folder import find_runs
 
     held: Any = shell.user_ns.get("cluster")
     known = remembered_runs(held) if isinstance(held, Cluster) else []

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import traitlets
 
 from speedlab.cluster.compare import Comparison
-from speedlab.telemetry.compared_drawing import ComparedDrawing
+from speedlab.telemetry.figures.deltas import ComparedDrawing
 from speedlab_notebook.dashboard import Dashboard
 from speedlab_notebook.static_picture import StaticPicture
 
 if TYPE_CHECKING:
-    from speedlab.telemetry.drawing import Message
-    from speedlab.telemetry.folder import Status
-    from speedlab.telemetry.series import History
+    from speedlab.telemetry.figures.deltas import Message
+    from speedlab.telemetry.history import History
+    from speedlab.telemetry.run_folder import Status
 
 
 class _Drawing:

@@ -2,7 +2,7 @@
 
 An output has several faces, of which a place shows the first it knows: the run's id, which JupyterLab and Notebook draw
 through their server (extension/lab/src/dashboard); a widget of the same view, fed by a thread of this kernel, for the
-others; and a picture with a table, for where nothing runs (static_picture.py). What is sent is in telemetry/drawing.py.
+others; and a picture with a table, for where nothing runs (static_picture.py). What is sent is in telemetry/figures/deltas.py.
 
 The thread polls the run's feed ten times a second while somebody looks. Where the server draws, it reads the run's
 state alone, until a widget has spoken; it always leaves the picture when the run comes to rest.
@@ -27,13 +27,13 @@ from ipywidgets import widget_serialization
 
 from speedlab.cluster.files.cluster_dir import root
 from speedlab.cluster.known_runs import note_seen
-from speedlab.telemetry.drawing import SERVED, Drawing, Message
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.folder import RunFolderError
+from speedlab.telemetry.figures.deltas import SERVED, Drawing, Message
+from speedlab.telemetry.history import History
 from speedlab.telemetry.prediction import prediction_of
 from speedlab.telemetry.records import RESTING
-from speedlab.telemetry.series import History
-from speedlab.telemetry.tensors import SegmentError, tensors_in
+from speedlab.telemetry.run_folder import RunFolderError
+from speedlab.telemetry.tables import SegmentError, tensors_in
 from speedlab_notebook.static_picture import StaticPicture
 from speedlab_notebook.to_pages import PlotlyBundle, as_text, built
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from speedlab.cluster import Run
     from speedlab.cluster.compare import Comparison
     from speedlab.hardware import Device
-    from speedlab.telemetry.folder import RunFolder
+    from speedlab.telemetry.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from speedlab.config import RunConfig
     from speedlab.config.base import Part
     from speedlab.hardware import Device
-    from speedlab.telemetry.folder import Status
     from speedlab.telemetry.records import Event, Ledger, StepRecord
+    from speedlab.telemetry.run_folder import Status
 
 _NUMBER = "text-align:right"
 _WORDS = "text-align:left"
@@ -252,7 +252,7 @@ _TEXTS: dict[tuple[str, str], Callable[[Any], str]] = {
     ("speedlab.telemetry.records", "StepRecord"): step_record_text,
     ("speedlab.telemetry.records", "Event"): event_text,
     ("speedlab.telemetry.records", "RunState"): str,
-    ("speedlab.telemetry.folder", "Status"): status_text,
+    ("speedlab.telemetry.run_folder", "Status"): status_text,
     ("speedlab.cluster.cluster", "EngineStatus"): engine_status_text,
     ("speedlab.hardware", "Device"): device_text,
 }

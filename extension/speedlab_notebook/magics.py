@@ -115,8 +115,8 @@ def _short_errors() -> Iterator[None]:
     from speedlab.config.errors import with_more
     from speedlab.display.optional_dependencies import MissingExtraError, extras
     from speedlab.layout import LayoutError
-    from speedlab.telemetry.checkpoints import CheckpointError
-    from speedlab.telemetry.folder import RunFolderError
+    from speedlab.telemetry.checkpoint_index import CheckpointError
+    from speedlab.telemetry.run_folder import RunFolderError
 
     try:
         with extras():

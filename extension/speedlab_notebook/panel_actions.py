@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from speedlab.cluster.run_commands import unsaved_text
 from speedlab.display.formatting import bytes_text, count_text, seconds_text
-from speedlab.telemetry.marks import STATE_MARKS
+from speedlab.telemetry.figures.markers import STATE_MARKS
 from speedlab.telemetry.records import Event, RunState
 
 if TYPE_CHECKING:

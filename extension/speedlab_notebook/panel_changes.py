@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from speedlab.config import RunConfig
-from speedlab.telemetry.shape import CHANGES, differences, present_config, shape_of
+from speedlab.telemetry.run_shape import CHANGES, differences, present_config, shape_of
 
 if TYPE_CHECKING:
     from speedlab.cluster import Run

@@ -14,9 +14,9 @@ from speedlab.config import ConfigError, RunConfig
 from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner.calibration import store
-from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.proof import Proof, read_proof
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import RunFolderError
 from speedlab_notebook.panel_actions import (
     BUSY_LOOK_SECONDS,
     ENDED,

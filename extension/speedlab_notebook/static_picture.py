@@ -11,7 +11,7 @@ from speedlab.cluster.known_runs import RUN_MIME, run_data
 from speedlab.display.figure_style import Figure, on_paper, plain
 from speedlab.display.svg import figure_svg
 from speedlab.telemetry.figures import header
-from speedlab.telemetry.overview import overview
+from speedlab.telemetry.figures.overview import overview
 
 if TYPE_CHECKING:
     from ipywidgets import DOMWidget
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from speedlab.cluster.compare import Comparison
     from speedlab.hardware import Device
     from speedlab.telemetry.feed import Feed
-    from speedlab.telemetry.series import History
+    from speedlab.telemetry.history import History
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 PLOTLY_MIME = "application/vnd.plotly.v1+json"

@@ -16,7 +16,7 @@ def _jupyter_server_extension_points() -> list[dict[str, str]]:
 
 def _load_jupyter_server_extension(serverapp: Any) -> None:
     """Add the handlers to the server that starts."""
-    from speedlab.telemetry.drawing import SERVED
+    from speedlab.telemetry.figures.deltas import SERVED
     from speedlab_server.handlers import add_handlers
 
     os.environ[SERVED] = "1"

@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import speedlab_server.messages as m
 from speedlab.hardware import Device
-from speedlab.telemetry.compared import MOST_COMPARED, Look, look_at
-from speedlab.telemetry.compared_drawing import ComparedDrawing
-from speedlab.telemetry.folder import Status
+from speedlab.telemetry.figures.compare import MOST_COMPARED, Look, look_at
+from speedlab.telemetry.figures.deltas import ComparedDrawing
+from speedlab.telemetry.history import History
 from speedlab.telemetry.records import RESTING
-from speedlab.telemetry.series import History
+from speedlab.telemetry.run_folder import Status
 from speedlab_server.drawing import AGAIN_SECONDS, RESTING_TICK_SECONDS, DrawingHandler, frame_of
 from speedlab_server.problems import reading_text
 from speedlab_server.registry import Registry

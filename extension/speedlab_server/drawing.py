@@ -2,7 +2,7 @@
 
 1. The page sends Draw: whether it is watching, and the step whose pipeline it wants. Nothing is read while it is not.
 2. At most ten times a second, and twice while the run rests, a thread of the page's looks at the run's one reader and
-   makes what this page does not have: a Keyframe at first, then Changes (speedlab/telemetry/drawing.py).
+   makes what this page does not have: a Keyframe at first, then Changes (speedlab/telemetry/figures/deltas.py).
 3. A page that has not taken the last frame gets the next one later, with all that is new by then.
 
 A frame is binary: four bytes with the length of the JSON that follows (little-endian), the JSON itself, which tells the
@@ -24,10 +24,10 @@ import msgspec
 
 import speedlab_server.messages as m
 from speedlab.hardware import Device
-from speedlab.telemetry.drawing import Drawing, Message
-from speedlab.telemetry.folder import Status
+from speedlab.telemetry.figures.deltas import Drawing, Message
+from speedlab.telemetry.history import History
 from speedlab.telemetry.records import RESTING
-from speedlab.telemetry.series import History
+from speedlab.telemetry.run_folder import Status
 from speedlab_server.live import TICK_SECONDS, PageSocket
 from speedlab_server.problems import reading_text
 

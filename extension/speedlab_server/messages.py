@@ -10,8 +10,8 @@ bytes. All text is text, wherever it came from: a page never makes markup of it.
 
 from __future__ import annotations
 
+from speedlab.telemetry.history import SMOOTHING, SMOOTHINGS
 from speedlab.telemetry.records import CATEGORIES, PLACES
-from speedlab.telemetry.series import SMOOTHING, SMOOTHINGS
 from speedlab_server.cluster_messages import (
     CLUSTER_WORDS,
     Cluster,

@@ -17,7 +17,7 @@ import msgspec
 
 import speedlab_server.messages as m
 from speedlab.cluster.files.cluster_dir import OUTPUT, known_clusters
-from speedlab.telemetry.plain_file import open_plain
+from speedlab.telemetry.run_folder import open_plain
 from speedlab_server.clusters import find
 from speedlab_server.problems import GoneError, QuestionError
 

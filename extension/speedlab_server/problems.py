@@ -8,8 +8,8 @@ from speedlab.cluster.supervisor.client import SupervisorGoneError
 from speedlab.config import ConfigError
 from speedlab.display.documentation import NoGuideError
 from speedlab.layout import LayoutError
-from speedlab.telemetry.checkpoints import CheckpointError
-from speedlab.telemetry.folder import RunFolderError
+from speedlab.telemetry.checkpoint_index import CheckpointError
+from speedlab.telemetry.run_folder import RunFolderError
 
 
 class UnknownError(LookupError):

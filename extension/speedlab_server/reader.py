@@ -15,11 +15,11 @@ import speedlab_server.messages as m
 from speedlab.cluster.files.cluster_dir import ClusterState, known_clusters
 from speedlab.hardware import Device
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.folder import RunFolder, Status
+from speedlab.telemetry.history import History, Series, bucket_last, bucket_mean, stride
 from speedlab.telemetry.prediction import prediction_of
 from speedlab.telemetry.records import CATEGORIES, PHASES, PLACES, RESTING, Event, RunState, StepRecord
-from speedlab.telemetry.series import History, Series, bucket_last, bucket_mean, stride
-from speedlab.telemetry.tensors import SegmentError, tensors_in
+from speedlab.telemetry.run_folder import RunFolder, Status
+from speedlab.telemetry.tables import SegmentError, tensors_in
 from speedlab_server.problems import QuestionError, UnknownError
 
 MOST_POINTS = 1000

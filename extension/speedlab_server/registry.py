@@ -13,9 +13,9 @@ import speedlab_server.messages as m
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files.cluster_dir import known_clusters, root
 from speedlab.cluster.known_runs import remembered_runs, run_id, seen_runs
-from speedlab.telemetry.folder import RunFolder, Status, find_runs, is_folder
-from speedlab.telemetry.rank_records import last_record
+from speedlab.telemetry.record_store import last_record
 from speedlab.telemetry.records import StepRecord
+from speedlab.telemetry.run_folder import RunFolder, Status, find_runs, is_folder
 from speedlab_server.problems import GoneError, UnknownError, told
 from speedlab_server.reader import Reader, summary_of
 

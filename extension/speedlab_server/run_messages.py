@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from speedlab.telemetry.folder import CONTROL_WORDS
 from speedlab.telemetry.records import PHASES
+from speedlab.telemetry.run_folder import CONTROL_WORDS
 from speedlab_server.cluster_messages import RankMemory
 from speedlab_server.message import Message, Part
 

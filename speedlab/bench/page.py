@@ -25,8 +25,8 @@ from speedlab.bench.reading import add_step, write_run
 from speedlab.bench.table import Row, report
 from speedlab.config.cli_options import read_options
 from speedlab.config.errors import ConfigError
-from speedlab.telemetry.folder import RunFolder, Status
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import RunFolder, Status
 
 GOALS = {
     "bundle": ("KB", 150.0),

@@ -15,8 +15,8 @@ from typing import Any
 from speedlab.bench.table import Row, report
 from speedlab.config import RunConfig
 from speedlab.config.cli_options import read_options
-from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import PHASES, Event, Ledger, StepRecord
+from speedlab.telemetry.run_folder import RunFolder
 
 GOALS = {"open": 2.0, "memory": 150.0, "tick": 2.0}
 """At most: seconds until everything is drawn from, MB that this takes, milliseconds for a new step of every rank."""
@@ -103,7 +103,7 @@ def _look(folder: Path, ranks: int, steps: int, ticks: int) -> dict[str, Any]:
     import psutil
 
     from speedlab.telemetry.feed import Feed
-    from speedlab.telemetry.series import History
+    from speedlab.telemetry.history import History
 
     process = psutil.Process()
     before, began = process.memory_info().rss, time.perf_counter()

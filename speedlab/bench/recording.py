@@ -14,7 +14,7 @@ from speedlab.bench.ranks import run_on_ranks
 from speedlab.bench.table import Row, report
 from speedlab.config import RunConfig
 from speedlab.config.cli_options import read_options
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.run_folder import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,7 @@ def _measure(folder: str, rounds: int) -> dict[str, list[float]]:
     from speedlab.engine import Engine
     from speedlab.models import GPT
     from speedlab.planner.formulas import parameter_count
-    from speedlab.telemetry.shape import changed_config
+    from speedlab.telemetry.run_shape import changed_config
     from speedlab.trainer.reshape import rebuild
 
     config = RunConfig(model="gpt-mini", zero=2, precision="float32", batch={"global_size": 16, "micro_size": 1})

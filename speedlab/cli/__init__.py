@@ -56,8 +56,8 @@ def _run(name: str, rest: list[str]) -> int:
     from speedlab.config.errors import with_more
     from speedlab.display.optional_dependencies import MissingExtraError, extras
     from speedlab.layout import LayoutError
-    from speedlab.telemetry.checkpoints import CheckpointError
-    from speedlab.telemetry.folder import RunFolderError
+    from speedlab.telemetry.checkpoint_index import CheckpointError
+    from speedlab.telemetry.run_folder import RunFolderError
 
     module = importlib.import_module(f"speedlab.cli.{COMMANDS[name][0]}")
     try:

@@ -27,9 +27,9 @@ from speedlab.cluster.launch.host_specs import of_words
 from speedlab.config import ConfigError, RunConfig, annotated_yaml
 from speedlab.config.cli_options import read_options
 from speedlab.display.formatting import bytes_text, seconds_text
-from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.proof import Severity, read_proof
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import RunFolder, RunFolderError
 
 _FLAGS = (tyro.conf.FlagCreatePairsOff,)
 

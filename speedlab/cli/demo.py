@@ -23,8 +23,8 @@ from speedlab.config import ConfigError
 from speedlab.config.cli_options import read_options
 from speedlab.display.documentation import QUICKSTART, notebook_file
 from speedlab.display.formatting import seconds_text
-from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import RunFolder, RunFolderError
 
 if TYPE_CHECKING:
     from nbformat import NotebookNode

@@ -20,10 +20,10 @@ from speedlab.cluster.known_runs import RunError, saved_step
 from speedlab.cluster.run_commands import Pending
 from speedlab.config import RunConfig
 from speedlab.display.formatting import bytes_text, count_text, seconds_text
-from speedlab.telemetry.checkpoints import newest
+from speedlab.telemetry.checkpoint_index import newest
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import RunFolderError
 
 _REDRAW_SECONDS = 0.2
 _PLAIN_SECONDS = 10.0

@@ -26,8 +26,8 @@ from speedlab.config import ConfigError, RunConfig
 from speedlab.config.cli_options import read_options, refuse_two_values
 from speedlab.config.run_config import SHORT_FORMS
 from speedlab.data import check
-from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.records import RESTING
+from speedlab.telemetry.run_folder import RunFolderError
 
 
 @dataclass(frozen=True, kw_only=True)

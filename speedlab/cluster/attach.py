@@ -9,8 +9,8 @@ from speedlab.cluster.cluster import Cluster
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.known_runs import RunError, known_folders, remembered_runs, runs_here
 from speedlab.cluster.run import Run
-from speedlab.telemetry.folder import RunFolder, find_runs_text
 from speedlab.telemetry.records import RESTING
+from speedlab.telemetry.run_folder import RunFolder, find_runs_text
 
 
 def attach(name: str | os.PathLike[str] | None = None) -> Run:

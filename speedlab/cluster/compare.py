@@ -12,7 +12,8 @@ from speedlab.cluster.attach import folder_named
 from speedlab.cluster.files.cluster_dir import root
 from speedlab.cluster.known_runs import RUN_MIME, RunError, note_seen, run_id
 from speedlab.cluster.run import Run
-from speedlab.telemetry.compared import (
+from speedlab.telemetry.feed import Feed
+from speedlab.telemetry.figures.compare import (
     MOST_COMPARED,
     Look,
     RunsSideBySide,
@@ -21,11 +22,10 @@ from speedlab.telemetry.compared import (
     look_at,
     settings_table,
 )
-from speedlab.telemetry.compared_overview import compared_overview
-from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.folder import RunFolder, Status
+from speedlab.telemetry.figures.overview import compared_overview
+from speedlab.telemetry.history import History
 from speedlab.telemetry.records import RESTING, RunState
-from speedlab.telemetry.series import History
+from speedlab.telemetry.run_folder import RunFolder, Status
 
 if TYPE_CHECKING:
     from speedlab.display.figure_style import Figure

@@ -20,8 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from speedlab.config.errors import more_in, with_more
-from speedlab.telemetry.folder import RunFolder
-from speedlab.telemetry.plain_file import open_plain
+from speedlab.telemetry.run_folder import RunFolder, open_plain
 
 
 class ClusterError(RuntimeError):

@@ -11,15 +11,15 @@ from typing import Protocol
 
 from speedlab.cluster.errors import ClusterError
 from speedlab.config.errors import with_more
-from speedlab.telemetry.checkpoints import newest
-from speedlab.telemetry.folder import (
+from speedlab.telemetry.checkpoint_index import newest
+from speedlab.telemetry.records import RESTING
+from speedlab.telemetry.run_folder import (
     RunFolder,
     RunFolderError,
     find_runs,
     read_object,
     write_atomically,
 )
-from speedlab.telemetry.records import RESTING
 
 _REMEMBERED_RUNS = 100
 _SEEN_RUNS = 500

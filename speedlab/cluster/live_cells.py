@@ -12,9 +12,9 @@ from speedlab.cluster.debug.connection import Door
 from speedlab.cluster.errors import RankError, RemoteFailure
 from speedlab.cluster.files.signed_files import read_sealed, write_sealed
 from speedlab.cluster.run_commands import Pending
-from speedlab.telemetry.folder import RunFolderError
-from speedlab.telemetry.live import Said, cell_path, take_said
+from speedlab.telemetry.live_cells import Said, cell_path, take_said
 from speedlab.telemetry.records import Event
+from speedlab.telemetry.run_folder import RunFolderError
 
 if TYPE_CHECKING:
     from speedlab.cluster.run import Run

@@ -40,14 +40,13 @@ from speedlab.cluster.supervisor.protocol import Standing
 from speedlab.config import ConfigError, RunConfig
 from speedlab.display.optional_dependencies import extras
 from speedlab.planner import stage_blocks
-from speedlab.telemetry.checkpoints import find_checkpoint
+from speedlab.telemetry.checkpoint_index import find_checkpoint
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.folder import RunFolder, RunFolderError
-from speedlab.telemetry.layout_table import LayoutTable, layout_table
-from speedlab.telemetry.placement_table import PlacementTable, placement_of
 from speedlab.telemetry.proof import Proof, read_proof, why_no_proof
 from speedlab.telemetry.records import RESTING, Event, RunState, StepRecord
-from speedlab.telemetry.shape import CHANGES, changed_config, present_config
+from speedlab.telemetry.run_folder import RunFolder, RunFolderError
+from speedlab.telemetry.run_shape import CHANGES, changed_config, present_config
+from speedlab.telemetry.tables import LayoutTable, PlacementTable, layout_table, placement_of
 from speedlab.telemetry.trace import write_trace
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from speedlab.cluster.files.user_model import OWN_MODEL
 from speedlab.cluster.known_runs import RunError, refuse_second_run, saved_step
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner import parameter_count
-from speedlab.telemetry.checkpoints import find_checkpoint, newest, step_of
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.checkpoint_index import find_checkpoint, newest, step_of
 from speedlab.telemetry.records import Event, RunState
-from speedlab.telemetry.shape import changed_config, present_config, shape_of
+from speedlab.telemetry.run_folder import RunFolder
+from speedlab.telemetry.run_shape import changed_config, present_config, shape_of
 from speedlab.telemetry.writer import note
 
 if TYPE_CHECKING:

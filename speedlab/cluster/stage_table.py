@@ -14,7 +14,7 @@ from speedlab.layout import Layout
 from speedlab.planner import parameters_by_rank, rank_states
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import Event, Ledger, StepRecord
-from speedlab.telemetry.shape import layout_in, present_config, shape_after
+from speedlab.telemetry.run_shape import layout_in, present_config, shape_after
 
 _STATES = ("parameters", "gradients", "optimizer")
 

@@ -25,7 +25,7 @@ from speedlab.config import ConfigError, RunConfig
 from speedlab.display.formatting import bytes_text
 from speedlab.hardware import memory_bytes
 from speedlab.planner import parameters_by_rank, rank_states
-from speedlab.telemetry.folder import RunFolder, require_space
+from speedlab.telemetry.run_folder import RunFolder, require_space
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster

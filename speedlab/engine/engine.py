@@ -41,7 +41,7 @@ from speedlab.engine.train_step import Step
 from speedlab.optim.compressed_optimizer import check_whole_gradients
 from speedlab.optim.errors import NonFiniteError, name_module
 from speedlab.parallel.zero import forget, remember
-from speedlab.telemetry.checkpoints import numbered_name
+from speedlab.telemetry.checkpoint_index import numbered_name
 from speedlab.telemetry.proof import Proof
 from speedlab.telemetry.records import Ledger, Span
 

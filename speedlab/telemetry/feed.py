@@ -9,11 +9,11 @@ import time
 from dataclasses import replace
 from operator import attrgetter
 
-from speedlab.telemetry.folder import RunFolder, RunFolderError, Status
-from speedlab.telemetry.rank_records import RankRecords
+from speedlab.telemetry.file_tail import Tail
+from speedlab.telemetry.record_store import RankRecords
 from speedlab.telemetry.records import Event, StepRecord
+from speedlab.telemetry.run_folder import RunFolder, RunFolderError, Status
 from speedlab.telemetry.stream import Message, Subscriber
-from speedlab.telemetry.tail import Tail
 
 _STREAM_FRESH_SECONDS = 2.0
 _SWEEP_SECONDS = 0.5

@@ -16,7 +16,7 @@ from speedlab.planner.hardware.local import hardware_here
 from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
 from speedlab.telemetry.records import Event, Ledger
-from speedlab.telemetry.shape import layout_in, present_config, shape_after
+from speedlab.telemetry.run_shape import layout_in, present_config, shape_after
 
 
 @dataclass(frozen=True, kw_only=True)

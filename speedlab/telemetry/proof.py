@@ -16,7 +16,7 @@ from typing import Any
 
 from speedlab.config import RunConfig
 from speedlab.display.formatting import count_text, seconds_text
-from speedlab.telemetry.folder import RunFolderError, read_object, write_atomically
+from speedlab.telemetry.run_folder import RunFolderError, read_object, write_atomically
 
 PROOF = "proof.json"
 """Its file in the run folder."""

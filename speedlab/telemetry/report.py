@@ -18,8 +18,8 @@ from speedlab.display.optional_dependencies import extras
 from speedlab.planner import parameter_count
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.figures import History, figures, header, plain
-from speedlab.telemetry.folder import RunFolder, RunFolderError, write_atomically
 from speedlab.telemetry.proof import read_proof
+from speedlab.telemetry.run_folder import RunFolder, RunFolderError, write_atomically
 
 _TEMPLATE = Path(__file__).with_name("report_template.html")
 

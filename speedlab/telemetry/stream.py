@@ -25,7 +25,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
-from speedlab.telemetry.folder import RunFolderError, read_object, write_atomically
+from speedlab.telemetry.run_folder import RunFolderError, read_object, write_atomically
 
 LINE_LIMIT_BYTES = 2**20
 """No line of a record file is longer."""

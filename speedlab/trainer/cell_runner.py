@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from speedlab.telemetry.live import Said
+from speedlab.telemetry.live_cells import Said
 
 
 class Cells(Protocol):

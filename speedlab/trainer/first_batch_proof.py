@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from speedlab.engine.proof import CheckFailed, Prover
-from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.proof import Proof, write_proof
+from speedlab.telemetry.run_folder import RunFolderError
 from speedlab.trainer.collective_errors import Parted, Refusal, agreed, together
 
 if TYPE_CHECKING:

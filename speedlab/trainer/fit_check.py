@@ -18,7 +18,7 @@ from speedlab.engine.engine import Engine
 from speedlab.layout import LayoutError
 from speedlab.planner import Peaks, parameter_count, parameters_by_rank, predicted_peaks, rank_states
 from speedlab.planner.memory.rank_memory import RankMemory
-from speedlab.telemetry.shape import changed_config
+from speedlab.telemetry.run_shape import changed_config
 from speedlab.trainer.collective_errors import Refusal, agreed
 
 _CHANGES_NAMED = 3

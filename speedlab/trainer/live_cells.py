@@ -23,7 +23,7 @@ import torch
 
 from speedlab.comm import Board
 from speedlab.engine.rng import random_tensors, random_words, restore_random
-from speedlab.telemetry.live import Said, write_said
+from speedlab.telemetry.live_cells import Said, write_said
 from speedlab.trainer.training_run import Training
 
 _POLL_SECONDS = 0.002

@@ -13,8 +13,8 @@ from speedlab.comm import own_line
 from speedlab.comm.multi_host_rendezvous import own_host
 from speedlab.engine.phase_timer import StepCosts
 from speedlab.planner.time.step_time import bubble_share
-from speedlab.telemetry.folder import Command, RunFolderError
 from speedlab.telemetry.records import Event, RunState, StepRecord
+from speedlab.telemetry.run_folder import Command, RunFolderError
 from speedlab.telemetry.writer import RecordWriter
 from speedlab.trainer.diagnostics import matmul_flops
 from speedlab.trainer.training_run import Training

@@ -20,9 +20,9 @@ import torch
 from speedlab.comm import Group, Traffic, join, leave
 from speedlab.config import ConfigError
 from speedlab.models import generate as generate_tokens
-from speedlab.telemetry.checkpoints import newest
-from speedlab.telemetry.folder import RunFolder, RunFolderError
+from speedlab.telemetry.checkpoint_index import newest
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import RunFolder, RunFolderError
 from speedlab.trainer.cell_runner import Cells
 from speedlab.trainer.collective_errors import Parted, Refusal, agreed
 from speedlab.trainer.trainer import Trainer

@@ -18,9 +18,9 @@ from speedlab.engine.checkpoint import CheckpointError, Saving, prune
 from speedlab.engine.engine import Engine
 from speedlab.optim.errors import NonFiniteError
 from speedlab.optim.lr_schedule import follow_schedule
-from speedlab.telemetry.checkpoints import newest, step_of
-from speedlab.telemetry.folder import TOKENIZER, UNSUPERVISED, RunFolder, RunFolderError
+from speedlab.telemetry.checkpoint_index import newest, step_of
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import TOKENIZER, UNSUPERVISED, RunFolder, RunFolderError
 from speedlab.trainer.cell_runner import Cells
 from speedlab.trainer.collective_errors import Parted, Refusal, agreed, together
 from speedlab.trainer.commands import carry_out_pending, refuse_overtaken, save

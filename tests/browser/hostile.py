@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 
 from speedlab.config import RunConfig
-from speedlab.telemetry.folder import RunFolder, Status
 from speedlab.telemetry.records import Event, Ledger, RunState, StepRecord
+from speedlab.telemetry.run_folder import RunFolder, Status
 
 RUN = "window.speedlabPwned=1"
 

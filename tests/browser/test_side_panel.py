@@ -19,8 +19,8 @@ from telemetry_samples import make_event, make_folder, make_record
 from test_ending import WaitingSupervisor, served
 
 from speedlab.cluster.files.cluster_dir import Home
-from speedlab.telemetry.folder import Status, find_runs
 from speedlab.telemetry.records import Ledger, RunState
+from speedlab.telemetry.run_folder import Status, find_runs
 
 pytestmark = pytest.mark.browser
 

@@ -16,8 +16,8 @@ import speedlab.cluster.files.processes as processes
 from speedlab.bench.lab import Lab, LabHost
 from speedlab.cluster import Cluster, Run
 from speedlab.cluster.launch.host_specs import parse_hosts
-from speedlab.telemetry.folder import UNSUPERVISED
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import UNSUPERVISED
 
 SECONDS = 240
 """For what takes ten on a quiet machine."""

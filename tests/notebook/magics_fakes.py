@@ -23,8 +23,8 @@ from speedlab.cluster.errors import name_ranks
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.network import LinkRate
-from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Ledger, RunState, StepRecord
+from speedlab.telemetry.run_folder import RunFolder
 from speedlab.telemetry.trace import write_trace
 
 DEVICE = Device(

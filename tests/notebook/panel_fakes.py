@@ -19,8 +19,8 @@ from speedlab.hardware import Device
 from speedlab.network import LinkRate
 from speedlab.planner.calibration import store
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Event, RunState, StepRecord
+from speedlab.telemetry.run_folder import RunFolder
 from speedlab.telemetry.writer import RecordWriter
 
 DEVICE = Device(

@@ -18,7 +18,7 @@ from speedlab.cluster.files import processes
 from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
 from speedlab.telemetry.records import RunState
-from speedlab.telemetry.shape import shape_of
+from speedlab.telemetry.run_shape import shape_of
 
 if TYPE_CHECKING:
     from torch import nn

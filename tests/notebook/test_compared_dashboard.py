@@ -17,9 +17,9 @@ from telemetry_samples import eventually, make_folder, make_record
 
 import speedlab
 from speedlab.cluster.known_runs import RUN_MIME, run_id
-from speedlab.telemetry.drawing import SERVED
-from speedlab.telemetry.folder import RunFolder, Status
+from speedlab.telemetry.figures.deltas import SERVED
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import RunFolder, Status
 
 
 def write(folder: RunFolder, *steps: int, state: RunState = RunState.RUNNING) -> None:

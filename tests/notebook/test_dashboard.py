@@ -33,11 +33,11 @@ from speedlab_notebook.to_pages import PlotlyBundle
 from speedlab.cluster import Run
 from speedlab.cluster.known_runs import RUN_MIME, run_id
 from speedlab.config import RunConfig
-from speedlab.telemetry.drawing import SERVED, Drawing
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.folder import RunFolder, Status
+from speedlab.telemetry.figures.deltas import SERVED, Drawing
+from speedlab.telemetry.history import BARS, POINTS, History
 from speedlab.telemetry.records import Event, Ledger, RunState, Span, StepRecord
-from speedlab.telemetry.series import BARS, POINTS, History
+from speedlab.telemetry.run_folder import RunFolder, Status
 
 MIB = 2**20
 RUNNING = Status(state=RunState.RUNNING, steps=1000, rank_pids=(1, 2))

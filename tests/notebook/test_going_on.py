@@ -19,9 +19,9 @@ from jupyter_client.manager import KernelManager
 from speedlab.cluster import Cluster, Run, attach
 from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
-from speedlab.telemetry.checkpoints import CheckpointError
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.checkpoint_index import CheckpointError
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import RunFolder
 
 SETTINGS: dict[str, Any] = {
     "steps": 10**6,

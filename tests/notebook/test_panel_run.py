@@ -20,9 +20,9 @@ from speedlab_notebook.panel_changes import changes, live_config
 from speedlab.cluster import ClusterError, RankError, RemoteFailure
 from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
-from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.proof import Finding, Proof, Severity, write_proof
 from speedlab.telemetry.records import Event, RunState
+from speedlab.telemetry.run_folder import RunFolder, RunFolderError
 
 cluster, opened, panel = panel_fakes.cluster, panel_fakes.opened, panel_fakes.panel
 

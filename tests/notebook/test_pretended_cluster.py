@@ -11,8 +11,8 @@ from cluster_helpers import small_run
 from speedlab.cluster import Cluster, ClusterError
 from speedlab.network import LinkRate
 from speedlab.telemetry.figures import header
+from speedlab.telemetry.history import History
 from speedlab.telemetry.records import RunState
-from speedlab.telemetry.series import History
 
 SECONDS = 60
 LINK = "8 Mbit/s 1 ms"

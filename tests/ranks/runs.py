@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from speedlab.config import RunConfig
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.run_folder import RunFolder
 from speedlab.trainer import run_registry
 from speedlab.trainer.trainer import Trainer
 

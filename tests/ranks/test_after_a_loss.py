@@ -27,7 +27,7 @@ from speedlab.engine.engine import Engine
 from speedlab.parallel.pipeline.pipeline import Pipeline
 from speedlab.parallel.zero.all_gather import Gathers
 from speedlab.parallel.zero.reduce_scatter import Reductions
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.run_folder import RunFolder
 from speedlab.trainer import run_registry
 
 # ---- a run -----------------------------------------------------------------------------------------------------------

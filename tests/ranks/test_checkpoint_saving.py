@@ -27,7 +27,7 @@ from speedlab.engine.checkpoint import CheckpointError, safetensors_files
 from speedlab.engine.checkpoint import async_save as saving_module
 from speedlab.engine.checkpoint import write as write_module
 from speedlab.engine.checkpoint.async_save import write_report
-from speedlab.telemetry.checkpoints import find_checkpoint
+from speedlab.telemetry.checkpoint_index import find_checkpoint
 
 
 def held_up(gate: threading.Event) -> Any:

@@ -22,7 +22,7 @@ from ranks.test_layouts import BFLOAT16, FLOAT32, PlainOf, check
 from speedlab.config import ConfigError, ModelConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.models import GPT
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.run_folder import RunFolder
 from speedlab.trainer import run_registry
 
 

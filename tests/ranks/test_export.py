@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import speedlab
 from ranks import architectures
 from ranks.pool import Pool
-from speedlab.telemetry.checkpoints import CheckpointError
+from speedlab.telemetry.checkpoint_index import CheckpointError
 
 pytest.importorskip("transformers")
 

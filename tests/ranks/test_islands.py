@@ -24,7 +24,7 @@ from speedlab.comm import PeerLost
 from speedlab.comm.compressed_allreduce import CompressedMeans, LargestElements, Signs
 from speedlab.comm.onebit_allreduce import CHUNK
 from speedlab.optim.errors import NonFiniteError
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.run_folder import RunFolder
 from speedlab.trainer import run_registry
 
 STEPS, LR, EPS, DECAY, CLIP = 5, 3e-3, 1e-5, 0.05, 0.5

@@ -19,8 +19,8 @@ from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, own_rank, trainer_of
 from ranks.test_trainer import advance, events, post
 from speedlab.engine.phase_timer import PhaseClock, StepCosts
-from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import RunFolder
 from speedlab.trainer import run_registry
 
 ON_DISK: dict[str, Any] = {"zero": 3, "offload": {"optimizer": "disk", "parameters": "disk"}}

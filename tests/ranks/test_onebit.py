@@ -31,7 +31,7 @@ from speedlab.comm import PeerLost, onebit_allreduce
 from speedlab.comm.onebit_allreduce import CHUNK, SignMeans
 from speedlab.engine.checkpoint import CheckpointError
 from speedlab.optim.errors import NonFiniteError
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.run_folder import RunFolder
 from speedlab.trainer import run_registry
 
 FREEZE, STEPS = 3, 7

@@ -25,8 +25,8 @@ from speedlab.engine.drivers import WholeModel
 from speedlab.engine.proof import Prover
 from speedlab.engine.proof.observation import Observation
 from speedlab.models import GPT
-from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.proof import Proof, read_proof
+from speedlab.telemetry.run_folder import RunFolder
 from speedlab.trainer import first_batch_proof, run_registry
 
 Batch = tuple[Tensor, ...]

@@ -15,9 +15,9 @@ from test_drawn_runs import unframed
 from test_server import add_records, make_run
 
 from speedlab.cluster.known_runs import run_id
-from speedlab.telemetry.compared_drawing import ComparedDrawing
-from speedlab.telemetry.folder import RunFolder, Status
+from speedlab.telemetry.figures.deltas import ComparedDrawing
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import RunFolder, Status
 
 
 class Page:

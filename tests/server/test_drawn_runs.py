@@ -22,10 +22,10 @@ from telemetry_samples import make_event, make_folder, make_record
 from test_server import add_lines, add_records, make_run, of
 
 from speedlab.cluster.known_runs import run_id
-from speedlab.telemetry.drawing import Drawing
-from speedlab.telemetry.folder import RunFolder, Status
+from speedlab.telemetry.figures.deltas import Drawing
+from speedlab.telemetry.history import History
 from speedlab.telemetry.records import RunState
-from speedlab.telemetry.series import History
+from speedlab.telemetry.run_folder import RunFolder, Status
 
 
 class Page:

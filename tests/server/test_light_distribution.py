@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from speedlab.config import RunConfig
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 _ALONE = """

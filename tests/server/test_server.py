@@ -18,8 +18,8 @@ from server_helpers import TOKEN, JupyterServer
 from telemetry_samples import eventually, make_event, make_folder, make_record
 
 from speedlab.cluster.known_runs import note_seen, run_id
-from speedlab.telemetry.folder import RunFolder, Status
 from speedlab.telemetry.records import Ledger, RunState
+from speedlab.telemetry.run_folder import RunFolder, Status
 
 
 def make_run(server: JupyterServer, name: str, steps: int = 0, ranks: int = 2, **status: Any) -> RunFolder:

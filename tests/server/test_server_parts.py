@@ -36,8 +36,8 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files import cluster_dir
 from speedlab.cluster.known_runs import note_seen, run_id, seen_runs
 from speedlab.cluster.supervisor import protocol as asked
-from speedlab.telemetry.folder import RunFolderError, Status
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import RunFolderError, Status
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from speedlab.config import RunConfig
-from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Event, Ledger, Span, StepRecord
+from speedlab.telemetry.run_folder import RunFolder
 
 
 def make_folder(parent: Path, name: str | None = "sample", **changes: Any) -> RunFolder:

@@ -6,7 +6,7 @@ import plotly.graph_objects as go
 import pytest
 
 from speedlab.display.figure_style import COLOURS
-from speedlab.telemetry.bars_figure import bars_beside
+from speedlab.telemetry.figures.lessons import bars_beside
 
 MIB = 2**20
 STAGES = {"0": {"parameters": 2 * MIB, "gradients": 2 * MIB}, "3": {"parameters": MIB, "communication_buffers": MIB}}

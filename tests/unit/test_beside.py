@@ -10,9 +10,15 @@ import pytest
 from telemetry_samples import make_event, make_folder, make_record
 
 from speedlab.display.figure_style import PAPER_GRID, Figure, on_paper
-from speedlab.telemetry.beside import bytes_beside, lines_beside, losses_beside, memory_beside, runs_table
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.moves_figure import moves_figure
+from speedlab.telemetry.figures.lessons import (
+    bytes_beside,
+    lines_beside,
+    losses_beside,
+    memory_beside,
+    moves_figure,
+    runs_table,
+)
 from speedlab.telemetry.records import Event, Ledger, StepRecord
 from speedlab.telemetry.writer import RecordWriter
 

@@ -29,7 +29,7 @@ from speedlab.engine.checkpoint.async_save import (
 )
 from speedlab.engine.checkpoint.manifest import read_manifest
 from speedlab.engine.checkpoint.safetensors_files import Values, write_tensors
-from speedlab.telemetry.checkpoints import Checkpoint, newest
+from speedlab.telemetry.checkpoint_index import Checkpoint, newest
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import pytest
 from speedlab.config import RunConfig
 from speedlab.config.errors import with_more
 from speedlab.engine.checkpoint import prune
-from speedlab.telemetry.checkpoints import (
+from speedlab.telemetry.checkpoint_index import (
     CheckpointError,
     checkpoints_in,
     find_checkpoint,
@@ -19,7 +19,7 @@ from speedlab.telemetry.checkpoints import (
     newest,
     numbered_name,
 )
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.run_folder import RunFolder
 
 
 @pytest.fixture

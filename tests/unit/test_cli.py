@@ -16,8 +16,8 @@ from speedlab.cli import cluster as manage
 from speedlab.cli import demo, progress, train
 from speedlab.cluster import ClusterError, Run
 from speedlab.config import ConfigError, ModelConfig, RunConfig
-from speedlab.telemetry.folder import RunFolder, Status
 from speedlab.telemetry.records import Ledger, RunState, StepRecord
+from speedlab.telemetry.run_folder import RunFolder, Status
 from speedlab.telemetry.writer import RecordWriter
 
 

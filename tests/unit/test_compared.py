@@ -14,7 +14,7 @@ from telemetry_samples import make_event, make_folder, make_record
 import speedlab
 from speedlab.cluster.known_runs import RUN_MIME, RunError, run_id
 from speedlab.config import RunConfig
-from speedlab.telemetry.compared import (
+from speedlab.telemetry.figures.compare import (
     COLOURS,
     Look,
     compared_figures,
@@ -23,10 +23,10 @@ from speedlab.telemetry.compared import (
     settings_table,
     told,
 )
-from speedlab.telemetry.compared_drawing import ComparedDrawing
-from speedlab.telemetry.folder import Status
+from speedlab.telemetry.figures.deltas import ComparedDrawing
+from speedlab.telemetry.history import History
 from speedlab.telemetry.records import Ledger, RunState
-from speedlab.telemetry.series import History
+from speedlab.telemetry.run_folder import Status
 
 PAYLOAD = "<img src=x onerror=alert(1)> 100 %{x}"
 GIB = 2**30

@@ -12,11 +12,11 @@ import plotly.graph_objects as go
 import pytest
 from telemetry_samples import make_record
 
-from speedlab.telemetry.cost_figures import MOST_LANES, cost_figures
-from speedlab.telemetry.drawing import Drawing
 from speedlab.telemetry.figures import History, plain
-from speedlab.telemetry.folder import Status
+from speedlab.telemetry.figures.costs import MOST_LANES, cost_figures
+from speedlab.telemetry.figures.deltas import Drawing
 from speedlab.telemetry.records import MemoryMark, RunState, StepRecord
+from speedlab.telemetry.run_folder import Status
 
 sys.path.append(str(Path(__file__).parents[1] / "browser"))
 from hostile import PAYLOADS

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 from telemetry_samples import eventually, make_event, make_folder, make_record
 
-from speedlab.telemetry import rank_records
+from speedlab.telemetry import record_store
 from speedlab.telemetry.feed import Feed, bars_seconds
 from speedlab.telemetry.figures import header
-from speedlab.telemetry.folder import Status
-from speedlab.telemetry.rank_records import NEWEST, RankRecords
+from speedlab.telemetry.history import History
+from speedlab.telemetry.record_store import NEWEST, RankRecords
 from speedlab.telemetry.records import RECORDS, RunState, Span
-from speedlab.telemetry.series import History
+from speedlab.telemetry.run_folder import Status
 from speedlab.telemetry.writer import RecordWriter
 
 
@@ -136,7 +136,7 @@ def lines_read(monkeypatch) -> list[bytes]:
     read: list[bytes] = []
     decode = RECORDS.decode
     counted = SimpleNamespace(decode=lambda text: (read.append(text), decode(text))[1])
-    monkeypatch.setattr(rank_records, "RECORDS", counted)
+    monkeypatch.setattr(record_store, "RECORDS", counted)
     return read
 
 

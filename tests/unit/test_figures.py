@@ -14,7 +14,7 @@ from speedlab.display.figure_style import COLOURS, INK
 from speedlab.display.formatting import byte_unit, bytes_text, count_text, seconds_text
 from speedlab.hardware import cpu_devices
 from speedlab.planner.memory.rank_memory import RankMemory
-from speedlab.telemetry import series
+from speedlab.telemetry import history as series
 from speedlab.telemetry.figures import (
     History,
     anatomy_by_rank_figure,
@@ -28,12 +28,12 @@ from speedlab.telemetry.figures import (
     states_figure,
     throughput_figure,
 )
-from speedlab.telemetry.folder import Status
-from speedlab.telemetry.memory_figure import states_are_small
+from speedlab.telemetry.figures.memory import states_are_small
+from speedlab.telemetry.figures.steps import Cut, loss_values
+from speedlab.telemetry.history import bucket_extremes
 from speedlab.telemetry.prediction import Prediction
 from speedlab.telemetry.records import CATEGORIES, PHASES, Ledger, RunState
-from speedlab.telemetry.series import bucket_extremes
-from speedlab.telemetry.step_figures import Cut, loss_values
+from speedlab.telemetry.run_folder import Status
 
 MIB = 2**20
 

@@ -14,8 +14,9 @@ import pytest
 from telemetry_samples import make_event, make_folder
 
 from speedlab.config import ConfigError, RunConfig
-from speedlab.telemetry import folder as folder_module
-from speedlab.telemetry.folder import (
+from speedlab.telemetry import run_folder as folder_module
+from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import (
     Command,
     RunFolder,
     RunFolderError,
@@ -24,7 +25,6 @@ from speedlab.telemetry.folder import (
     require_space,
     write_atomically,
 )
-from speedlab.telemetry.records import RunState
 
 
 def test_create_writes_a_folder_that_opens_again(tmp_path):

@@ -20,8 +20,8 @@ from speedlab.config import ConfigError, RunConfig
 from speedlab.config.errors import _SECTIONS, more_in, with_more
 from speedlab.display.documentation import FOLDER, names, sections
 from speedlab.layout import LayoutError
-from speedlab.telemetry.checkpoints import CheckpointError
-from speedlab.telemetry.folder import RunFolderError
+from speedlab.telemetry.checkpoint_index import CheckpointError
+from speedlab.telemetry.run_folder import RunFolderError
 
 TROUBLE = FOLDER / "trouble.md"
 PAGES = [README, *GUIDES]

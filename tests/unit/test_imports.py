@@ -250,7 +250,7 @@ def test_a_run_of_the_built_in_model_loads_no_compiler(tmp_path) -> None:
 import sys
 from speedlab.config import RunConfig
 from speedlab.trainer.run_registry import advance
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.run_folder import RunFolder
 small = {"layers": 1, "hidden": 32, "heads": 2, "vocab_size": 257, "context": 16}
 data = {"source": "task:copy", "sequence_length": 16, "vocab_size": 257}
 folder = RunFolder.create(RunConfig(name="one", folder=sys.argv[1], steps=1, model=small, data=data))

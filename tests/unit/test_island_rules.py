@@ -15,7 +15,7 @@ from speedlab.config.validation import host_problem
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner.plan import plan
 from speedlab.telemetry.figures import History, figures, header
-from speedlab.telemetry.folder import Status
+from speedlab.telemetry.run_folder import Status
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from speedlab.hardware import cpu_devices
 from speedlab.layout import Layout
-from speedlab.telemetry.layout_table import layout_table
+from speedlab.telemetry.tables import layout_table
 
 
 def test_every_rank_has_its_stage_blocks_indices_and_device() -> None:

@@ -25,8 +25,8 @@ from speedlab.cluster.worker.cells import LiveCells
 from speedlab.config import ConfigError
 from speedlab.engine import Engine
 from speedlab.engine.train_step import Step
-from speedlab.telemetry.folder import RunFolderError
-from speedlab.telemetry.live import MOST_BYTES, Said, cell_path, take_said, write_said
+from speedlab.telemetry.live_cells import MOST_BYTES, Said, cell_path, take_said, write_said
+from speedlab.telemetry.run_folder import RunFolderError
 from speedlab.trainer.commands import WORDS
 from speedlab.trainer.interrupts import Interruption
 from speedlab.trainer.live_cells import _left_as_it_was, _look

@@ -17,11 +17,10 @@ from speedlab.config import ConfigError, OptimizerConfig, RunConfig
 from speedlab.optim.zero_one_adam import Kind, Steps
 from speedlab.planner import model_states
 from speedlab.planner.plan import plan
-from speedlab.telemetry.columns import Columns
 from speedlab.telemetry.figures import History, figures, header
-from speedlab.telemetry.folder import Status
-from speedlab.telemetry.rank_records import RankRecords
+from speedlab.telemetry.record_store import Columns, RankRecords
 from speedlab.telemetry.records import StepRecord
+from speedlab.telemetry.run_folder import Status
 
 
 @pytest.mark.parametrize(

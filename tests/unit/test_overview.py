@@ -12,11 +12,11 @@ from telemetry_samples import make_event, make_record
 from speedlab.display.figure_style import Figure
 from speedlab.display.svg import figure_svg
 from speedlab.hardware import Device
-from speedlab.telemetry.beside import lines_beside
 from speedlab.telemetry.figures import figures
-from speedlab.telemetry.overview import overview
+from speedlab.telemetry.figures.lessons import lines_beside
+from speedlab.telemetry.figures.overview import overview
+from speedlab.telemetry.history import History
 from speedlab.telemetry.records import Ledger
-from speedlab.telemetry.series import History
 
 SVG = "{http://www.w3.org/2000/svg}"
 HOSTILE = [

@@ -12,11 +12,11 @@ from telemetry_samples import make_folder, make_record, pipeline_records
 from speedlab.display.figure_style import PHASE_COLOURS, plain
 from speedlab.hardware import cpu_devices
 from speedlab.telemetry.figures import History, figures
-from speedlab.telemetry.overview import overview
-from speedlab.telemetry.pipeline_figure import MOST_BARS, MOST_LANES, pipeline_figure
+from speedlab.telemetry.figures.overview import overview
+from speedlab.telemetry.figures.pipeline import MOST_BARS, MOST_LANES, pipeline_figure
 from speedlab.telemetry.records import Span
 from speedlab.telemetry.report import write_report
-from speedlab.telemetry.timeline import Timeline, timeline_of
+from speedlab.telemetry.trace import Timeline, timeline_of
 from speedlab.telemetry.writer import RecordWriter
 
 

@@ -10,8 +10,8 @@ import pytest
 from speedlab.config import RunConfig
 from speedlab.layout import Part
 from speedlab.placement import Holders, Placement, Residency, Row, homes
-from speedlab.telemetry.folder import RunFolder, RunFolderError
-from speedlab.telemetry.placement_table import placement_of
+from speedlab.telemetry.run_folder import RunFolder, RunFolderError
+from speedlab.telemetry.tables import placement_of
 
 REPLICATED, PARTITIONED = Holders.REPLICATED, Holders.PARTITIONED
 

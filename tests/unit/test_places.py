@@ -12,10 +12,10 @@ from telemetry_samples import make_folder, make_record
 from speedlab.cluster.stage_table import stage_table
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.figures import figures
-from speedlab.telemetry.places_figure import places_figure
+from speedlab.telemetry.figures.memory import places_figure
+from speedlab.telemetry.figures.steps import anatomy_by_rank_figure, anatomy_figure
+from speedlab.telemetry.history import History
 from speedlab.telemetry.records import Ledger, StepRecord
-from speedlab.telemetry.series import History
-from speedlab.telemetry.step_figures import anatomy_by_rank_figure, anatomy_figure
 from speedlab.telemetry.writer import RecordWriter
 
 GIB = 2**30

@@ -11,8 +11,8 @@ from speedlab.cluster.calibration_update import learn_from
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner.calibration import store
 from speedlab.planner.formulas import parameter_count
-from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import Event, Ledger, StepRecord
+from speedlab.telemetry.run_folder import RunFolder
 from speedlab.telemetry.writer import RecordWriter
 
 HERE = calibration()

@@ -24,9 +24,9 @@ from speedlab.engine.proof import (
     parameter_groups,
 )
 from speedlab.engine.proof.token_batch import NoTokensError, token_batch
-from speedlab.telemetry.folder import RunFolder, RunFolderError
 from speedlab.telemetry.proof import Finding, ParameterGroup, Proof, Severity, read_proof, write_proof
 from speedlab.telemetry.report import write_report
+from speedlab.telemetry.run_folder import RunFolder, RunFolderError
 
 SECTIONS = sections((FOLDER / "proof.md").read_text(encoding="utf-8"))
 

@@ -13,9 +13,9 @@ from telemetry_samples import make_folder, make_record
 
 from speedlab import cli
 from speedlab.cluster.files.cluster_dir import known_clusters
-from speedlab.telemetry.folder import Status
 from speedlab.telemetry.proof import Proof, write_proof
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import Status
 from speedlab.telemetry.writer import RecordWriter
 
 LONG = {"train", "start", "export", "calibrate", "demo", "bench", "stop"}

@@ -11,9 +11,9 @@ from plotly.offline import get_plotlyjs
 from telemetry_samples import make_event, make_folder, make_record
 
 from speedlab.planner import parameter_count
-from speedlab.telemetry.folder import RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.report import write_report
+from speedlab.telemetry.run_folder import RunFolder, RunFolderError, Status
 from speedlab.telemetry.writer import RecordWriter
 
 MIB = 2**20

@@ -40,8 +40,8 @@ from speedlab.cluster.worker import remote
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import parameter_count
-from speedlab.telemetry.folder import UNSUPERVISED, Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import Ledger, RunState
+from speedlab.telemetry.run_folder import UNSUPERVISED, Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.writer import RecordWriter
 
 
@@ -1304,7 +1304,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(make, engines, tm
     with pytest.raises(ConfigError, match="data: empty"):
         make()
     monkeypatch.setattr(sys.modules["speedlab.data"], "check", lambda config: None)
-    monkeypatch.setattr("speedlab.telemetry.folder.shutil.disk_usage", lambda path: types.SimpleNamespace(free=5))
+    monkeypatch.setattr("speedlab.telemetry.run_folder.shutil.disk_usage", lambda path: types.SimpleNamespace(free=5))
     with pytest.raises(RunFolderError, match="no disk space"):
         make()
     assert not (tmp_path / "runs").exists()

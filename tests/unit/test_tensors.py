@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from telemetry_samples import make_folder, make_record
 
-from speedlab.telemetry import tensors
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry import tables
 from speedlab.telemetry.records import Ledger
-from speedlab.telemetry.tensors import SegmentError, tensors_in
+from speedlab.telemetry.run_folder import RunFolder
+from speedlab.telemetry.tables import SegmentError, tensors_in
 
 sys.path.append(str(Path(__file__).parents[1] / "browser"))
 from hostile import PAYLOADS
@@ -62,7 +62,7 @@ def test_largest_first_with_what_is_here_who_owns_it_and_what_is_left(folder: Ru
 
 
 def test_of_very_many_tensors_the_largest_are_told(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensors, "MOST_TENSORS", 2)
+    monkeypatch.setattr(tables, "MOST_TENSORS", 2)
     folder.write_placement(0, [row(f"t{i}", nbytes=i) for i in range(5)])
     found = told(folder, "optimizer_moments")
     assert [each["name"] for each in found["rows"]] == ["t4", "t3"]

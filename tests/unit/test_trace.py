@@ -10,7 +10,7 @@ from telemetry_samples import make_folder, make_record, pipeline_records
 
 from speedlab import cli
 from speedlab.hardware import cpu_devices
-from speedlab.telemetry.folder import RunFolder, RunFolderError
+from speedlab.telemetry.run_folder import RunFolder, RunFolderError
 from speedlab.telemetry.trace import write_trace
 from speedlab.telemetry.writer import RecordWriter
 

@@ -17,8 +17,8 @@ from speedlab.cluster.files.agent_run_dir import RUNS, folder_here, origin_of
 from speedlab.cluster.launch.placement import hosts_for
 from speedlab.cluster.supervisor.record_relay import Wire, wire_for
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RunState
+from speedlab.telemetry.run_folder import RunFolder
 from speedlab.telemetry.writer import RecordWriter
 
 

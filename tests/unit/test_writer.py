@@ -10,8 +10,8 @@ import sys
 import pytest
 from telemetry_samples import make_event, make_folder, make_record
 
-from speedlab.telemetry.folder import RunFolderError
 from speedlab.telemetry.records import MOST_SPANS, Event, Span, StepRecord
+from speedlab.telemetry.run_folder import RunFolderError
 from speedlab.telemetry.writer import RecordWriter, _LineFile
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import speedlab.cluster.agents.tasks as agent_tasks
 from speedlab.cluster.files.agent_run_dir import ORIGIN, RUNS_FOLDER, place_of
-from speedlab.telemetry.folder import write_atomically
 from speedlab.telemetry.proof import PROOF
+from speedlab.telemetry.run_folder import write_atomically
 
 MOST_BYTES = 8 * 2**20
 """Of one answer; what is more comes with the next."""

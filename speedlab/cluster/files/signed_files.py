@@ -15,7 +15,7 @@ from pathlib import Path
 
 import speedlab.cluster.files.cluster_dir as home
 from speedlab.cluster.errors import ClusterError
-from speedlab.telemetry.exclusive import place
+from speedlab.telemetry.run_folder import place
 
 _SIGNATURE_BYTES = 32
 

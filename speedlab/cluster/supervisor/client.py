@@ -22,7 +22,7 @@ from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.supervisor import protocol as m
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, UnfitMessageError, connect
 from speedlab.config import ConfigError
-from speedlab.telemetry.folder import RunFolderError
+from speedlab.telemetry.run_folder import RunFolderError
 
 log = logging.getLogger("speedlab.cluster")
 

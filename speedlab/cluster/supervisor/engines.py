@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from speedlab.cluster.supervisor.record_relay import Wire
     from speedlab.hardware import Device
-    from speedlab.telemetry.folder import RunFolder
+    from speedlab.telemetry.run_folder import RunFolder
 
 log = logging.getLogger("speedlab.supervisor")
 

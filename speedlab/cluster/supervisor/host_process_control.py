@@ -40,7 +40,7 @@ from speedlab.cluster.supervisor.record_relay import Wire, wire_for
 from speedlab.cluster.worker.abort_connections import CUT_SIGNAL
 from speedlab.cluster.worker.utilization import Load
 from speedlab.network import Endpoint, reserved_ports, try_to_reach
-from speedlab.telemetry.folder import RunFolder
+from speedlab.telemetry.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from ipyparallel import Client

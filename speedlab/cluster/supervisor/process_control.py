@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from speedlab.cluster.supervisor.record_relay import Wire
     from speedlab.cluster.worker.fork_server_client import Nursery
-    from speedlab.telemetry.folder import RunFolder
+    from speedlab.telemetry.run_folder import RunFolder
 
 
 class Process(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import speedlab.cluster.agents.run_files as agent_runs
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files.user_model import OWN_MODEL
-from speedlab.telemetry.folder import RunFolder, write_atomically
+from speedlab.telemetry.run_folder import RunFolder, write_atomically
 
 log = logging.getLogger("speedlab.supervisor")
 

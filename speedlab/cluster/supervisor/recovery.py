@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from speedlab.cluster.errors import DIED, ClusterError, RankError, name_ranks, newest_failure
-from speedlab.telemetry.checkpoints import newest
-from speedlab.telemetry.folder import RunFolder, write_atomically
+from speedlab.telemetry.checkpoint_index import newest
 from speedlab.telemetry.records import Event, RunState
+from speedlab.telemetry.run_folder import RunFolder, write_atomically
 from speedlab.telemetry.writer import note
 
 if TYPE_CHECKING:

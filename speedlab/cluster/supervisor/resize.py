@@ -20,8 +20,8 @@ import speedlab.cluster.worker.remote as remote
 from speedlab.cluster.errors import ClusterError, RankError, name_ranks, restart_of
 from speedlab.cluster.files.cluster_dir import CHANGING, ClusterState, EngineEntry
 from speedlab.cluster.known_runs import remembered_folders, saved_step
-from speedlab.telemetry.folder import RunFolder
 from speedlab.telemetry.records import RESTING, RunState
+from speedlab.telemetry.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from speedlab.cluster.supervisor.engines import Engines

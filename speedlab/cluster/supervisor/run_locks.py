@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-from speedlab.telemetry.folder import write_atomically
+from speedlab.telemetry.run_folder import write_atomically
 
 log = logging.getLogger("speedlab.supervisor")
 

@@ -30,8 +30,8 @@ from speedlab.cluster.known_runs import Given, remember_run, remembered_runs
 from speedlab.cluster.supervisor.protocol import Standing
 from speedlab.cluster.supervisor.recovery import Recovery, advice, without_hosts
 from speedlab.cluster.supervisor.run_locks import Hold, Holds
-from speedlab.telemetry.folder import UNSUPERVISED, Command, RunFolder, RunFolderError, Status
 from speedlab.telemetry.records import RESTING, RunState
+from speedlab.telemetry.run_folder import UNSUPERVISED, Command, RunFolder, RunFolderError, Status
 
 if TYPE_CHECKING:
     from speedlab.cluster.supervisor.record_relay import Wire

@@ -18,7 +18,7 @@ from speedlab.cluster.errors import DIED, name_ranks, restart_of
 from speedlab.cluster.files.cluster_dir import ClusterState, EngineEntry
 from speedlab.cluster.supervisor.process_control import Hands
 from speedlab.cluster.supervisor.work_queue import Line, Submission
-from speedlab.telemetry.rank_records import last_recorded
+from speedlab.telemetry.record_store import last_recorded
 
 log = logging.getLogger("speedlab.supervisor")
 

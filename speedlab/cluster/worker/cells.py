@@ -21,7 +21,7 @@ from IPython.core.getipython import get_ipython
 from speedlab.cluster.debug.rank_debugger import Breakpoints
 from speedlab.cluster.errors import describe
 from speedlab.cluster.files.signed_files import read_sealed, write_sealed
-from speedlab.telemetry.live import MOST_BYTES, Said
+from speedlab.telemetry.live_cells import MOST_BYTES, Said
 
 
 def run_cell(

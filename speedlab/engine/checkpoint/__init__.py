@@ -7,7 +7,7 @@ from speedlab.engine.checkpoint.hf import export_hf, import_hf
 from speedlab.engine.checkpoint.prune import prune
 from speedlab.engine.checkpoint.read import load
 from speedlab.engine.checkpoint.write import finish_saving, save, saving_of
-from speedlab.telemetry.checkpoints import CheckpointError
+from speedlab.telemetry.checkpoint_index import CheckpointError
 
 __all__ = [
     "CheckpointError",

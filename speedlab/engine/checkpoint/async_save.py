@@ -17,7 +17,7 @@ from typing import Any
 
 from speedlab.comm.shared.memfd import host_identity
 from speedlab.comm.shared.shared_tensors import Process
-from speedlab.telemetry.checkpoints import CheckpointError
+from speedlab.telemetry.checkpoint_index import CheckpointError
 
 _FAILED = "failed.json"
 _REMOVED = "{}: was removed while it was written"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from speedlab.telemetry.checkpoints import CheckpointError
+from speedlab.telemetry.checkpoint_index import CheckpointError
 
 if TYPE_CHECKING:
     from speedlab.comm import Group

@@ -18,7 +18,7 @@ from torch import Tensor
 from speedlab.engine.checkpoint.collective_errors import all_or_none
 from speedlab.engine.checkpoint.read import take_whole
 from speedlab.engine.state import TrainingState
-from speedlab.telemetry.checkpoints import CheckpointError, Place
+from speedlab.telemetry.checkpoint_index import CheckpointError, Place
 
 _LATEST = "latest_universal"
 _MASTER = "fp32"

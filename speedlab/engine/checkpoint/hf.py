@@ -32,8 +32,8 @@ from speedlab.engine.checkpoint.verify import check_file
 from speedlab.engine.checkpoint.write import save
 from speedlab.engine.entry_points import entry_point
 from speedlab.engine.state import TrainingState
-from speedlab.telemetry.checkpoints import CheckpointError, Place, find_checkpoint
-from speedlab.telemetry.folder import TOKENIZER
+from speedlab.telemetry.checkpoint_index import CheckpointError, Place, find_checkpoint
+from speedlab.telemetry.run_folder import TOKENIZER
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DECIDING = (

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speedlab.config import ModelConfig
 from speedlab.models import GPT
-from speedlab.telemetry.checkpoints import CheckpointError
+from speedlab.telemetry.checkpoint_index import CheckpointError
 
 _ROTARY_BASE = 10_000.0
 

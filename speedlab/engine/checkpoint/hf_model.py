@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from speedlab.engine.checkpoint.safetensors_files import Values
 from speedlab.hardware import memory_bytes
-from speedlab.telemetry.checkpoints import CheckpointError
+from speedlab.telemetry.checkpoint_index import CheckpointError
 
 _NAMED = 3
 """So many names an error lists."""

@@ -32,7 +32,7 @@ from speedlab.engine.checkpoint.model_description import describe_model
 from speedlab.engine.checkpoint.slices import Stretch
 from speedlab.engine.state import TrainingState
 from speedlab.layout import Part
-from speedlab.telemetry.checkpoints import MANIFEST, CheckpointError
+from speedlab.telemetry.checkpoint_index import MANIFEST, CheckpointError
 
 FORMAT = "speedlab-checkpoint"
 VERSION = 2

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from speedlab.engine.checkpoint.hf_model import read
 from speedlab.engine.checkpoint.model_description import PEFT_PREFIX
 from speedlab.engine.checkpoint.safetensors_files import Values
-from speedlab.telemetry.checkpoints import CheckpointError
+from speedlab.telemetry.checkpoint_index import CheckpointError
 
 _INSTEAD = (
     "write the adapter alone. Call on every rank: state = engine.state_dict(), and "

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from speedlab.engine.checkpoint.manifest import FORMAT
-from speedlab.telemetry.checkpoints import MANIFEST, checkpoints_in
+from speedlab.telemetry.checkpoint_index import MANIFEST, checkpoints_in
 
 _NUMBERED = re.compile(r"step-\d+(-\d+)?")
 """Names that a run gives by itself; any other is a person's, who alone removes it."""

@@ -37,7 +37,7 @@ from speedlab.engine.state import TrainingState
 from speedlab.optim.compressed_optimizer import Communicating
 from speedlab.optim.optimizer_state import Scalars
 from speedlab.parallel.zero import Flat, Slot
-from speedlab.telemetry.checkpoints import CheckpointError, Place, find_checkpoint
+from speedlab.telemetry.checkpoint_index import CheckpointError, Place, find_checkpoint
 
 
 def load(engine: TrainingState, place: Place, tag: str | None, *, verify: bool = True) -> tuple[Path, dict[str, Any]]:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from speedlab.engine.checkpoint.manifest import Source, sources_of
 from speedlab.engine.checkpoint.slices import Stretch, blocks, copy_blocks
-from speedlab.telemetry.checkpoints import CheckpointError
+from speedlab.telemetry.checkpoint_index import CheckpointError
 
 _CHUNK_BYTES = 8 * 2**20
 _DTYPES = {

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from speedlab.engine.checkpoint.collective_errors import on_first
 from speedlab.engine.checkpoint.safetensors_files import Values, to_disk, write_tensors
-from speedlab.telemetry.checkpoints import CheckpointError
+from speedlab.telemetry.checkpoint_index import CheckpointError
 
 if TYPE_CHECKING:
     from speedlab.comm import Group

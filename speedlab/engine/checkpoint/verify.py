@@ -13,7 +13,7 @@ from speedlab.engine.checkpoint.collective_errors import all_or_none
 from speedlab.engine.checkpoint.manifest import read_manifest, sources_of
 from speedlab.engine.checkpoint.safetensors_files import hash_of
 from speedlab.engine.state import TrainingState
-from speedlab.telemetry.checkpoints import MANIFEST, CheckpointError, checkpoints_in
+from speedlab.telemetry.checkpoint_index import MANIFEST, CheckpointError, checkpoints_in
 
 
 def sound_manifest(engine: TrainingState, path: Path, *, verify: bool = True) -> dict[str, Any]:

@@ -42,7 +42,7 @@ from speedlab.engine.state import TrainingState
 from speedlab.offload import Kept
 from speedlab.parallel.zero import Flat, Slot
 from speedlab.placement import Holders, Where
-from speedlab.telemetry.checkpoints import MANIFEST, CheckpointError
+from speedlab.telemetry.checkpoint_index import MANIFEST, CheckpointError
 
 _MARGIN_BYTES = 2**20
 """Room that must stay free beside the checkpoint itself: headers, manifest, the file system's own needs."""

@@ -4,7 +4,7 @@ import { element, setShown, setText } from '../dom';
 import type { RunSummary } from '../messages';
 import { Action } from './rows';
 
-/** The server draws so many at once (speedlab/telemetry/compared.py). */
+/** The server draws so many at once (speedlab/telemetry/figures/compare.py). */
 export const MOST_COMPARED = 8;
 
 /** What comparing runs opens: their ids, the first one first, and a title. */

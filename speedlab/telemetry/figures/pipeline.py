@@ -11,7 +11,7 @@ import numpy as np
 from speedlab.display.figure_style import PHASE_COLOURS, Figure, base_layout, lanes_axis
 from speedlab.hardware import Device
 from speedlab.telemetry.records import Span
-from speedlab.telemetry.timeline import Lane, Timeline
+from speedlab.telemetry.trace import Lane, Timeline
 
 MOST_LANES = 16
 MOST_BARS = 3000

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speedlab.config.errors import with_more
-from speedlab.telemetry.folder import RunFolderError, read_object, write_atomically
-from speedlab.telemetry.plain_file import open_plain
+from speedlab.telemetry.run_folder import RunFolderError, open_plain, read_object, write_atomically
 
 MANIFEST = "manifest.json"
 _CHECKPOINTS = "checkpoints"

@@ -2,27 +2,81 @@
 
 Everything in it is JSON, written by replacing or appending, never by changing in place; nothing in it is ever trusted:
 sizes are bounded and every field is checked when it is read, because a folder may come from somewhere else.
+
+A file that appears whole, and once: for numbers and keys that several processes want to give at the same time.
+
+Files that others have written, for reading: what somebody has put in their place stops no reader.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import itertools
 import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from speedlab.config import ConfigError, RunConfig
 from speedlab.config.errors import with_more
-from speedlab.telemetry.exclusive import place
-from speedlab.telemetry.plain_file import open_plain
 from speedlab.telemetry.records import Event, RunState
+
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV})
+"""What `link` says on file systems without hard links: exFAT, FUSE and some shared folders of virtual machines."""
+
+
+def place(draft: Path, path: Path) -> None:
+    """Move `draft` to `path`. Raises FileExistsError, and leaves the draft, where somebody was faster.
+
+    Both are in one folder. Whoever reads `path` finds nothing or all of it.
+    """
+    try:
+        os.link(draft, path)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _place_under_lock(draft, path)
+    else:
+        draft.unlink()
+
+
+def _place_under_lock(draft: Path, path: Path) -> None:
+    # The lock goes with the process that holds it, so that one that was killed here keeps nobody waiting.
+    lock = os.open(path.parent / ".place-lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        draft.rename(path)
+    finally:
+        os.close(lock)
+
+
+def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
+    """The file at `path`. Raises OSError for what is none: a pipe would stop its reader for ever, and some
+    devices never end."""
+    return os.fdopen(plain_descriptor(path), "rb")
+
+
+def plain_descriptor(path: str | os.PathLike[str]) -> int:
+    """Likewise, for who reads with `os.pread`."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # A pipe's opening would wait, too.
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", os.fspath(path))
+
 
 CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape", "prove", "live")
 """What a person may ask of a run; each is carried out by all ranks between the same two steps."""

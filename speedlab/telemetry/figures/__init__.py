@@ -12,16 +12,11 @@ from statistics import median
 from speedlab.display.figure_style import Figure, plain
 from speedlab.display.formatting import count_text, seconds_text
 from speedlab.hardware import Device
-from speedlab.telemetry.cost_figures import cost_figures
-from speedlab.telemetry.folder import Status
-from speedlab.telemetry.marks import STATE_MARKS
-from speedlab.telemetry.memory_figure import memory_figure, states_figure
-from speedlab.telemetry.pipeline_figure import pipeline_figure
-from speedlab.telemetry.places_figure import places_figure
-from speedlab.telemetry.prediction import error_text
-from speedlab.telemetry.records import RunState, StepRecord
-from speedlab.telemetry.series import History
-from speedlab.telemetry.step_figures import (
+from speedlab.telemetry.figures.costs import cost_figures
+from speedlab.telemetry.figures.markers import STATE_MARKS
+from speedlab.telemetry.figures.memory import memory_figure, places_figure, states_figure
+from speedlab.telemetry.figures.pipeline import pipeline_figure
+from speedlab.telemetry.figures.steps import (
     RECENT_STEPS,
     anatomy_by_rank_figure,
     anatomy_figure,
@@ -30,7 +25,11 @@ from speedlab.telemetry.step_figures import (
     loss_figure,
     throughput_figure,
 )
-from speedlab.telemetry.timeline import timeline_of
+from speedlab.telemetry.history import History
+from speedlab.telemetry.prediction import error_text
+from speedlab.telemetry.records import RunState, StepRecord
+from speedlab.telemetry.run_folder import Status
+from speedlab.telemetry.trace import timeline_of
 
 __all__ = [
     "Header",

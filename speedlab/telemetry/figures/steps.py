@@ -1,9 +1,13 @@
-"""The plots over steps: loss, throughput, and what a step's time is made of."""
+"""The plots over steps: loss, throughput, and what a step's time is made of.
+
+Memory over the time of one step: what the allocator had given out at the ends of its phases.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from statistics import fmean
 from typing import Any
 
@@ -21,11 +25,11 @@ from speedlab.display.figure_style import (
     legend_beside,
     second_axis,
 )
+from speedlab.display.formatting import byte_unit
 from speedlab.hardware import Device
-from speedlab.telemetry.marks import over_steps
-from speedlab.telemetry.rank_axis import rank_axis
-from speedlab.telemetry.records import StepRecord
-from speedlab.telemetry.series import (
+from speedlab.telemetry.figures.markers import over_steps
+from speedlab.telemetry.figures.memory import rank_axis
+from speedlab.telemetry.history import (
     BARS,
     POINTS,
     SMOOTHING,
@@ -35,6 +39,7 @@ from speedlab.telemetry.series import (
     bucket_mean,
     stride,
 )
+from speedlab.telemetry.records import StepRecord
 
 GRADIENT = COLOURS["gradients"]
 
@@ -230,3 +235,34 @@ def _phase_bar(phase: str) -> dict[str, Any]:
         "marker": {"color": PHASE_COLOURS[phase], "line": {"width": 0}},
         "hovertemplate": f"{name} %{{y:.2f}} ms<extra></extra>",
     }
+
+
+def step_memory_figure(history: History) -> Figure | None:
+    """Of the newest step of the lowest rank that was marked; None where none was. A line through all marks, and the
+    marks in the colours of the phases that ended there."""
+    step, marks = history.lead.marked
+    if len(marks) < 2 or not any(mark.bytes for mark in marks):
+        return None
+    unit, size = byte_unit(max(mark.bytes for mark in marks))
+    times = np.array([1000 * mark.seconds for mark in marks])
+    heights = np.array([mark.bytes / size for mark in marks])
+    line = curve("allocated", float32(times, heights), "", color=INK, width=1.5)
+    data = [{**line, "hoverinfo": "skip", "hovertemplate": None}]
+    for phase in dict.fromkeys(mark.phase for mark in marks):
+        chosen = [i for i, mark in enumerate(marks) if mark.phase == phase]
+        colour = PHASE_COLOURS.get(phase, PHASE_COLOURS["other"])
+        name = escape(phase)
+        moment = "start" if phase == "start" else f"end of {name}"
+        data.append(
+            {
+                **curve(name, float32(times[chosen], heights[chosen]), "", color=colour, width=0),
+                "mode": "markers",
+                "marker": {"size": 8, "color": colour},
+                "hovertemplate": f"{moment}, %{{x:.4~r}} ms<br>%{{y:.4~r}} {unit}<extra></extra>",
+            }
+        )
+    layout = base_layout(f"memory at the ends of phases, step {step:,}, rank {history.lead_rank}", unit)
+    layout["hovermode"] = "closest"
+    layout["uirevision"] = "memory over a step"
+    layout["xaxis"] |= {"title": {"text": "ms", "standoff": 2}, "rangemode": "tozero"}
+    return {"data": data, "layout": layout}

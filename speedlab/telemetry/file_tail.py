@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from speedlab.telemetry.plain_file import open_plain, plain_descriptor
+from speedlab.telemetry.run_folder import open_plain, plain_descriptor
 from speedlab.telemetry.stream import LINE_LIMIT_BYTES
 
 _FIRST_LOOK_BYTES = 1 << 15

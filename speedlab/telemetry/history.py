@@ -14,7 +14,7 @@ import numpy as np
 
 from speedlab.telemetry.prediction import Prediction
 from speedlab.telemetry.records import CATEGORIES, PHASES, Event, Ledger, MemoryMark, StepRecord
-from speedlab.telemetry.shape import layout_in
+from speedlab.telemetry.run_shape import layout_in
 
 POINTS = 400
 """Most points of one curve on screen."""

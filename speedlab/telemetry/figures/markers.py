@@ -7,7 +7,7 @@ from html import escape
 
 from speedlab.display.figure_style import INK, Figure
 from speedlab.telemetry.records import Event, RunState
-from speedlab.telemetry.shape import change_mark
+from speedlab.telemetry.run_shape import change_mark
 
 STATE_MARKS = {
     RunState.STARTING: "○",

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from speedlab.telemetry.folder import RunFolderError
+from speedlab.telemetry.run_folder import RunFolderError
 
 MOST_BYTES = 2**20
 """Of what a rank says in a cell; what comes later is left out, and it is said."""

@@ -10,9 +10,9 @@ import numpy as np
 
 from speedlab.display.figure_style import COLOURS, Figure, base_layout, lanes_axis
 from speedlab.display.formatting import byte_unit, bytes_text, count_text
+from speedlab.telemetry.figures.steps import step_memory_figure
+from speedlab.telemetry.history import History
 from speedlab.telemetry.records import StepRecord
-from speedlab.telemetry.series import History
-from speedlab.telemetry.step_memory_figure import step_memory_figure
 
 MOST_LANES = 12
 """Names that have a bar; what the others cost together has one more."""

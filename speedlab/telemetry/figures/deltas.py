@@ -19,12 +19,22 @@ comes at most once a second, of the newest step or of the one that a person poin
 `seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
 keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.messages` has
 the same as types.
+
+What a page that compares runs is sent: at first everything, then what is new of each run's curves.
+
+    {"type": "Comparison", "seq": n, "figures": {name: figure}, "compared": {…}}
+    {"type": "Changes", "seq": n, "parts": [...]}           as of one run (telemetry/figures/deltas.py), with one part more:
+
+    {"part": "compared", "runs": […], "facts": […], "settings": […], "note": …}
+
+What comes next is the difference between what the page has and what it should have: a curve that only became longer is
+extended, anything else that differs is drawn anew. Bars come at most once a second.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,17 +43,14 @@ import numpy as np
 
 from speedlab.display.figure_style import Figure
 from speedlab.hardware import Device
-from speedlab.telemetry.cost_figures import cost_figures
 from speedlab.telemetry.feed import bars_seconds
 from speedlab.telemetry.figures import anatomy_by_rank_figure, header
-from speedlab.telemetry.folder import Status
-from speedlab.telemetry.marks import event_marks
-from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
-from speedlab.telemetry.pipeline_figure import pipeline_figure
-from speedlab.telemetry.places_figure import are_several, places_figure
-from speedlab.telemetry.records import RESTING, StepRecord
-from speedlab.telemetry.series import BARS, MOST, POINTS, SMOOTHING, SMOOTHINGS, History, stride
-from speedlab.telemetry.step_figures import (
+from speedlab.telemetry.figures.compare import OVER_STEPS, Look, compared_figures, told
+from speedlab.telemetry.figures.costs import cost_figures
+from speedlab.telemetry.figures.markers import event_marks
+from speedlab.telemetry.figures.memory import are_several, memory_figure, places_figure, states_are_small, states_figure
+from speedlab.telemetry.figures.pipeline import pipeline_figure
+from speedlab.telemetry.figures.steps import (
     Cut,
     anatomy_figure,
     anatomy_values,
@@ -57,7 +64,10 @@ from speedlab.telemetry.step_figures import (
     throughput_figure,
     throughput_values,
 )
-from speedlab.telemetry.timeline import is_one_stage, timeline_of
+from speedlab.telemetry.history import BARS, MOST, POINTS, SMOOTHING, SMOOTHINGS, History, stride
+from speedlab.telemetry.records import RESTING, StepRecord
+from speedlab.telemetry.run_folder import Status
+from speedlab.telemetry.trace import is_one_stage, timeline_of
 
 SERVED = "SPEEDLAB_SERVED"
 """Variable that a Jupyter server with our extension gives to its kernels: their pages draw runs through the server."""
@@ -383,3 +393,81 @@ def pack(value: Any, buffers: list[bytes]) -> Any:
     if isinstance(value, list | tuple):
         return [pack(item, buffers) for item in value]
     return value
+
+
+_BARS_SECONDS = 1.0
+
+
+class ComparedDrawing:
+    """What one page has been sent of a comparison. Pure: no thread, no comm."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seq = 0
+        self._clock = clock
+        self._figures: dict[str, Figure] | None = None
+        self._told: dict[str, Any] = {}
+        self._bars_sent = float("-inf")
+
+    def next(self, looks: Sequence[Look]) -> Message | None:
+        """What comes next; None when nothing has changed."""
+        if self._figures is None:
+            return self.keyframe(looks)
+        parts: list[dict[str, Any]] = []
+        buffers: list[bytes] = []
+        figures = compared_figures(looks)
+        bars = self._clock() - self._bars_sent >= _BARS_SECONDS
+        for name, figure in figures.items():
+            if name in OVER_STEPS or bars:
+                _append_changes(name, self._figures[name], figure, parts, buffers)
+                self._figures[name] = figure
+        if bars:
+            self._bars_sent = self._clock()
+        if (now := told(looks)) != self._told:
+            self._told = now
+            parts.append({"part": "compared", **now})
+        if not parts:
+            return None
+        self.seq += 1
+        return {"type": "Changes", "seq": self.seq, "parts": parts}, buffers
+
+    def keyframe(self, looks: Sequence[Look]) -> Message:
+        """Everything as it is now."""
+        self._figures, self._told, self._bars_sent = compared_figures(looks), told(looks), self._clock()
+        buffers: list[bytes] = []
+        figures = {name: pack(figure, buffers) for name, figure in self._figures.items()}
+        self.seq += 1
+        return {"type": "Comparison", "seq": self.seq, "figures": figures, "compared": self._told}, buffers
+
+
+def _append_changes(
+    name: str, before: Figure, after: Figure, parts: list[dict[str, Any]], buffers: list[bytes]
+) -> None:
+    grown = _grown(before, after)
+    if grown is None:
+        append_figure(name, after, parts, buffers)
+    elif grown:
+        parts.append(extension(name, list(grown), list(grown.values()), buffers))
+
+
+def _grown(before: Figure, after: Figure) -> dict[int, tuple[np.ndarray, np.ndarray]] | None:
+    """By the number of a curve, the points that it has more than before; None where something else differs."""
+    if len(before["data"]) != len(after["data"]) or before["layout"] != after["layout"]:
+        return None
+    found = {}
+    for number, (old, new) in enumerate(zip(before["data"], after["data"], strict=True)):
+        length = len(old["y"])
+        if _bare(old) != _bare(new) or not all(_same(old[axis], new[axis][:length]) for axis in "xy"):
+            return None
+        if len(new["y"]) > length:
+            found[number] = new["x"][length:], new["y"][length:]
+    return found
+
+
+def _bare(trace: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in trace.items() if key not in ("x", "y")}
+
+
+def _same(old: Any, new: Any) -> bool:
+    if isinstance(old, np.ndarray):
+        return np.array_equal(old, new, equal_nan=True)
+    return old == new

@@ -1,4 +1,7 @@
-"""A run at a glance, as it stays in a saved notebook: a picture, and a table of the same numbers."""
+"""A run at a glance, as it stays in a saved notebook: a picture, and a table of the same numbers.
+
+Several runs at a glance, as they stay in a saved notebook: a picture, and tables.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ import numpy as np
 from speedlab.display.figure_style import Figure
 from speedlab.display.svg import figures_svg, plain_text
 from speedlab.hardware import Device
-from speedlab.telemetry.memory_figure import memory_figure, states_are_small, states_figure
-from speedlab.telemetry.pipeline_figure import pipeline_figure
-from speedlab.telemetry.series import History
-from speedlab.telemetry.step_figures import anatomy_figure, cut_for, loss_figure, throughput_figure
-from speedlab.telemetry.timeline import timeline_of
+from speedlab.telemetry.figures.compare import Look, compared_figures, facts_table, settings_table
+from speedlab.telemetry.figures.memory import memory_figure, states_are_small, states_figure
+from speedlab.telemetry.figures.pipeline import pipeline_figure
+from speedlab.telemetry.figures.steps import anatomy_figure, cut_for, loss_figure, throughput_figure
+from speedlab.telemetry.history import History
+from speedlab.telemetry.trace import timeline_of
 
 _POINTS = 100
 _BARS = 40
@@ -76,3 +80,11 @@ def _table(caption: str, lines: list[list[str]]) -> str:
     head, *body = lines
     rows = "".join(row(cells, "td") for cells in body)
     return f"<table><caption>{escape(caption)}</caption>{row(head, 'th')}{rows}</table>"
+
+
+def compared_overview(looks: Sequence[Look]) -> tuple[str, str]:
+    """(SVG, HTML with the same picture and tables of what each run has come to and of the settings that differ)."""
+    title = " · ".join(look.name for look in looks)
+    svg = figures_svg(list(compared_figures(looks).values()), title=title)
+    tables = facts_table(looks)._repr_html_() + settings_table(looks)._repr_html_()
+    return svg, f"{picture_html(svg, title)}{tables}"

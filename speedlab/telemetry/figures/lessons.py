@@ -1,15 +1,21 @@
 """Several runs beside each other, by the names that the reader gives them: what each holds in which place, how long its
-steps take, what its losses are. Of each run the first rank; data for plotly, as all figures here."""
+steps take, what its losses are. Of each run the first rank; data for plotly, as all figures here.
+
+Bytes in parts, by name: a stacked bar for each stage, layout or run that a reader compares. Data for plotly.
+
+Where a run's states lay, step by step: a lane for each place, so that one sees them move.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from statistics import median
 from typing import Any
 
 import numpy as np
 
-from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, curve, legend_beside
+from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, curve, ink_line, legend_beside
 from speedlab.display.formatting import Table, byte_unit, bytes_text, seconds_text
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import CATEGORIES, PLACES, Ledger, StepRecord
@@ -221,3 +227,113 @@ def first_rank(feed: Feed) -> Sequence[StepRecord]:
     if not feed.records.get(0):
         raise ValueError(f"run {feed.folder.name!r} has no step yet; wait_until(1) first")
     return feed.records[0]
+
+
+_BARS_PIXELS = 340
+_HALF_BAR = 0.36
+"""Of the distance between two bars; an outline is as wide as a bar."""
+_HEADROOM = 1.12
+
+
+def bars_beside(
+    bars: Mapping[str, Mapping[str, int]], *, title: str, predicted: Mapping[str, int] | None = None
+) -> Figure:
+    """A stacked bar for each of `bars`, name -> part -> bytes, with its sum above it.
+
+    Parts that are categories of a ledger wear their colour, others (collectives, for instance) colours of their own.
+    `predicted`: name -> bytes, drawn as an outline in the colour of the text.
+    """
+    predicted = predicted or {}
+    sums = {name: sum(parts.values()) for name, parts in bars.items()}
+    highest = max([*sums.values(), *predicted.values()], default=0)
+    unit, size = byte_unit(highest)
+    parts = list(dict.fromkeys(part for held in bars.values() for part in held))
+    traces: list[dict[str, Any]] = [
+        {
+            "type": "bar",
+            "name": escape(LABELS.get(part, part)),
+            "x": [escape(name) for name in bars],
+            "y": np.array([held.get(part, 0) / size for held in bars.values()], dtype=np.float32),
+            "marker": _marker(part, number),
+            "width": 2 * _HALF_BAR,
+            "hovertemplate": f"%{{x}}<br>{escape(LABELS.get(part, part))} %{{y:.4~r}} {unit}<extra></extra>",
+        }
+        for number, part in enumerate(parts)
+    ]
+    layout = base_layout(title, unit)
+    layout |= {"barmode": "stack", "hovermode": "closest", "height": _BARS_PIXELS}
+    legend_beside(layout)
+    layout["xaxis"] |= {"type": "category", "showgrid": False}
+    layout["yaxis"] |= {"range": [0, _HEADROOM * highest / size or 1]}
+    for number, name in enumerate(bars):
+        top = max(sums[name], predicted.get(name, 0)) / size
+        layout["annotations"].append({"text": bytes_text(sums[name]), "x": number, "y": top, **_ABOVE})
+        if name in predicted:
+            outline = ink_line(number - _HALF_BAR, number + _HALF_BAR, predicted[name] / size, "solid")
+            layout["shapes"].append({**outline, "type": "rect", "y0": 0})
+    return {"data": traces, "layout": layout}
+
+
+_ABOVE = {"xref": "x", "yref": "y", "yanchor": "bottom", "showarrow": False, "font": {"size": 11}}
+
+
+def _marker(part: str, number: int) -> dict[str, Any]:
+    if part in LABELS:
+        return bar_marker(part)
+    return {"color": RUN_COLOURS[number % len(RUN_COLOURS)], "line": {"width": 0}}
+
+
+_LANE_PIXELS, _REST_PIXELS = 110, 100
+_GAP = 0.1
+"""Of the height, between two lanes."""
+
+
+def moves_figure(feed: Feed) -> Figure:
+    """A stacked bar of states and buffers for each step of the first rank, in a lane for each place where something
+    lay; changes of shape or place are dashed lines."""
+    records = first_rank(feed)
+    steps = np.array([record.step for record in records], dtype=np.float32)
+    held = {place: [kept_at(record.ledger, place) for record in records] for place in PLACES}
+    lanes = [place for place in PLACES if any(held[place])]
+    highest = max(sum(kept.values()) for place in lanes for kept in held[place])
+    unit, size = byte_unit(highest)
+    layout = base_layout("where states lay, by step", "")
+    layout |= {"barmode": "stack", "bargap": 0.15, "hovermode": "closest"}
+    layout |= {"height": _REST_PIXELS + _LANE_PIXELS * len(lanes)}
+    legend_beside(layout)
+    traces: list[dict[str, Any]] = []
+    named: set[str] = set()
+    for number, place in enumerate(lanes):
+        axis = "" if number == 0 else str(number + 1)
+        high = 1 - number / len(lanes)
+        layout[f"yaxis{axis}"] = {
+            **layout["yaxis"],
+            "domain": [max(0.0, high - 1 / len(lanes) + _GAP), high],
+            "title": {"text": f"{place}, {unit}", "standoff": 6},
+            "range": [0, 1.08 * highest / size],  # The same in each lane.
+            "nticks": 4,
+        }
+        for category in CATEGORIES:
+            heights = [kept.get(category, 0) / size for kept in held[place]]
+            if not any(heights):
+                continue
+            traces.append(
+                {
+                    "type": "bar",
+                    "name": LABELS[category],
+                    "legendgroup": category,
+                    "showlegend": category not in named,
+                    "x": steps,
+                    "y": np.array(heights, dtype=np.float32),
+                    "yaxis": f"y{axis}",
+                    "marker": bar_marker(category),
+                    "hovertemplate": f"step %{{x}}, {place}<br>{LABELS[category]} %{{y:.4~r}} {unit}<extra></extra>",
+                }
+            )
+            named.add(category)
+    layout["xaxis"] |= {"title": {"text": "step"}, "showgrid": False, "anchor": f"y{len(lanes) if lanes[1:] else ''}"}
+    for event in feed.events:
+        if event.kind == "reshaped":
+            at = event.step + 0.5
+            layout["shapes"].append({**ink_line(at, at, 0.0, "dash"), "yref": "paper", "y1": 1.0})
+    return {"data": traces, "layout": layout}
