@@ -13,15 +13,17 @@ if TYPE_CHECKING:
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register `%speedlab`, `%%ranks`, their completion and the displays; doing it again changes nothing."""
-    from speedlab_notebook import displays, magics
+    from speedlab_notebook import displays
+    from speedlab_notebook.magics import speedlab_magic
 
-    magics.register(ipython)
+    speedlab_magic.register(ipython)
     displays.register(ipython)
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
     """Take everything back that loading registered. Clusters and runs go on."""
-    from speedlab_notebook import displays, magics
+    from speedlab_notebook import displays
+    from speedlab_notebook.magics import speedlab_magic
 
-    magics.unregister(ipython)
+    speedlab_magic.unregister(ipython)
     displays.unregister(ipython)

@@ -380,14 +380,14 @@ class Run:
     def dashboard(self) -> None:
         """Display the live dashboard: memory by rank, loss, throughput, anatomy of a step."""
         with extras():
-            from speedlab_notebook.dashboard import show
+            from speedlab_notebook.dashboard.widget import show
 
         show(self)
 
     def panel(self) -> None:
         """Display the panel that steers this run."""
         with extras():
-            from speedlab_notebook.panel import show
+            from speedlab_notebook.panel.panel import show
 
         show(self.cluster, self)
 

@@ -65,7 +65,7 @@ def test_what_queries_see_is_drawn_in_cells_plans_and_the_panel(page, lab) -> No
 
 
 PANEL = """\
-from speedlab_notebook.panel import Panel
+from speedlab_notebook.panel.panel import Panel
 shown = Panel()
 for path, value in {"model.context": 16384, "data.sequence_length": 16384, "model.attention.kind": "block_sparse",
                     "model.attention.window": 512, "model.attention.pattern": "longformer"}.items():

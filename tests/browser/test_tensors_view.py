@@ -9,7 +9,7 @@ from lab_page import Notebook, picture, serious_problems, use_dark_theme
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(420)]
 
 SHOW = """\
-from speedlab_notebook.dashboard import show
+from speedlab_notebook.dashboard.widget import show
 show("runs/hostile");"""
 FIGURES = ("memory", "loss", "throughput", "anatomy", "gradient", "kernels", "communication")
 OUTSIDE = """dash => {

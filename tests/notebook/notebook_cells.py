@@ -8,7 +8,7 @@ from pathlib import Path
 import nbformat
 import pytest
 from nbclient import NotebookClient
-from speedlab_notebook.static_picture import PLOTLY_MIME
+from speedlab_notebook.dashboard.static_picture import PLOTLY_MIME
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cluster_helpers import wait_for
-from speedlab_notebook.panel import Panel
+from speedlab_notebook.panel.panel import Panel
 
 from speedlab.cluster import RankError
 from speedlab.config import RunConfig

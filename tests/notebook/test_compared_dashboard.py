@@ -10,9 +10,8 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
-from speedlab_notebook.compared import show
-from speedlab_notebook.dashboard import Dashboard
-from speedlab_notebook.static_picture import WIDGET_MIME
+from speedlab_notebook.dashboard.static_picture import WIDGET_MIME
+from speedlab_notebook.dashboard.widget import Dashboard, show_comparison
 from telemetry_samples import eventually, make_folder, make_record
 
 import speedlab
@@ -46,7 +45,7 @@ def test_one_output_is_live_and_keeps_a_picture_when_all_have_come_to_rest(two, 
     monkeypatch.setenv(SERVED, "")
     sent: list[dict[str, Any]] = []
     monkeypatch.setattr(Dashboard, "send", lambda self, content, buffers=None: sent.append(content))
-    view = show(speedlab.compare(*(folder.path for folder in two[0])))
+    view = show_comparison(speedlab.compare(*(folder.path for folder in two[0])))
     try:
         (first,) = shown
         ids = [run_id(folder.path) for folder in two[0]]
@@ -76,7 +75,7 @@ def test_one_output_is_live_and_keeps_a_picture_when_all_have_come_to_rest(two, 
 def test_a_served_kernel_reads_no_record_until_a_widget_speaks(two, monkeypatch) -> None:
     monkeypatch.setenv(SERVED, "1")
     comparison = speedlab.compare(*(folder.path for folder in two[0]))
-    view = show(comparison)
+    view = show_comparison(comparison)
     try:
         assert (view.keyframe, view.watched) == ({}, False)
         version = comparison.version

@@ -24,11 +24,11 @@ import numpy as np
 import pytest
 from IPython.core.formatters import DisplayFormatter
 from ipywidgets.widgets.widget import _remove_buffers
-from speedlab_notebook import dashboard as module
-from speedlab_notebook import to_pages
-from speedlab_notebook.dashboard import Dashboard, show
-from speedlab_notebook.static_picture import WIDGET_MIME, StaticPicture
-from speedlab_notebook.to_pages import PlotlyBundle
+from speedlab_notebook import anywidget_assets
+from speedlab_notebook.anywidget_assets import PlotlyBundle
+from speedlab_notebook.dashboard import widget as module
+from speedlab_notebook.dashboard.static_picture import WIDGET_MIME, StaticPicture
+from speedlab_notebook.dashboard.widget import Dashboard, show
 
 from speedlab.cluster import Run
 from speedlab.cluster.known_runs import RUN_MIME, run_id
@@ -650,7 +650,7 @@ def test_a_served_kernel_reads_no_record_until_a_widget_speaks(source, served, m
 
 
 def test_a_widget_that_is_not_built_says_how_it_is(source, monkeypatch, tmp_path):
-    monkeypatch.setattr(to_pages, "_BUILT", tmp_path)
+    monkeypatch.setattr(anywidget_assets, "_BUILT", tmp_path)
     with pytest.raises(FileNotFoundError, match="run `make pages`"):
         Dashboard(Feed(source.folder), name="sample")
 
@@ -768,7 +768,7 @@ def look():
     print([thread.name for thread in threading.enumerate() if "dashboard" in thread.name])
 
 atexit.register(look)  # The first of all, so it is called last.
-from speedlab_notebook.dashboard import Dashboard
+from speedlab_notebook.dashboard.widget import Dashboard
 from speedlab.telemetry.feed import Feed
 view = Dashboard(Feed({str(source.folder.path)!r}), name="sample")
 assert view.running

@@ -13,7 +13,8 @@ import pytest
 from IPython.core.completer import provisionalcompleter
 from IPython.core.error import UsageError
 from magics_fakes import RECORD, FakeCluster, Notebook, make_run
-from speedlab_notebook import at_hand, commands, load_ipython_extension, magics, unload_ipython_extension
+from speedlab_notebook import current, load_ipython_extension, unload_ipython_extension
+from speedlab_notebook.magics import commands, speedlab_magic
 
 from speedlab.cluster.known_runs import remember_run
 from speedlab.config import RunConfig
@@ -148,7 +149,7 @@ def test_start_pushes_the_cluster_and_says_what_runs(notebook: Notebook) -> None
     assert text.startswith("cluster 'x': 2 engines on cpu <0> · ready after ")
     assert "was running" in notebook.run("%speedlab start --name x")
     error = notebook.error("%speedlab start --engines 3 --name x")
-    assert isinstance(error, magics.CommandError)
+    assert isinstance(error, speedlab_magic.CommandError)
     told = "cluster 'x' runs with 2 engines, and 3 were asked for; stop it first"
     assert str(error) == f"{told}\nmore: speedlab guide trouble engines"
 
@@ -162,8 +163,8 @@ def test_a_pretended_link_is_told_as_pretended(notebook: Notebook) -> None:
 
 def test_a_slow_start_says_what_it_does(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
     printed = threading.Event()
-    monkeypatch.setattr(magics, "SAY_AFTER_SECONDS", 0.0)
-    monkeypatch.setattr(magics, "print", lambda *words, **_: (print(*words), printed.set()), raising=False)
+    monkeypatch.setattr(speedlab_magic, "SAY_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(speedlab_magic, "print", lambda *words, **_: (print(*words), printed.set()), raising=False)
     made = FakeCluster.__init__
 
     def slow(self: FakeCluster, *arguments: Any, **keywords: Any) -> None:
@@ -367,7 +368,7 @@ def test_runs_of_the_cluster_are_found_from_another_directory(
     remember_run(cluster, make_run(cluster, "quickstart").path)  # type: ignore[arg-type]  # its directory is all that is used
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert [folder.name for folder in at_hand.active_runs(cluster)] == ["quickstart"]  # type: ignore[arg-type]
+    assert [folder.name for folder in current.active_runs(cluster)] == ["quickstart"]  # type: ignore[arg-type]
 
 
 def test_a_plan_is_shown_and_what_cannot_be_planned_is_refused(notebook: Notebook) -> None:
@@ -377,5 +378,5 @@ def test_a_plan_is_shown_and_what_cannot_be_planned_is_refused(notebook: Noteboo
     notebook.run(f"{line} --search")
     assert "limited by" in notebook.last()
     refused = notebook.error('%speedlab plan gpt3-17b --machines "8 A100-80"')
-    assert isinstance(refused, magics.CommandError)
+    assert isinstance(refused, speedlab_magic.CommandError)
     assert "nearest: gpt3-175b" in str(refused)

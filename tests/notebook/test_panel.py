@@ -13,9 +13,9 @@ import panel_fakes
 import pytest
 from cluster_helpers import wait_for
 from panel_fakes import DEVICE, Fakes, html, note, offered, put
-from speedlab_notebook.panel import Panel
-from speedlab_notebook.panel_choice import Choice
-from speedlab_notebook.panel_fields import SECTIONS
+from speedlab_notebook.panel.controls import Choice
+from speedlab_notebook.panel.fields import SECTIONS
+from speedlab_notebook.panel.panel import Panel
 
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout

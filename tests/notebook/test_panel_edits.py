@@ -11,12 +11,12 @@ import panel_fakes
 import pytest
 from comm import get_comm_manager
 from panel_fakes import DEVICE, Fakes, html, note, put, train
-from speedlab_notebook.panel import Panel
-from speedlab_notebook.panel_export import FORMATS
-from speedlab_notebook.panel_fields import SECTIONS
-from speedlab_notebook.panel_presets import presets
-from speedlab_notebook.panel_search import deepspeed_names
-from speedlab_notebook.panel_states import predict
+from speedlab_notebook.panel.fields import SECTIONS
+from speedlab_notebook.panel.panel import Panel
+from speedlab_notebook.panel.prediction import predict
+from speedlab_notebook.panel.presets import presets
+from speedlab_notebook.panel.search import deepspeed_names
+from speedlab_notebook.panel.toolbar import FORMATS
 
 from speedlab.config import RunConfig
 

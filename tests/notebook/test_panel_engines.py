@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from cluster_helpers import is_gone, wait_for
 from panel_fakes import html, offered, put
-from speedlab_notebook.panel import Panel
+from speedlab_notebook.panel.panel import Panel
 
 from speedlab.cluster import Cluster, Run
 from speedlab.telemetry.records import RunState

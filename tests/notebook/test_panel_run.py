@@ -13,9 +13,9 @@ import panel_fakes
 import pytest
 from cluster_helpers import wait_for
 from panel_fakes import DEVICE, FakeRun, Fakes, html, offered, put, train
-from speedlab_notebook.panel import Panel
-from speedlab_notebook.panel_actions import Watch, answer_line
-from speedlab_notebook.panel_changes import changes, live_config
+from speedlab_notebook.panel.changes import changes, live_config
+from speedlab_notebook.panel.panel import Panel
+from speedlab_notebook.panel.run_control import Watch, answer_line
 
 from speedlab.cluster import ClusterError, RankError, RemoteFailure
 from speedlab.cluster.known_runs import RunError
@@ -42,7 +42,7 @@ def test_without_engines_it_predicts_for_those_it_would_start(
 
     started = threading.Event()
     monkeypatch.setattr(cluster, "start", lambda: started.wait(10), raising=False)
-    monkeypatch.setattr("speedlab_notebook.panel_start.choose_devices", lambda count, _: [DEVICE] * (count or 4))
+    monkeypatch.setattr("speedlab_notebook.panel.train.choose_devices", lambda count, _: [DEVICE] * (count or 4))
     monkeypatch.setattr("speedlab.cluster.Cluster", make, raising=False)
     panel = opened(None)
     assert "4 engines (not started) on cpu <0>" in panel.summary_text
@@ -64,7 +64,7 @@ def test_engines_that_do_not_start_are_told(monkeypatch: pytest.MonkeyPatch, ope
     def refuse(engines: int, **_: Any) -> None:
         raise ClusterError(f"{engines} engines were asked for, but only 1 GPU can be seen")
 
-    monkeypatch.setattr("speedlab_notebook.panel_start.choose_devices", lambda count, _: [DEVICE] * (count or 4))
+    monkeypatch.setattr("speedlab_notebook.panel.train.choose_devices", lambda count, _: [DEVICE] * (count or 4))
     monkeypatch.setattr("speedlab.cluster.Cluster", refuse, raising=False)
     panel = opened(None)
     panel.buttons["train"].click()
@@ -91,7 +91,7 @@ def test_engines_on_hosts_wait_in_a_queue_and_are_given_up(
 
     monkeypatch.setattr(cluster, "start", start, raising=False)
     monkeypatch.setattr(cluster, "give_up_start", given_up.set, raising=False)
-    monkeypatch.setattr("speedlab_notebook.panel_start.choose_devices", lambda count, _: [DEVICE] * (count or 4))
+    monkeypatch.setattr("speedlab_notebook.panel.train.choose_devices", lambda count, _: [DEVICE] * (count or 4))
     monkeypatch.setattr("speedlab.cluster.Cluster", make, raising=False)
     panel = opened(None)
     panel.hosts.value = "slurm nodes"
@@ -409,7 +409,7 @@ def test_a_watch_looks_again_when_it_is_started_again() -> None:
 
 
 def test_show_displays_and_sets_run_in_the_namespace(monkeypatch: pytest.MonkeyPatch, cluster: Fakes) -> None:
-    from speedlab_notebook import panel as module
+    from speedlab_notebook.panel import panel as module
 
     shown: list[Any] = []
     pushed: list[dict[str, Any]] = []
@@ -442,7 +442,7 @@ def test_a_calibrated_machine_learns_from_a_run_that_finishes_and_tells_the_miss
         learned.append(folder.name)
         return "planned: predicted 100 ms a step, measured 120 ms (-17%)"
 
-    monkeypatch.setattr("speedlab_notebook.panel_run.learn_from", learn)
+    monkeypatch.setattr("speedlab_notebook.panel.run_control.learn_from", learn)
     (tmp_path / "calibration.json").touch()
     run = train(panel)
     run.now(RunState.FINISHED)

@@ -13,7 +13,7 @@ from jupyter_client.manager import start_new_kernel
 SECONDS = 60.0
 
 PANEL = """
-from speedlab_notebook.panel import Panel
+from speedlab_notebook.panel.panel import Panel
 panel = Panel()
 control = panel.fields["zero.stage"].control
 print(control.comm.comm_id)

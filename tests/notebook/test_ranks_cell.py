@@ -10,8 +10,8 @@ import pytest
 from cluster_helpers import wait_for
 from IPython.core.error import UsageError
 from magics_fakes import FakeCluster, FakeResults, Notebook, cell_is_over, make_run
-from speedlab_notebook import ranks_cell, ranks_view
-from speedlab_notebook.transcript import MOST_LINES, Transcript
+from speedlab_notebook.magics import ranks_magic
+from speedlab_notebook.magics.transcript import MOST_LINES, Transcript
 
 from speedlab.cluster import RankError, RemoteFailure
 
@@ -28,7 +28,7 @@ from speedlab.cluster import RankError, RemoteFailure
     ],
 )
 def test_ranks_are_read(line: str, expected: Any) -> None:
-    assert ranks_cell.parse(line) == expected
+    assert ranks_magic.parse(line) == expected
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_ranks_are_read(line: str, expected: Any) -> None:
 )
 def test_what_is_wrong_in_ranks_is_named(line: str, complaint: str) -> None:
     with pytest.raises(UsageError, match=complaint):
-        ranks_cell.parse(line)
+        ranks_magic.parse(line)
 
 
 def test_a_cell_returns_at_once_and_its_output_comes_into_its_display(notebook: Notebook) -> None:
@@ -119,7 +119,7 @@ def test_waiting_raises_the_rank_error(notebook: Notebook, asks: bool) -> None:
     ],
 )
 def test_a_cell_that_says_breakpoint_waits(code: str, says_so: bool) -> None:
-    assert ranks_cell.stops(code) is says_so
+    assert ranks_magic.stops(code) is says_so
 
 
 @pytest.mark.parametrize("code", ["x = [1,", "'''x", "%%bash\necho it's (", "1 +", "1\0"])
@@ -135,10 +135,10 @@ def test_code_that_is_not_complete_or_no_python_is_left_to_the_ranks(notebook: N
 def test_an_interrupt_while_waiting_reaches_the_ranks(notebook: Notebook) -> None:
     cluster, messages = FakeCluster(), notebook.messages
     cluster.results = FakeResults([0, 1], messages)
-    cell = ranks_cell.RanksCell(
+    cell = ranks_magic.RanksCell(
         cluster,  # type: ignore[arg-type]
         cluster.results,  # type: ignore[arg-type]
-        ranks_view.TerminalView("running"),
+        ranks_magic.TerminalView("running"),
     )
 
     def interrupted(seconds: float) -> None:
@@ -175,8 +175,8 @@ def test_a_cell_says_for_which_run_it_waits(notebook: Notebook) -> None:
 
 
 def test_a_cell_ends_when_the_controller_dies(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks_cell, "_CHECK_SECONDS", 0.05)
-    monkeypatch.setattr(ranks_cell, "LAST_WORDS_SECONDS", 0.05)
+    monkeypatch.setattr(ranks_magic, "_CHECK_SECONDS", 0.05)
+    monkeypatch.setattr(ranks_magic, "LAST_WORDS_SECONDS", 0.05)
     cluster, messages = FakeCluster(), notebook.messages
     notebook.run("%%ranks\nx")
     messages.say(0, "last words\n")

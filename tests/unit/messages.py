@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import torch
 from import_graph import PACKAGES, ROOT
-from speedlab_notebook import ranks_cell
-from speedlab_notebook.commands import COMMANDS as MAGIC_COMMANDS
+from speedlab_notebook.magics import ranks_magic
+from speedlab_notebook.magics.commands import COMMANDS as MAGIC_COMMANDS
 
 import speedlab
 from speedlab import cli
@@ -169,7 +169,7 @@ def _options(text: str, path: Path | None) -> Iterator[str]:
         choices += [("", f"bench {name}") for name in BENCHES]
     elif not serves:
         choices += [("%", name) for name in MAGIC_COMMANDS]
-    known = {"--version", *_OPTION.findall(ranks_cell.USAGE)}.union(*(options_of(*choice) for choice in choices))
+    known = {"--version", *_OPTION.findall(ranks_magic.USAGE)}.union(*(options_of(*choice) for choice in choices))
     yield from (f"no command has {option}" for option in alone if option not in known)
 
 

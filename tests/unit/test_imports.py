@@ -188,8 +188,8 @@ def test_no_two_rooms_import_each_other() -> None:
 
 DOORS = {
     ("speedlab", "speedlab_notebook"): "load_ipython_extension",
-    ("speedlab.cluster.run", "speedlab_notebook.dashboard"): "Run.dashboard",
-    ("speedlab.cluster.run", "speedlab_notebook.panel"): "Run.panel",
+    ("speedlab.cluster.run", "speedlab_notebook.dashboard.widget"): "Run.dashboard",
+    ("speedlab.cluster.run", "speedlab_notebook.panel.panel"): "Run.panel",
 }
 """(file, file that it may need although that one needs it, too) -> the function in which it does."""
 
@@ -288,8 +288,8 @@ def test_public_names_are_found_where_they_are_said_to_be() -> None:
         ("speedlab.cluster.worker.remote", "from speedlab.engine import x", "cluster may import "),
         ("speedlab", "import speedlab_notebook", "speedlab itself imports speedlab_notebook"),
         ("cuda_ops.adam", "from speedlab import layout", "cuda_ops may import nothing of ours"),
-        ("speedlab_notebook.panel", "from speedlab.engine import initialize", "speedlab_notebook may import "),
-        ("speedlab_notebook.panel", "import torch.distributed", "speedlab_notebook is imported by kernels"),
+        ("speedlab_notebook.panel.panel", "from speedlab.engine import initialize", "speedlab_notebook may import "),
+        ("speedlab_notebook.panel.panel", "import torch.distributed", "speedlab_notebook is imported by kernels"),
         ("speedlab.cellar.wine", "import speedlab.layout", "cellar is no room"),
     ],
 )

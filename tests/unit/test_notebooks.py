@@ -12,7 +12,7 @@ import nbformat
 import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 from messages import faults
-from speedlab_notebook.commands import parse
+from speedlab_notebook.magics.commands import parse
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from speedlab_notebook import commands
+from speedlab_notebook.magics import commands
 
 from speedlab.cli.plan import parse
 from speedlab.config import RunConfig

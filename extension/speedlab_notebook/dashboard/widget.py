@@ -6,6 +6,8 @@ others; and a picture with a table, for where nothing runs (static_picture.py). 
 
 The thread polls the run's feed ten times a second while somebody looks. Where the server draws, it reads the run's
 state alone, until a widget has spoken; it always leaves the picture when the run comes to rest.
+
+Runs side by side in a notebook: what is displayed is drawn as the dashboard of one run is (dashboard.py).
 """
 
 from __future__ import annotations
@@ -25,23 +27,24 @@ import anywidget
 import traitlets
 from ipywidgets import widget_serialization
 
+from speedlab.cluster.compare import Comparison
 from speedlab.cluster.files.cluster_dir import root
 from speedlab.cluster.known_runs import note_seen
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.figures.deltas import SERVED, Drawing, Message
+from speedlab.telemetry.figures.deltas import SERVED, ComparedDrawing, Drawing, Message
 from speedlab.telemetry.history import History
 from speedlab.telemetry.prediction import prediction_of
 from speedlab.telemetry.records import RESTING
 from speedlab.telemetry.run_folder import RunFolderError
 from speedlab.telemetry.tables import SegmentError, tensors_in
-from speedlab_notebook.static_picture import StaticPicture
-from speedlab_notebook.to_pages import PlotlyBundle, as_text, built
+from speedlab_notebook.anywidget_assets import PlotlyBundle, as_text, built
+from speedlab_notebook.dashboard.static_picture import StaticPicture
 
 if TYPE_CHECKING:
     from speedlab.cluster import Run
-    from speedlab.cluster.compare import Comparison
     from speedlab.hardware import Device
-    from speedlab.telemetry.run_folder import RunFolder
+    from speedlab.telemetry.run_folder import RunFolder, Status
+
 
 log = logging.getLogger(__name__)
 
@@ -413,3 +416,55 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 def _is_silent(heard: float) -> bool:
     return time.monotonic() - heard > SILENCE_SECONDS
+
+
+class _Drawing:
+    """A ComparedDrawing as a dashboard asks its own."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        self._comparison = comparison
+        self._drawn = ComparedDrawing()
+
+    def keyframe(self, status: Status) -> Message:
+        return self._drawn.keyframe(self._comparison.looks)
+
+    def next(self, status: Status, *, rewritten: bool = False) -> Message | None:
+        return self._drawn.next(self._comparison.looks)
+
+
+class ComparedPicture(StaticPicture):
+    """An output with the runs as a page draws them, and their plots as they were when all had come to rest."""
+
+    def __init__(self, comparison: Comparison) -> None:
+        super().__init__(comparison)
+        self._comparison = comparison
+
+    def names(self) -> dict[str, object]:
+        return self._comparison.run_data
+
+    def bundle(self, history: History) -> dict[str, Any]:
+        return self._comparison.kept()
+
+
+class ComparedDashboard(Dashboard):
+    """Several runs, live. `show(comparison)` makes one and displays it."""
+
+    compares = traitlets.Bool(True).tag(sync=True)
+
+    def new_drawing(self, feed: Any, name: str, devices: Sequence[Any]) -> Any:
+        return _Drawing(feed)
+
+    def _on_message(self, _: Any, content: dict[str, Any], buffers: Sequence[Any]) -> None:
+        self.hear(content)
+
+    def _take_news(self) -> None:
+        self._version = self._feed.version
+
+
+def show_comparison(comparison: Comparison) -> ComparedDashboard:
+    """Display the runs side by side, and in the same output the picture that stays."""
+    comparison.make_known()
+    picture = ComparedPicture(comparison)
+    dashboard = ComparedDashboard(comparison, name=comparison.name, picture=picture, owns_feed=True)
+    picture.place(dashboard)
+    return dashboard

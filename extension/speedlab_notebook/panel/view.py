@@ -11,10 +11,10 @@ import anywidget
 import ipywidgets as widgets
 
 from speedlab.telemetry.proof import Proof
-from speedlab_notebook.panel_actions import WORDS
-from speedlab_notebook.panel_controls import Looks, set_class, with_classes
-from speedlab_notebook.panel_form import Form
-from speedlab_notebook.panel_start import HOSTS_EXAMPLE
+from speedlab_notebook.panel.controls import Looks, set_class, with_classes
+from speedlab_notebook.panel.form import Form
+from speedlab_notebook.panel.run_control import WORDS
+from speedlab_notebook.panel.train import HOSTS_EXAMPLE
 
 _HERE = Path(__file__).parent
 _MOST_ENGINES = 64

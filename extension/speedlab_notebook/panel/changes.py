@@ -1,4 +1,9 @@
-"""Where a panel differs from the run that is on: what can be applied live, and what needs a restart."""
+"""Where a panel differs from the run that is on: what can be applied live, and what needs a restart.
+
+What a control has changed in memory, speed and placement, in a line: before → after.
+
+What stands beside each field of a panel, and the line below its tabs.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from speedlab.config import RunConfig
+from speedlab.display.figure_style import LABELS
+from speedlab.display.formatting import bytes_text, count_text
+from speedlab.hardware import Device
+from speedlab.placement import Holders, Where
+from speedlab.planner.memory.offload import residency_of, state_places, state_widths
 from speedlab.telemetry.run_shape import CHANGES, differences, present_config, shape_of
+from speedlab_notebook.panel.disabled_reasons import bubble_text, greyed_fields, greyed_options, remarks, sizes
+from speedlab_notebook.panel.fields import Field, Reading
+from speedlab_notebook.panel.prediction import Prediction, fit_text, speed_text
 
 if TYPE_CHECKING:
-    from speedlab.cluster import Run
+    from speedlab.cluster import Cluster, Run
+
 
 _NAMES = {"zero": "stage", "micro_batches": "micro-batches"}
 _FIELDS = {"zero": "zero.stage", "micro_batches": "batch.accumulation"}
@@ -133,3 +147,109 @@ def _shown(value: Any) -> str:
     if value is None:
         return "–"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+_SAME = 5e-4
+"""A share of a number, below which it stayed."""
+_HALF = 0.5
+"""Of what was: from there on a factor says more than a share."""
+_STATES = {"parameters": "parameter", "gradients": "gradient", "optimizer_moments": "optimizer_state"}
+
+
+def effect_text(before: Prediction, after: Prediction) -> str:
+    """'a rank holds 19.9 MiB → 13.7 MiB (-31.2%) · 41 k → 38 k tokens/s (-7.3%) · parameters: whole on every
+    rank → 1/4 a rank'."""
+    held = _held(before), _held(after)
+    speed = before.plan.time.tokens_per_second, after.plan.time.tokens_per_second
+    parts = []
+    if share := _share(*held):
+        parts.append(f"a rank holds {bytes_text(held[0])} → {bytes_text(held[1])} ({share})")
+    if share := _share(*speed):
+        parts.append(f"{count_text(speed[0])} → {count_text(speed[1])} tokens/s ({share})")
+    was, now = before.plan.setup.layout, after.plan.setup.layout
+    if was != now:
+        parts.append(f"layout {was} → {now}")
+    old, new = _placed(before), _placed(after)
+    parts += [f"{LABELS[name]}: {old[name]} → {new[name]}" for name in old if old[name] != new[name]]
+    return " · ".join(parts) or "memory, speed and placement stay as they are"
+
+
+def _held(prediction: Prediction) -> int:
+    """Bytes of the rank that holds most."""
+    return prediction.heaviest[prediction.stage].total
+
+
+def _share(before: float, after: float) -> str:
+    """'+12%', '3.1 times as much'; '' where it stayed."""
+    ratio = after / before
+    if abs(ratio - 1) <= _SAME:
+        return ""
+    return f"{ratio - 1:+.1%}" if _HALF <= ratio < 1 / _HALF else f"{ratio:.2g} times as much"
+
+
+def _placed(prediction: Prediction) -> dict[str, str]:
+    """State -> what each rank has of it, and where: '1/4 on disk'."""
+    setup, device = prediction.plan.setup, "cpu" if prediction.plan.machines.device.on_host else "cuda"
+    residency, ranks = residency_of(setup, device), setup.layout.replicas
+    widths, places = state_widths(setup, device), state_places(residency)
+    found = {}
+    for name, state in _STATES.items():
+        part = f"1/{ranks} a rank" if residency.of(state) is Holders.PARTITIONED else "whole on every rank"
+        where = "" if places[name] is Where.DEVICE else f", {places[name].value}"
+        found[name] = f"{part}{where}" if widths[name] else "none"
+    return found
+
+
+_AXES = ("parallel.islands", "parallel.tp", "parallel.pp", "parallel.cp")
+
+
+def show_notes(
+    fields: Mapping[str, Field],
+    reading: Reading,
+    devices: Sequence[Device],
+    prediction: Prediction | None,
+    marks: Mapping[str, str],
+) -> dict[str, str]:
+    """Show beside each field what is wrong, why it is greyed, what its value means here, and how it differs from the
+    run (`marks`). Returns what is wrong, by path."""
+    problems: dict[str, str] = {}
+    for path, text in reading.problems:
+        problems[path] = f"{problems[path]}; {text}" if path in problems else text
+    values = {path: field.get() for path, field in fields.items()}
+    sound = reading.config if not reading.problems else None
+    for axis in _AXES:
+        fields[axis].offer(sizes(len(devices)))
+    if reading.batch is not None:
+        for name in ("global_size", "micro_size", "accumulation"):
+            fields[f"batch.{name}"].placeholder = f"follows: {getattr(reading.batch, name)}"
+    reasons, options = greyed_fields(values, devices), greyed_options(values, reading.config, devices)
+    more = remarks(values, devices, sound, options, prediction.plan if prediction and sound else None)
+    for path, field in fields.items():
+        field.show(
+            reason=reasons.get(path, ""),
+            problem=problems.get(path, ""),
+            more=more.get(path, ""),
+            mark=marks.get(path, ""),
+            greyed=options.get(path),
+        )
+    return problems
+
+
+def engines_text(cluster: Cluster | None, devices: Sequence[Device], hosts: str) -> str:
+    """'4 engines (not started) on cpu', or on hosts whose devices nobody knows yet."""
+    names = ", ".join(dict.fromkeys(device.name for device in devices))
+    if cluster is None and hosts.strip():
+        names = f"{hosts.strip()}: whether it fits is known once they have started"
+    state = "" if cluster is not None else " (not started)"
+    return f"{len(devices)} engine{'s' if len(devices) > 1 else ''}{state} on {names}"
+
+
+def summary_parts(
+    config: RunConfig, prediction: Prediction, devices: Sequence[Device], batch: str, advice: str, *, known: bool
+) -> tuple[str, list[str]]:
+    """Whether it fits; and that with speed, layout and batch. `known`: whether these are the devices."""
+    layout = config.layout(len(devices))
+    fits = fit_text(prediction, devices) if known else ""
+    parts = [fits, advice, speed_text(prediction)] if known else []
+    parts += ["" if layout.world_size == layout.dp else str(layout), batch, bubble_text(config, layout)]
+    return fits, [part for part in parts if part]

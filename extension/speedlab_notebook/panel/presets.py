@@ -13,7 +13,7 @@ from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner.hardware.links import Link
 from speedlab.planner.setup import Setup
-from speedlab_notebook.panel_states import Prediction, fit_problem, predict
+from speedlab_notebook.panel.prediction import Prediction, fit_problem, predict
 
 _Changes = dict[str, Any]
 """Parts of a RunConfig; and the largest `micro_size`, and how many `micro_batches` there are to be at least."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 
 from speedlab.config import RunConfig
-from speedlab_notebook.panel_fields import Field
+from speedlab_notebook.panel.fields import Field
 
 MOST_FOUND = 6
 

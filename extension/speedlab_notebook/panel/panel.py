@@ -26,18 +26,24 @@ from speedlab.config import RunConfig
 from speedlab.hardware import Device
 from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.report import attention_html
-from speedlab_notebook.panel_actions import WORDS, run_line
-from speedlab_notebook.panel_changes import Change, changes, changes_line, live_batch, marks, reshaping
-from speedlab_notebook.panel_edits import Edits
-from speedlab_notebook.panel_fields import Field
-from speedlab_notebook.panel_finding import Advisor, DiskMeasurer
-from speedlab_notebook.panel_notes import engines_text, show_notes, summary_parts
-from speedlab_notebook.panel_reading import Reading
-from speedlab_notebook.panel_run import TROUBLE, PanelRun
-from speedlab_notebook.panel_start import devices_of, engines_note
-from speedlab_notebook.panel_states import Prediction, fit_problem, link_of, predict, states_html
-from speedlab_notebook.panel_train import PanelTrain
-from speedlab_notebook.panel_view import View
+from speedlab_notebook.panel.advisor import Advisor, DiskMeasurer
+from speedlab_notebook.panel.changes import (
+    Change,
+    changes,
+    changes_line,
+    engines_text,
+    live_batch,
+    marks,
+    reshaping,
+    show_notes,
+    summary_parts,
+)
+from speedlab_notebook.panel.edits import Edits
+from speedlab_notebook.panel.fields import Field, Reading
+from speedlab_notebook.panel.prediction import Prediction, fit_problem, link_of, predict, states_html
+from speedlab_notebook.panel.run_control import TROUBLE, WORDS, PanelRun, run_line
+from speedlab_notebook.panel.train import PanelTrain, devices_of, engines_note
+from speedlab_notebook.panel.view import View
 
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster, Run
@@ -340,7 +346,7 @@ def show(
 
     shell = get_ipython()
     if on_run is None and shell is not None:
-        from speedlab_notebook.at_hand import push_run
+        from speedlab_notebook.current import push_run
 
         on_run = partial(push_run, shell)
     panel = Panel(cluster, run, on_run=on_run)

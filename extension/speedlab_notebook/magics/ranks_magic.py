@@ -6,19 +6,25 @@
 3. When every rank is done and has said its last, the display gets its final line, or the RankError.
 4. A cell that waits, or says `breakpoint()`, serves a door meanwhile: `breakpoint()` stops, and asks for the debugger's
    commands below the cell.
+
+Where a cell on ranks shows what they say: a display that is replaced, or lines in a terminal.
+
+A cell between two steps of a run: `%%ranks --live`. What ranks say in it comes at once, when they are done.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import html
 import re
 import secrets
 import threading
 import time
 import tokenize
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+import traceback
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
@@ -27,13 +33,149 @@ from IPython.core.inputtransformer2 import TransformerManager
 from speedlab.cluster.debug.connection import Door
 from speedlab.cluster.errors import name_ranks
 from speedlab.cluster.interrupts import is_the_users
-from speedlab_notebook.commands import unknown, without_comment
-from speedlab_notebook.ranks_view import View, view_in
+from speedlab_notebook.magics.commands import unknown, without_comment
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from speedlab.cluster import Cluster, RankError, RankResults
+    from speedlab.cluster.live_cells import LiveCell
+    from speedlab_notebook.magics.transcript import Transcript
+
+
+Came = list[tuple[list[int], str]]
+"""New output as (ranks, text)."""
+
+
+class View(Protocol):
+    """One cell's place."""
+
+    def update(self, transcript: Transcript, came: Came, note: str) -> int:
+        """Show what has come; returns how many bytes it took."""
+        ...
+
+    def end(self, transcript: Transcript, came: Came, line: str, error: RankError | None) -> None:
+        """Show everything, with the error or the last line."""
+        ...
+
+
+def view_in(shell: InteractiveShell, note: str) -> View:
+    """A view in the cell that `shell` runs; `note` is what it says first."""
+    return HandleView(note) if hasattr(shell, "kernel") else TerminalView(note)
+
+
+class HandleView:
+    """A display in a notebook that is replaced as output comes."""
+
+    def __init__(self, note: str) -> None:
+        from IPython.display import DisplayHandle
+
+        self._handle = DisplayHandle()
+        # From the kernel's thread: later updates find their cell by the display's id.
+        self._handle.display({"text/plain": note, "text/html": _note_html(note)}, raw=True)
+
+    def update(self, transcript: Transcript, came: Came, note: str) -> int:
+        """Show what has come; returns how many bytes it took."""
+        return self._replace(transcript, note, None)
+
+    def end(self, transcript: Transcript, came: Came, line: str, error: RankError | None) -> None:
+        """Show everything, with the error or the last line."""
+        self._replace(transcript, line, error)
+
+    def _replace(self, transcript: Transcript, note: str, error: RankError | None) -> int:
+        text = "\n".join(filter(None, (transcript.text(), str(error) if error else "", note)))
+        page = transcript.html() + (error._repr_html_() if error else "") + _note_html(note)
+        self._handle.update({"text/plain": text, "text/html": page}, raw=True)
+        return len(text) + len(page)
+
+
+class TerminalView:
+    """Lines on stdout, where a display cannot be replaced."""
+
+    def __init__(self, note: str) -> None:
+        print(note)
+
+    def update(self, transcript: Transcript, came: Came, note: str) -> int:
+        """Print what has come."""
+        lines = [f"{name_ranks(ranks)}: {line}" for ranks, text in came for line in text.splitlines()]
+        if lines:
+            print("\n".join(lines), flush=True)
+        return 0
+
+    def end(self, transcript: Transcript, came: Came, line: str, error: RankError | None) -> None:
+        """Print the rest, with the error or the last line."""
+        self.update(transcript, came, line)
+        print(f"{error}\n{line}" if error else line, flush=True)
+
+
+def _note_html(note: str) -> str:
+    style = "color:var(--jp-ui-font-color2,#767676);font-family:var(--jp-ui-font-family,sans-serif)"
+    return f'<div class="speedlab-ranks-note" style="{style}">{html.escape(note)}</div>'
+
+
+def live_cell(
+    shell: InteractiveShell, cluster: Cluster, code: str, *, ranks: Sequence[int] | None, wait: bool, shows_result: bool
+) -> None:
+    """Run `code` between two steps of the run that the cluster's engines hold. Returns at once, or with `wait` when it
+    is done, raising RankError."""
+    from speedlab.cluster import ClusterError
+    from speedlab.cluster.run import Run
+    from speedlab_notebook.current import active_runs, can_ask
+
+    runs = active_runs(cluster)
+    if not runs:
+        raise ClusterError(
+            f"no run is on in cluster {cluster.name!r}, so there are no steps between which this cell could run; "
+            "%%ranks without --live runs it now"
+        )
+    run = Run(runs[-1], cluster)
+    try:
+        live = run.live(code, ranks, asks=wait and can_ask(shell))
+    except (SyntaxError, ValueError) as error:  # ValueError: of a null character, before Python 3.12.
+        told = "".join(traceback.format_exception_only(error)).rstrip()
+        raise ClusterError(f"no rank was given this cell, which is no Python\n{told}") from None
+    view = view_in(shell, f"this cell runs behind the step that run {run.name!r} is computing")
+    if wait:
+        try:
+            live.wait_until_done()
+        except KeyboardInterrupt:  # It has ended the cell, which may have said why it took so long.
+            if live.done:
+                _show(live, view, shows_result=shows_result, shows_error=False)
+            raise
+        _show(live, view, shows_result=shows_result, shows_error=False)
+        live.wait()
+        return
+    threading.Thread(target=_follow, args=(live, view, shows_result), name="speedlab-live-cell", daemon=True).start()
+
+
+def _follow(live: LiveCell, view: View, shows_result: bool) -> None:
+    from speedlab_notebook.magics.transcript import Transcript
+
+    try:
+        live.pending.wait()
+        _show(live, view, shows_result=shows_result, shows_error=True)
+    except Exception as error:  # Refused, or the run has ended: that is what the cell has to show.
+        view.end(Transcript([]), [], f"{type(error).__name__}: {error}", None)
+
+
+def _show(live: LiveCell, view: View, *, shows_result: bool, shows_error: bool) -> None:
+    """What the ranks said, in the order in which each said it."""
+    from speedlab.cluster import RankError
+    from speedlab.display.formatting import seconds_text
+    from speedlab_notebook.magics.transcript import Transcript
+
+    said, failures, event = live.said(), live.failures, live.pending.event
+    assert event is not None
+    transcript, now = Transcript(said), time.monotonic()
+    for rank, told in said.items():
+        for kind, content in told.messages:
+            if kind != "execute_result" or shows_result:
+                transcript.feed(rank, kind, content, now)
+    line = f"{name_ranks(failures or said)} {'failed' if failures else 'done'} after step {event.step}, "
+    line += f"which held it up for {seconds_text(event.details.get('seconds', 0.0))}"
+    error = RankError(failures, advice=live.ADVICE) if failures and shows_error else None
+    view.end(transcript, transcript.drain(now, everything=True), line, error)
+
 
 USAGE = "%%ranks [0,2-3] [--live] [--wait]"
 UPDATE_SECONDS = 0.1
@@ -81,8 +223,7 @@ def parse(line: str) -> Line:
 
 def ranks_cell(shell: InteractiveShell, line: str, code: str) -> None:
     """Run `code` on the ranks of `line`; returns at once, or with --wait when they are done, raising RankError."""
-    from speedlab_notebook.at_hand import can_ask, cluster_at_hand
-    from speedlab_notebook.live_cell import live_cell
+    from speedlab_notebook.current import can_ask, cluster_at_hand
 
     asked = parse(line)
     cluster = cluster_at_hand(shell)
@@ -122,7 +263,7 @@ def _ends_quietly(code: str) -> bool:
 
 def _why_it_waits(cluster: Cluster, ranks: Collection[int] | None) -> str:
     """What to say at once when ranks are busy; '' when the cell runs now."""
-    from speedlab_notebook.at_hand import standing, training_run
+    from speedlab_notebook.current import standing, training_run
 
     busy = [engine.rank for engine in cluster.status() if engine.state != "idle"]
     if ranks is not None:
@@ -148,7 +289,7 @@ class RanksCell:
         shows_error: bool = True,
         shows_result: bool = True,
     ) -> None:
-        from speedlab_notebook.transcript import Transcript
+        from speedlab_notebook.magics.transcript import Transcript
 
         self._cluster = cluster
         self._results = results

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
-from speedlab_notebook.panel_changes import Change
-from speedlab_notebook.panel_controls import class_of
-from speedlab_notebook.panel_effect import effect_text
-from speedlab_notebook.panel_history import History
-from speedlab_notebook.panel_presets import Preset, presets
-from speedlab_notebook.panel_states import Prediction, link_of
-from speedlab_notebook.panel_tools import ExportTab, PresetTab, Search
-from speedlab_notebook.panel_view import EXPORT, PRESETS, View
+from speedlab_notebook.panel.changes import Change, effect_text
+from speedlab_notebook.panel.controls import class_of
+from speedlab_notebook.panel.history import History
+from speedlab_notebook.panel.prediction import Prediction, link_of
+from speedlab_notebook.panel.presets import Preset, presets
+from speedlab_notebook.panel.toolbar import ExportTab, PresetTab, Search
+from speedlab_notebook.panel.view import EXPORT, PRESETS, View
 
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster

@@ -11,7 +11,7 @@ Shown = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Change:
+class Edit:
     """One change of a person's: what the controls showed before and behind it."""
 
     words: str
@@ -26,24 +26,24 @@ class History:
     def __init__(self, shown: Shown) -> None:
         self.shown = shown
         """What they show now."""
-        self._done: list[Change] = []
-        self._undone: list[Change] = []
+        self._done: list[Edit] = []
+        self._undone: list[Edit] = []
 
     @property
-    def last(self) -> Change | None:
+    def last(self) -> Edit | None:
         """What `undo` takes back."""
         return self._done[-1] if self._done else None
 
     @property
-    def next(self) -> Change | None:
+    def next(self) -> Edit | None:
         """What `redo` does again."""
         return self._undone[-1] if self._undone else None
 
-    def note(self, words: str, shown: Shown) -> Change | None:
+    def note(self, words: str, shown: Shown) -> Edit | None:
         """A person has made the controls show this; the change, if it is one. What was taken back before is gone."""
         if shown == self.shown:
             return None
-        change = Change(words, self.shown, shown)
+        change = Edit(words, self.shown, shown)
         self._done.append(change)
         self._undone.clear()
         self.shown = shown

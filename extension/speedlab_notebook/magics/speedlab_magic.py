@@ -11,9 +11,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import speedlab_notebook.commands as commands
-from speedlab_notebook.at_hand import run_names
-from speedlab_notebook.ranks_cell import OPTIONS, ranks_cell
+import speedlab_notebook.magics.commands as commands
+from speedlab_notebook.current import run_names
+from speedlab_notebook.magics.ranks_magic import OPTIONS, ranks_cell
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -185,7 +185,7 @@ def _status(shell: InteractiveShell, name: str | None = None) -> None:
     from IPython.display import display
 
     import speedlab.cluster.simulated_link as pretended
-    from speedlab_notebook.at_hand import active_runs, cluster_at_hand, standing
+    from speedlab_notebook.current import active_runs, cluster_at_hand, standing
     from speedlab_notebook.displays import engines_bundle
 
     running = _names_running()
@@ -201,8 +201,8 @@ def _status(shell: InteractiveShell, name: str | None = None) -> None:
 
 
 def _panel(shell: InteractiveShell, run: str | None = None) -> None:
-    from speedlab_notebook.at_hand import active_runs, cluster_at_hand, held_run, run_at_hand
-    from speedlab_notebook.panel import show as show_panel
+    from speedlab_notebook.current import active_runs, cluster_at_hand, held_run, run_at_hand
+    from speedlab_notebook.panel.panel import show as show_panel
 
     if run is None and not _names_running():
         show_panel(None, held_run(shell))  # It predicts without engines, and says how to start them.
@@ -229,17 +229,17 @@ def _plan(shell: InteractiveShell, **words: Any) -> None:
 
 
 def _dash(shell: InteractiveShell, runs: tuple[str, ...] | list[str] = ()) -> None:
-    from speedlab_notebook.at_hand import held_run, run_at_hand
+    from speedlab_notebook.current import held_run, run_at_hand
 
     if len(runs) > 1:
         from speedlab.cluster import compare
-        from speedlab_notebook.compared import show as show_compared
+        from speedlab_notebook.dashboard.widget import show_comparison as show_compared
 
         held = held_run(shell)
         here = () if held is None else (held.name, str(held.folder.path))
         show_compared(compare(*(held if held is not None and name in here else name for name in runs)))
         return
-    from speedlab_notebook.dashboard import show as show_dashboard
+    from speedlab_notebook.dashboard.widget import show as show_dashboard
 
     show_dashboard(run_at_hand(shell, runs[0] if runs else None))
 
@@ -248,9 +248,9 @@ def _attach(shell: InteractiveShell, run: str | None = None) -> None:
     from speedlab.cluster import Cluster, attach
     from speedlab.cluster.known_runs import RunError
     from speedlab.cluster.run_commands import way_on
-    from speedlab_notebook.at_hand import push_run
-    from speedlab_notebook.dashboard import show as show_dashboard
-    from speedlab_notebook.panel import show as show_panel
+    from speedlab_notebook.current import push_run
+    from speedlab_notebook.dashboard.widget import show as show_dashboard
+    from speedlab_notebook.panel.panel import show as show_panel
 
     try:
         found = attach(run)
@@ -273,7 +273,7 @@ def _attach(shell: InteractiveShell, run: str | None = None) -> None:
 
 def _interrupt(shell: InteractiveShell, name: str | None = None) -> None:
     from speedlab.cluster.errors import name_ranks, restart_of
-    from speedlab_notebook.at_hand import cluster_at_hand
+    from speedlab_notebook.current import cluster_at_hand
 
     cluster = cluster_at_hand(shell, name)
     with _telling(f"interrupting cluster {cluster.name!r}"):
@@ -289,7 +289,7 @@ def _interrupt(shell: InteractiveShell, name: str | None = None) -> None:
 def _debug(shell: InteractiveShell, rank: str = "", name: str | None = None) -> None:
     from IPython.core.error import UsageError
 
-    from speedlab_notebook.at_hand import cluster_at_hand
+    from speedlab_notebook.current import cluster_at_hand
 
     if not rank.isdecimal():
         raise UsageError(f"%speedlab debug: {rank!r} is no rank; %speedlab debug 2 looks at rank 2")
@@ -298,7 +298,7 @@ def _debug(shell: InteractiveShell, rank: str = "", name: str | None = None) -> 
 
 def _stop(shell: InteractiveShell, name: str | None = None, yes: bool = False) -> None:
     from speedlab.cluster import ClusterError
-    from speedlab_notebook.at_hand import active_runs, cluster_at_hand, standing
+    from speedlab_notebook.current import active_runs, cluster_at_hand, standing
 
     running = _names_running()
     if not running and name is None:
@@ -318,7 +318,7 @@ def _stop(shell: InteractiveShell, name: str | None = None, yes: bool = False) -
 
 def _config(shell: InteractiveShell, run: str | None = None, present: bool = False, json: bool = False) -> None:
     from speedlab.config import RunConfig, annotated_yaml
-    from speedlab_notebook.at_hand import run_at_hand
+    from speedlab_notebook.current import run_at_hand
 
     config = run_at_hand(shell, run).config if run is not None or present else RunConfig()
     print(config.to_json() if json else annotated_yaml(config).rstrip())
@@ -328,7 +328,7 @@ def _report(shell: InteractiveShell, run: str | None = None) -> None:
     from IPython.display import display
 
     from speedlab.telemetry.report import write_report
-    from speedlab_notebook.at_hand import run_at_hand
+    from speedlab_notebook.current import run_at_hand
 
     found = run_at_hand(shell, run)
     with _telling(f"writing the report of {found.name!r}"):
@@ -339,7 +339,7 @@ def _report(shell: InteractiveShell, run: str | None = None) -> None:
 def _layout(shell: InteractiveShell, run: str | None = None, parameters: bool = False, rank: int = 0) -> None:
     from IPython.display import display
 
-    from speedlab_notebook.at_hand import run_at_hand
+    from speedlab_notebook.current import run_at_hand
 
     found = run_at_hand(shell, run)
     config = found.present_config
@@ -355,7 +355,7 @@ def _trace(
 ) -> None:
     from IPython.display import display
 
-    from speedlab_notebook.at_hand import run_at_hand
+    from speedlab_notebook.current import run_at_hand
 
     path = Path(output)
     written = run_at_hand(shell, run).trace(path, step)

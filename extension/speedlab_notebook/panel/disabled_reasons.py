@@ -16,7 +16,7 @@ from speedlab.hardware import Device
 from speedlab.layout import Layout
 from speedlab.planner import bubble_share
 from speedlab.planner.plan import Plan
-from speedlab_notebook.panel_states import compute_dtype, disk_text
+from speedlab_notebook.panel.prediction import compute_dtype, disk_text
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 _NO_ISLANDS = {f"outer.{name}": "how islands meet, and parallel.islands is 1" for name in OuterConfig.model_fields}

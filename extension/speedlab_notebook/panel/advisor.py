@@ -14,9 +14,8 @@ from speedlab.hardware import Device
 from speedlab.planner.hardware import disk_rates
 from speedlab.planner.hardware.disk_rates import DiskRates
 from speedlab.planner.setup import Setup
-from speedlab_notebook.panel_actions import Watch
-from speedlab_notebook.panel_run import TROUBLE
-from speedlab_notebook.panel_states import Prediction, advice_text, fit_problem
+from speedlab_notebook.panel.prediction import Prediction, advice_text, fit_problem
+from speedlab_notebook.panel.run_control import TROUBLE, Watch
 
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster
