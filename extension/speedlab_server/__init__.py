@@ -1,6 +1,6 @@
 """SpeedLab for Jupyter's server: clusters and runs for pages, without any kernel. Never imports torch.
 
-`speedlab_server.messages` says what travels, `handlers` where it is asked for, `live` what comes by itself.
+`speedlab_server.schema` says what travels, `handlers` where it is asked for, `live` what comes by itself.
 """
 
 from __future__ import annotations

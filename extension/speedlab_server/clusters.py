@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import speedlab_server.messages as m
+import speedlab_server.schema as m
 from speedlab.cluster.connection import RunsOf
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files.cluster_dir import SUPERVISOR_SOCKET, ClusterState, Home, known_clusters, this_host
@@ -17,7 +17,7 @@ from speedlab.cluster.supervisor import protocol as asked
 from speedlab.cluster.supervisor.channel import ChannelClosedError, UnfitMessageError, connect
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
 from speedlab.hardware import Device
-from speedlab_server.problems import UnknownError
+from speedlab_server.errors import UnknownError
 
 ANSWER_SECONDS = 3.0
 """How long a page waits for a supervisor."""

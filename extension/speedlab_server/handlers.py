@@ -36,20 +36,18 @@ from jupyter_server.base.handlers import APIHandler
 from jupyter_server.utils import url_path_join
 from tornado import web
 
-import speedlab_server.cluster_words as cluster_words
-import speedlab_server.messages as m
-import speedlab_server.words as words
+import speedlab_server.cluster_commands as cluster_words
+import speedlab_server.commands as words
+import speedlab_server.schema as m
 from speedlab.display.documentation import notebook_file
 from speedlab_server.clusters import Clusters, Reached, all_clusters, find
-from speedlab_server.comparing import ComparisonHandler
-from speedlab_server.drawing import DrawingHandler
-from speedlab_server.live import Hub, LiveHandler
+from speedlab_server.errors import OtherVersionError, QuestionError, told, version_text
+from speedlab_server.figure_socket import ComparisonHandler, DrawingHandler
+from speedlab_server.live_socket import Hub, LiveHandler
 from speedlab_server.output import folder_of, output_of
-from speedlab_server.places import NOTHING_FITS, Pythons, candidates, place_of
-from speedlab_server.problems import OtherVersionError, QuestionError, told, version_text
-from speedlab_server.reader import Reader
-from speedlab_server.registry import Registry, live_tokens
-from speedlab_server.starts import Starts
+from speedlab_server.run_reader import Reader
+from speedlab_server.run_registry import Registry, live_tokens
+from speedlab_server.start_cluster import NOTHING_FITS, Pythons, Starts, candidates, place_of
 
 RESOURCE = "speedlab"
 """What an authorizer of Jupyter is asked about: to read it, and to write it (control words)."""

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-import speedlab_server.messages as m
+import speedlab_server.schema as m
 from speedlab.cluster.files.cluster_dir import OUTPUT, known_clusters
 from speedlab.telemetry.run_folder import open_plain
 from speedlab_server.clusters import find
-from speedlab_server.problems import GoneError, QuestionError
+from speedlab_server.errors import GoneError, QuestionError
 
 if TYPE_CHECKING:
-    from speedlab_server.registry import Registry
+    from speedlab_server.run_registry import Registry
 
 MOST_BYTES = 2**16
 """Of one rank, in one answer."""

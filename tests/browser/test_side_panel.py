@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1] / "unit"))
 
 from hostile import PAYLOADS, make_runs
 from lab_page import Notebook, serious_problems
-from speedlab_server.registry import run_id
+from speedlab_server.run_registry import run_id
 from telemetry_samples import make_event, make_folder, make_record
 from test_ending import WaitingSupervisor, served
 

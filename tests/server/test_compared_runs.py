@@ -6,11 +6,11 @@ import json
 from typing import Any
 
 import msgspec
-import speedlab_server.messages as m
+import speedlab_server.schema as m
 import websocket
 from server_helpers import JupyterServer
-from speedlab_server.comparing import ComparedEasel
-from speedlab_server.registry import Registry
+from speedlab_server.figure_socket import ComparedEasel
+from speedlab_server.run_registry import Registry
 from test_drawn_runs import unframed
 from test_server import add_records, make_run
 
@@ -100,7 +100,7 @@ def test_runs_that_rest_are_looked_at_less_often(tmp_path, monkeypatch, server: 
     assert easel.wait_seconds == 0.25
     for folder in folders:
         folder.write_status(Status(state=RunState.PAUSED, step=2, steps=1000))
-    monkeypatch.setattr("speedlab_server.reader._FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("speedlab_server.run_reader._FRESH_SECONDS", 0.0)
     assert len(easel.look(m.Draw())) == 1
     assert easel.wait_seconds == 0.5
 

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import speedlab_server.messages as m
+import speedlab_server.schema as m
 import websocket
 from server_helpers import JupyterServer
-from speedlab_server.drawing import Easel, Painter, frame_of
-from speedlab_server.registry import Registry
+from speedlab_server.figure_socket import Easel, Painter, frame_of
+from speedlab_server.run_registry import Registry
 from telemetry_samples import make_event, make_folder, make_record
 from test_server import add_lines, add_records, make_run, of
 
@@ -231,7 +231,7 @@ def test_a_long_run_of_many_ranks_opens_and_ticks_within_its_limits(tmp_path: Pa
     assert isinstance(first, bytes)
     assert len(first) < 80_000
     add_lines(folder.path / "records" / "rank-0.jsonl", [make_record(2001, 0).to_json()])
-    monkeypatch.setattr("speedlab_server.reader._FRESH_SECONDS", 0.0)
+    monkeypatch.setattr("speedlab_server.run_reader._FRESH_SECONDS", 0.0)
     found: list[bytes | m.Problem] = []
     deadline = time.monotonic() + 30
     while not found:
@@ -246,7 +246,7 @@ def test_what_is_not_new_is_not_drawn_again_and_its_reader_is_seldom_asked_for(t
     add_lines(folder.path / "records" / "rank-0.jsonl", [make_record(1, 0).to_json()])
     folder.write_status(Status(state=RunState.RUNNING, step=1, steps=9))
     now, asked, drawn = [100.0], [], []
-    monkeypatch.setattr("speedlab_server.drawing.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("speedlab_server.figure_socket.time.monotonic", lambda: now[0])
     registry = Registry(str(tmp_path))
     registry.runs()
     reader = registry.reader(run_id(folder.path))
@@ -293,7 +293,7 @@ class Pictures:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # One look fails, as it should.
 def test_a_page_that_has_not_taken_a_frame_gets_the_next_one_later_and_a_hidden_one_has_no_thread(monkeypatch) -> None:
-    monkeypatch.setattr("speedlab_server.drawing.TICK_SECONDS", 0.01)
+    monkeypatch.setattr("speedlab_server.figure_socket.TICK_SECONDS", 0.01)
     easel, sent = Pictures(b"1", b"2", MemoryError(), b"3"), []
 
     def threads() -> list[threading.Thread]:

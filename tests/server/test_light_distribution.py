@@ -29,7 +29,7 @@ class Alone:
 sys.meta_path[:] = [Alone(), *(finder for finder in sys.meta_path if "editable" not in repr(finder).lower())]
 sys.path.insert(0, unpacked)
 import json, speedlab, speedlab_server.handlers
-from speedlab_server.registry import Registry
+from speedlab_server.run_registry import Registry
 from speedlab_server.clusters import all_clusters
 registry = Registry(root)
 runs = registry.runs()

@@ -19,17 +19,15 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from speedlab_server import cluster_words, clusters, live, live_output, reader, registry
-from speedlab_server import messages as m
+from speedlab_server import cluster_commands, clusters, live_socket, run_reader, run_registry
+from speedlab_server import schema as m
 from speedlab_server.clusters import MOST_WORDS, Clusters
-from speedlab_server.live import Hub, Page, Watched
-from speedlab_server.live_output import WatchedOutput
+from speedlab_server.errors import QuestionError, UnknownError, told
+from speedlab_server.live_socket import Hub, Page, Watched, WatchedOutput
 from speedlab_server.output import MOST_BYTES, MOST_RANKS, files_of, output_of
-from speedlab_server.places import OWN, Place, Pythons, candidates, place_of
-from speedlab_server.problems import QuestionError, UnknownError, told
-from speedlab_server.registry import Registry
-from speedlab_server.starts import MOST_AT_ONCE, Starts
-from speedlab_server.typescript import typescript
+from speedlab_server.run_registry import Registry
+from speedlab_server.schema.typescript import typescript
+from speedlab_server.start_cluster import MOST_AT_ONCE, OWN, Place, Pythons, Starts, candidates, place_of
 from telemetry_samples import eventually, make_folder
 
 from speedlab.cluster.errors import ClusterError
@@ -44,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_typescript_is_that_of_the_messages() -> None:
     written = (ROOT / "extension/lab/src/messages.ts").read_text(encoding="utf-8")
-    assert written == typescript(), "run: python -m speedlab_server.typescript > extension/lab/src/messages.ts"
+    assert written == typescript(), "run: python -m speedlab_server.schema.typescript > extension/lab/src/messages.ts"
     assert "export interface Records {" in written
     assert "columns: Record<string, (number | null)[]>;" in written
 
@@ -225,9 +223,9 @@ def test_a_status_that_cannot_be_read_stands_beside_what_the_run_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setattr(registry, "_LIST_SECONDS", 0.0)
-    monkeypatch.setattr(reader, "_FRESH_SECONDS", 0.0)
-    monkeypatch.setattr(live, "_LISTS_SECONDS", 0.0)  # Its cluster is looked up in each look.
+    monkeypatch.setattr(run_registry, "_LIST_SECONDS", 0.0)
+    monkeypatch.setattr(run_reader, "_FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(live_socket, "_LISTS_SECONDS", 0.0)  # Its cluster is looked up in each look.
     folder = make_folder(tmp_path / "runs")
     folder.write_status(Status(state=RunState.PAUSED, step=3, steps=9, text="out of memory on rank 1"))
     runs = Registry(str(tmp_path))
@@ -288,7 +286,7 @@ def test_a_supervisor_of_another_version_says_so_in_its_own_row(
 
 
 def test_ranks_that_always_print_keep_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_output, "folder_of", lambda *_: tmp_path)
+    monkeypatch.setattr(live_socket, "folder_of", lambda *_: tmp_path)
     watched, heard = WatchedOutput(m.WatchOutput(kind="clusters", id="a")), []
     for look in range(4):
         for rank in range(2 * MOST_RANKS):
@@ -471,7 +469,7 @@ def test_a_start_that_fails_says_why_until_it_is_removed_or_tried_again(starts: 
         "import os, sys; print('Traceback', file=sys.stderr)\n"
         "print('speedlab start: only 1 GPU for', *sys.argv[4:], os.environ['WORD'], file=sys.stderr); sys.exit(2)"
     )
-    cluster_words.begin(starts, m.Start(name="big", place="", engines=3), program(tmp_path, code))
+    cluster_commands.begin(starts, m.Start(name="big", place="", engines=3), program(tmp_path, code))
     failed = eventually(lambda: (found := listed(starts))[0][1] == "failed" and found)
     assert failed == [("big", "failed", "only 1 GPU for big --engines 3 set")]
     for line, words in (
@@ -479,13 +477,13 @@ def test_a_start_that_fails_says_why_until_it_is_removed_or_tried_again(starts: 
         ("slurm nodes=4,time=1:00:00", "--slurm=nodes=4,time=1:00:00"),
         ("mpi --file", "--mpi=--file"),
     ):
-        cluster_words.begin(starts, m.Start(name="big", place="", hosts=line), program(tmp_path, code))
+        cluster_commands.begin(starts, m.Start(name="big", place="", hosts=line), program(tmp_path, code))
         eventually(lambda words=words: listed(starts) == [("big", "failed", f"only 1 GPU for big {words} set")])
-    cluster_words.begin(starts, m.Start(name="big", place=""), program(tmp_path, "raise SystemExit(7)"))
+    cluster_commands.begin(starts, m.Start(name="big", place=""), program(tmp_path, "raise SystemExit(7)"))
     eventually(lambda: listed(starts) == [("big", "failed", "`speedlab start` ended with status 7")])
     with pytest.raises(ClusterError, match="it did not start; remove it"):
-        cluster_words.give("big", "stop", starts)
-    cluster_words.give("big", "remove", starts)
+        cluster_commands.give("big", "stop", starts)
+    cluster_commands.give("big", "remove", starts)
     assert listed(starts) == []
 
 
@@ -506,13 +504,13 @@ def test_of_a_cluster_that_somebody_else_has_started_since_no_old_failure_is_tol
 def test_a_start_whose_supervisor_is_not_there_yet_is_given_up(starts: Starts, tmp_path: Path) -> None:
     waits = program(tmp_path, "import time; time.sleep(60)")
     for number in range(MOST_AT_ONCE):
-        cluster_words.begin(starts, m.Start(name=f"c{number}", place=""), waits)
+        cluster_commands.begin(starts, m.Start(name=f"c{number}", place=""), waits)
     with pytest.raises(ClusterError, match="c0, c1, c2, c3 are being started; wait for one of them"):
-        cluster_words.begin(starts, m.Start(name="more", place=""), waits)
+        cluster_commands.begin(starts, m.Start(name="more", place=""), waits)
     with pytest.raises(ClusterError, match="there is a cluster 'c1': it is being started"):
-        cluster_words.begin(starts, m.Start(name="c1", place=""), waits)
+        cluster_commands.begin(starts, m.Start(name="c1", place=""), waits)
     for number in range(MOST_AT_ONCE):
-        cluster_words.give(f"c{number}", "cancel", starts)
+        cluster_commands.give(f"c{number}", "cancel", starts)
     assert listed(starts) == []
 
 
@@ -552,13 +550,13 @@ def test_bad_starts_and_words_are_refused_before_anything_is_done(starts: Starts
         (m.Start(name="none", place="", hosts="a:2", engines=2), ClusterError, "hosts say how many each has"),
     ):
         with pytest.raises(error, match=match):
-            cluster_words.begin(starts, start, place)
+            cluster_commands.begin(starts, start, place)
     for word, match in (
         (m.Word(word="explode"), "knows no 'explode'"),
         (m.Word(word="stop", arguments={"x": 1}), "'x'"),
     ):
         with pytest.raises(QuestionError, match=match):
-            cluster_words.check(word)
+            cluster_commands.check(word)
     with pytest.raises(LookupError, match="there is no cluster 'nobody'"):
-        cluster_words.give("nobody", "stop", starts)
+        cluster_commands.give("nobody", "stop", starts)
     assert listed(starts) == []

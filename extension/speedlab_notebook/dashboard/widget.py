@@ -131,7 +131,7 @@ class Dashboard(anywidget.AnyWidget):
     # What the page says
 
     def _on_message(self, _: Any, content: dict[str, Any], buffers: Sequence[Any]) -> None:
-        """A Draw or a Segment of a view (speedlab_server/messages.py)."""
+        """A Draw or a Segment of a view (speedlab_server/schema/__init__.py)."""
         if content.get("type") == "Segment":
             self._tell_tensors(content)
         if not self.hear(content):

@@ -202,7 +202,7 @@ def _short(name: str, letters: int = _NAME_LETTERS) -> str:
 
 
 def told(looks: Sequence[Look]) -> dict[str, Any]:
-    """What stands beside the figures, as `speedlab_server.messages.Compared` has it."""
+    """What stands beside the figures, as `speedlab_server.schema.Compared` has it."""
     settings = settings_table(looks)
     return {
         "runs": [

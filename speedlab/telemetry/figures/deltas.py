@@ -1,7 +1,7 @@
 """What a dashboard is sent: a keyframe with everything, then small changes with what is new since.
 
 A message is plain data and a list of float32 buffers, to which it points by their number: {"f32": 3} stands for an
-array. On a websocket they are one binary frame (speedlab_server/drawing.py), in a widget a message with buffers.
+array. On a websocket they are one binary frame (speedlab_server/figure_socket.py), in a widget a message with buffers.
 
     {"type": "Keyframe", "seq": n, "figures": {name: figure}, "head": …, "states": …}
     {"type": "Changes", "seq": n, "parts": [...]}
@@ -17,7 +17,7 @@ what kernels and collectives cost as seldom. The pipeline's timeline, a "figure"
 comes at most once a second, of the newest step or of the one that a person points at.
 
 `seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
-keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.messages` has
+keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.schema` has
 the same as types.
 
 What a page that compares runs is sent: at first everything, then what is new of each run's curves.

@@ -58,7 +58,7 @@ export type Buffer = ArrayBuffer | ArrayBufferView;
 /** Figures over steps, which all wear the marks of events. */
 const STEP_FIGURES = ['loss', 'throughput', 'anatomy', 'gradient', 'exchange'];
 
-/** A message and its buffers out of one binary frame (speedlab_server/drawing.py). */
+/** A message and its buffers out of one binary frame (speedlab_server/figure_socket.py). */
 export function readFrame(frame: ArrayBuffer): [Drawn, Buffer[]] {
   const length = new DataView(frame).getUint32(0, true);
   const head = new TextDecoder().decode(new Uint8Array(frame, 4, length));

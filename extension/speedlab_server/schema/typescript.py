@@ -1,4 +1,4 @@
-"""The messages as TypeScript: `python -m speedlab_server.typescript > extension/lab/src/messages.ts`."""
+"""The messages as TypeScript: `python -m speedlab_server.schema.typescript > extension/lab/src/messages.ts`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import msgspec.inspect as inspect
 
-import speedlab_server.messages as messages
+import speedlab_server.schema as messages
 
 _PLAIN: dict[type, str] = {
     inspect.IntType: "number",
@@ -18,7 +18,7 @@ _PLAIN: dict[type, str] = {
     inspect.AnyType: "unknown",
 }
 _HEAD = """\
-// Made by `python -m speedlab_server.typescript` from speedlab_server/messages.py; a test holds them together.
+// Made by `python -m speedlab_server.schema.typescript` from speedlab_server/schema/__init__.py; a test holds them together.
 """
 
 
@@ -55,7 +55,7 @@ def _name_of(kind: inspect.Type, found: dict[str, str]) -> str:
             text = _interface(kind, found)
             found[kind.cls.__name__] = text
         return kind.cls.__name__
-    raise TypeError(f"{kind} has no TypeScript type here; add one to speedlab_server/typescript.py")
+    raise TypeError(f"{kind} has no TypeScript type here; add one to speedlab_server/schema/typescript.py")
 
 
 def _interface(kind: inspect.StructType, found: dict[str, str]) -> str:

@@ -1,13 +1,32 @@
-"""What a page wants to hear from now on, and what is new of it."""
+"""What a page wants to hear from now on, and what is new of it.
+
+What ranks have printed.
+"""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from speedlab_server.cluster_messages import ClusterSummary, RankMemory
-from speedlab_server.message import Message, Part
-from speedlab_server.output_messages import Output
-from speedlab_server.run_messages import Events, Records, RunSummary
+from speedlab_server.schema.base import Message, Part
+from speedlab_server.schema.clusters import ClusterSummary, RankMemory
+from speedlab_server.schema.runs import Events, Records, RunSummary
+
+
+class RankLines(Part, kw_only=True):
+    """What a rank has printed."""
+
+    rank: int
+    lines: list[str]
+    skipped: bool = False
+    """Whether there were more lines before these than are kept, or sent at once."""
+
+
+class Output(Message, kw_only=True):
+    """What ranks have printed. `cursor` goes back as `after` with the next question."""
+
+    ranks: list[RankLines]
+    cursor: str
+
 
 PARTS = ("status", "records", "events", "memory")
 """What a page may hear of a run."""

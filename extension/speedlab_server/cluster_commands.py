@@ -10,17 +10,16 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import speedlab.cluster.shutdown as ending
-import speedlab_server.messages as m
+import speedlab_server.schema as m
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files.cluster_dir import ClusterState, Home
 from speedlab.cluster.launch.host_specs import of_line, parse, words_of_line
 from speedlab.cluster.launch.placement import MOST_ENGINES
 from speedlab_server.clusters import find, summary_of
-from speedlab_server.problems import QuestionError, UnknownError
+from speedlab_server.errors import QuestionError, UnknownError
 
 if TYPE_CHECKING:
-    from speedlab_server.places import Place
-    from speedlab_server.starts import Starts
+    from speedlab_server.start_cluster import Place, Starts
 
 _FOR: dict[str, tuple[m.ClusterKind, ...]] = {
     "cancel": ("starting",),

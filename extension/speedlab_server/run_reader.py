@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 import numpy as np
 
-import speedlab_server.messages as m
+import speedlab_server.schema as m
 from speedlab.cluster.files.cluster_dir import ClusterState, known_clusters
 from speedlab.hardware import Device
 from speedlab.telemetry.feed import Feed
@@ -20,7 +20,7 @@ from speedlab.telemetry.prediction import prediction_of
 from speedlab.telemetry.records import CATEGORIES, PHASES, PLACES, RESTING, Event, RunState, StepRecord
 from speedlab.telemetry.run_folder import RunFolder, Status
 from speedlab.telemetry.tables import SegmentError, tensors_in
-from speedlab_server.problems import QuestionError, UnknownError
+from speedlab_server.errors import QuestionError, UnknownError
 
 MOST_POINTS = 1000
 MOST_EVENTS = 500

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import speedlab_server.messages as m
+import speedlab_server.schema as m
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files.cluster_dir import known_clusters, root
 from speedlab.cluster.known_runs import remembered_runs, run_id, seen_runs
 from speedlab.telemetry.record_store import last_record
 from speedlab.telemetry.records import StepRecord
 from speedlab.telemetry.run_folder import RunFolder, Status, find_runs, is_folder
-from speedlab_server.problems import GoneError, UnknownError, told
-from speedlab_server.reader import Reader, summary_of
+from speedlab_server.errors import GoneError, UnknownError, told
+from speedlab_server.run_reader import Reader, summary_of
 
 MOST_LISTED = 200
 _LIST_SECONDS = 0.9

@@ -2,7 +2,7 @@
 
 Each answer is one JSON object with `type` and `version`. Fields that a later version adds have defaults, and unknown
 ones are passed over, so that `VERSION` counts up only when the meaning of what is there changes.
-`python -m speedlab_server.typescript` writes the same as TypeScript types.
+`python -m speedlab_server.schema.typescript` writes the same as TypeScript types.
 
 Numbers that are no numbers (a loss that is NaN) are null. Times are seconds since the epoch, durations seconds, bytes
 bytes. All text is text, wherever it came from: a page never makes markup of it.
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from speedlab.telemetry.history import SMOOTHING, SMOOTHINGS
 from speedlab.telemetry.records import CATEGORIES, PLACES
-from speedlab_server.cluster_messages import (
+from speedlab_server.schema.base import VERSION, Message, Notebook, Part, Problem
+from speedlab_server.schema.clusters import (
     CLUSTER_WORDS,
     Cluster,
     ClusterKind,
@@ -26,7 +27,7 @@ from speedlab_server.cluster_messages import (
     Start,
     StartPlace,
 )
-from speedlab_server.drawing_messages import (
+from speedlab_server.schema.figures import (
     BarsPart,
     Changes,
     Compared,
@@ -45,10 +46,18 @@ from speedlab_server.drawing_messages import (
     OwnDrawing,
     Segment,
 )
-from speedlab_server.live_messages import PARTS, OutputNews, RunNews, Subscribe, Tick, Watch, WatchOutput
-from speedlab_server.message import VERSION, Message, Notebook, Part, Problem
-from speedlab_server.output_messages import Output, RankLines
-from speedlab_server.run_messages import (
+from speedlab_server.schema.live import (
+    PARTS,
+    Output,
+    OutputNews,
+    RankLines,
+    RunNews,
+    Subscribe,
+    Tick,
+    Watch,
+    WatchOutput,
+)
+from speedlab_server.schema.runs import (
     COLUMNS,
     PAGE_WORDS,
     Events,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from speedlab_server.message import Message, Part
+from speedlab_server.schema.base import Message, Part
 
 
 class Draw(Message, kw_only=True):

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from speedlab.telemetry.records import PHASES
 from speedlab.telemetry.run_folder import CONTROL_WORDS
-from speedlab_server.cluster_messages import RankMemory
-from speedlab_server.message import Message, Part
+from speedlab_server.schema.base import Message, Part
+from speedlab_server.schema.clusters import RankMemory
 
 COLUMNS = (
     "step",

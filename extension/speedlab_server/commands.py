@@ -6,14 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
-import speedlab_server.messages as m
+import speedlab_server.schema as m
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.run import Run
 from speedlab.cluster.run_commands import Pending
 from speedlab.telemetry.run_folder import RunFolder
 from speedlab.telemetry.run_shape import CHANGES
 from speedlab_server.clusters import Reached
-from speedlab_server.problems import QuestionError
+from speedlab_server.errors import QuestionError
 
 _WORDS: dict[str, tuple[Callable[..., Pending], tuple[str, ...]]] = {
     "pause": (Run.pause, ()),

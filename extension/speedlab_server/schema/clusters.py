@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from speedlab_server.message import Message, Part
+from speedlab_server.schema.base import Message, Part
 
 CLUSTER_WORDS = ("cancel", "stop", "remove")
 """What a page may ask of a cluster: of one that is being started, of one that runs, and of what is left of one."""
