@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speedlab.bench.interleave import Times, row, take_turns
-from speedlab.bench.ranks import run_on_ranks
-from speedlab.bench.table import Row, report
+from speedlab.calibrate.interleave import Times, row, take_turns
+from speedlab.calibrate.rank_processes import run_on_ranks
+from speedlab.calibrate.table import Row, report
 from speedlab.config.cli_options import read_options
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from speedlab.bench.interleave import Times, row, take_turns
-from speedlab.bench.table import report
+from speedlab.calibrate.interleave import Times, row, take_turns
+from speedlab.calibrate.table import report
 from speedlab.config.cli_options import read_options
 
 if TYPE_CHECKING:

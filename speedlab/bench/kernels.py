@@ -15,22 +15,22 @@ from typing import Annotated
 import torch
 import tyro
 
-from speedlab.bench import attention_cases, flat_cases, loss_cases
-from speedlab.bench.table import Row, missing, report
+from speedlab.bench import kernel_cases
+from speedlab.calibrate.table import Row, missing, report
 from speedlab.config.cli_options import read_options
 
 CASES: dict[str, Callable[[torch.device, int], Iterator[Row]]] = {
-    "adamw": flat_cases.adamw_rows,
-    "blockwise8": flat_cases.blockwise8_rows,
-    "round_stochastically": flat_cases.rounding_rows,
-    "sgd_momentum": flat_cases.sgd_rows,
-    "grad_stats": flat_cases.grad_stats_rows,
-    "onebit": flat_cases.onebit_rows,
-    "adam_frozen": flat_cases.frozen_rows,
-    "blockquant": flat_cases.blockquant_rows,
-    "linear_cross_entropy": loss_cases.loss_rows,
-    "block_sparse_attention": attention_cases.attention_rows,
-    "torch_attention": attention_cases.torch_attention_rows,
+    "adamw": kernel_cases.adamw_rows,
+    "blockwise8": kernel_cases.blockwise8_rows,
+    "round_stochastically": kernel_cases.rounding_rows,
+    "sgd_momentum": kernel_cases.sgd_rows,
+    "grad_stats": kernel_cases.grad_stats_rows,
+    "onebit": kernel_cases.onebit_rows,
+    "adam_frozen": kernel_cases.frozen_rows,
+    "blockquant": kernel_cases.blockquant_rows,
+    "linear_cross_entropy": kernel_cases.loss_rows,
+    "block_sparse_attention": kernel_cases.attention_rows,
+    "torch_attention": kernel_cases.torch_attention_rows,
 }
 
 

@@ -54,7 +54,7 @@ def calibrate(argv: list[str]) -> int:
 
 def _measure(options: CalibrateOptions) -> None:
     # Measuring needs torch, which a terminal's command that only shows does not.
-    from speedlab.bench.calibrate import measure
+    from speedlab.calibrate.measure import measure
 
     begin = time.monotonic()
     live = sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""Hosts in namespaces of this machine (`speedlab.bench.lab`); without root or packages these tests skip and say so."""
+"""Hosts in namespaces of this machine (`tests.benchmarks.lab`); without root or packages these tests skip and say so."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from host_helpers import Login, needs
 
-from speedlab.bench.lab import Lab, missing_for_lab
-from speedlab.bench.lab.daemons import start_sshd
 from speedlab.cluster.launch.host_specs import Spec
+from tests.benchmarks.lab import Lab, missing_for_lab
+from tests.benchmarks.lab.daemons import start_sshd
 
 
 @pytest.fixture(scope="session")

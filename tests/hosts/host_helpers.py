@@ -17,8 +17,6 @@ import pytest
 
 import speedlab.cluster.files.processes as processes
 import speedlab.cluster.launch.start as start
-from speedlab.bench.lab import Lab
-from speedlab.bench.lab.daemons import missing_for
 from speedlab.cluster import Cluster
 from speedlab.cluster.agents.pool import Agents, start_agents
 from speedlab.cluster.files.cluster_dir import EngineEntry, Home
@@ -27,6 +25,8 @@ from speedlab.cluster.launch.host_specs import Spec, parse_hosts
 from speedlab.cluster.launch.rendezvous import controller_address
 from speedlab.config import RunConfig
 from speedlab.network import reserved_ports
+from tests.benchmarks.lab import Lab
+from tests.benchmarks.lab.daemons import missing_for
 
 SECONDS = 90
 """For whatever may take its time on a machine that does other work as well."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from speedlab.bench.lab.ranks import STORE_PORT, HostRanks, Raised, rank_results
+from tests.benchmarks.lab.ranks import STORE_PORT, HostRanks, Raised, rank_results
 
 __all__ = ["STORE_PORT", "HostRanks", "Raised", "environment", "rank_results"]
 

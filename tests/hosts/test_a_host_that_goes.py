@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from host_helpers import SECONDS, await_true, cluster_over, config
 
-from speedlab.bench.host_loss import lose_a_host
-from speedlab.bench.lab import Lab
 from speedlab.cluster import Cluster, RankError
 from speedlab.telemetry.records import RunState
+from tests.benchmarks.host_loss import lose_a_host
+from tests.benchmarks.lab import Lab
 
 NAMED_SECONDS = 15.0
 """With tests beside it; `speedlab bench hosts` tells the time on a quiet machine, whose goal is 5."""

@@ -21,13 +21,13 @@ from host_helpers import Login, await_true, needs
 import speedlab.cluster.agents.tasks as agent_tasks
 import speedlab.cluster.files.processes as processes
 import speedlab.cluster.worker.remote as remote
-from speedlab.bench.lab import Lab
-from speedlab.bench.lab.daemons import mpi_environment, start_slurm
 from speedlab.cluster.agents.pool import Agents
 from speedlab.cluster.agents.process import own_versions
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.launch.host_specs import SlurmJob, Spec, parse, parse_hosts
 from speedlab.cluster.worker.abort_connections import CUT_SIGNAL
+from tests.benchmarks.lab import Lab
+from tests.benchmarks.lab.daemons import mpi_environment, start_slurm
 
 LoginTo = Callable[[Spec], Login]
 

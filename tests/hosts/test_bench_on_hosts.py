@@ -14,11 +14,11 @@ import psutil
 import pytest
 from host_helpers import await_true, needs
 
-from speedlab.bench import network
-from speedlab.bench.hosts_trials import time_registering
-from speedlab.bench.lab import Lab
-from speedlab.bench.lab.daemons import start_sshd
-from speedlab.bench.ranks import changed_environment
+from speedlab.calibrate.rank_processes import changed_environment
+from tests.benchmarks import network
+from tests.benchmarks.hosts_trials import time_registering
+from tests.benchmarks.lab import Lab
+from tests.benchmarks.lab.daemons import start_sshd
 
 
 def links() -> list[str]:

@@ -13,13 +13,13 @@ import pytest
 from host_helpers import SECONDS, await_true, config, needs
 from person import Person
 
-from speedlab.bench.lab import Lab
-from speedlab.bench.lab.daemons import mpi_environment, start_slurm
 from speedlab.cluster import Cluster, ClusterError, RankError
 from speedlab.cluster.debug.post_mortem import debug
 from speedlab.cluster.files.processes import TOKEN
 from speedlab.cluster.launch.host_specs import parse_hosts
 from speedlab.telemetry.records import RunState
+from tests.benchmarks.lab import Lab
+from tests.benchmarks.lab.daemons import mpi_environment, start_slurm
 
 
 @pytest.fixture(scope="module")

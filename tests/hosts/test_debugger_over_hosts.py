@@ -13,11 +13,11 @@ import pytest
 from host_helpers import SECONDS, await_true, cluster_over
 from person import Person
 
-from speedlab.bench.lab import Lab
 from speedlab.cluster import Cluster, RankError, RankResults
 from speedlab.cluster.debug.connection import Door
 from speedlab.cluster.debug.post_mortem import debug
 from speedlab.cluster.files.processes import TOKEN
+from tests.benchmarks.lab import Lab
 
 MEETS = """
 import os, torch, torch.distributed as dist, speedlab.comm

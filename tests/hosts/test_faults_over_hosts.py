@@ -13,11 +13,11 @@ import pytest
 from host_helpers import await_true, config
 
 import speedlab.cluster.files.processes as processes
-from speedlab.bench.lab import Lab, LabHost
 from speedlab.cluster import Cluster, Run
 from speedlab.cluster.launch.host_specs import parse_hosts
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.run_folder import UNSUPERVISED
+from tests.benchmarks.lab import Lab, LabHost
 
 SECONDS = 240
 """For what takes ten on a quiet machine."""

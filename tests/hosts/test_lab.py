@@ -14,9 +14,9 @@ import psutil
 import pytest
 from host_helpers import needs
 
-from speedlab.bench.lab import Lab
-from speedlab.bench.lab.daemons import mpi_environment, start_slurm, start_sshd
-from speedlab.bench.lab.network import sweep
+from tests.benchmarks.lab import Lab
+from tests.benchmarks.lab.daemons import mpi_environment, start_slurm, start_sshd
+from tests.benchmarks.lab.network import sweep
 
 RECEIVE = """
 import socket, sys
@@ -103,7 +103,7 @@ def test_a_folder_may_be_each_hosts_own(hosts_are_possible: None, tmp_path: Path
 
 CRASHES = """
 import os, subprocess
-from speedlab.bench.lab import Lab
+from tests.benchmarks.lab import Lab
 lab = Lab(2)
 lab.hosts[0].start("setsid", "sleep", "600")
 while not lab.hosts[0].processes():

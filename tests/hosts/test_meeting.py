@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rank_processes import STORE_PORT, HostRanks, Raised, rank_results
 
-from speedlab.bench.lab import Lab
+from tests.benchmarks.lab import Lab
 
 SILENCE_SECONDS = 3
 NO_ANSWER = r"no answer within 5 s\. A firewall drops what comes in there, or the link to host-a is down"

@@ -12,8 +12,8 @@ from rank_processes import HostRanks, environment, rank_results
 from ranks.layout_cases import LayoutCase, train_layouts
 from ranks.pool import Pool
 
-from speedlab.bench.lab import Lab
 from speedlab.layout import Layout
+from tests.benchmarks.lab import Lab
 
 CASES = [
     LayoutCase(layout=Layout(dp=4), stage=0, steps=2, accumulation=1),

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from host_helpers import SECONDS, config, needs
 
-from speedlab.bench.lab import Lab
-from speedlab.bench.lab.daemons import start_sshd
 from speedlab.cluster import Cluster, ClusterError
 from speedlab.cluster.launch.host_specs import parse_hosts
 from speedlab.telemetry.records import RunState
+from tests.benchmarks.lab import Lab
+from tests.benchmarks.lab.daemons import start_sshd
 
 
 @pytest.fixture

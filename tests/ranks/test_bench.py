@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ranks.pool import Pool
-from speedlab.bench import contest, layouts, step
-from speedlab.bench.ranks import KEPT_MEMORY, RankSet
+from speedlab.calibrate.rank_processes import KEPT_MEMORY, RankSet
+from tests.benchmarks import contest, layouts, step
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,7 +65,7 @@ def sources() -> dict[str, str]:
     """Where this process has what it uses in a benchmark from."""
     import cuda_ops.adamw
     import speedlab
-    from speedlab.bench import ours
+    from tests.benchmarks import ours
 
     modules = {"engine": speedlab.initialize, "kernels": cuda_ops.adamw.adamw, "bench": ours.build}
     files = {name: function.__code__.co_filename for name, function in modules.items() if name != "kernels"}
@@ -104,7 +104,7 @@ def full_loss() -> tuple[list[Tensor], list[Tensor]]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import loss_parallel
 
-    from speedlab.bench.cut_loss import loss_of_head
+    from tests.benchmarks.cut_loss import loss_of_head
 
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator) for shape in ((2, 3, 8), (10, 8)))

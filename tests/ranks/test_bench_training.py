@@ -1,11 +1,11 @@
-"""What benchmarks and the calibration time (`speedlab/bench/training.py`): a step on every layout."""
+"""What benchmarks and the calibration time (`speedlab/calibrate/workers.py`): a step on every layout."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from ranks.conftest import PoolOf
-from speedlab.bench.training import training
+from speedlab.calibrate.workers import training
 from speedlab.config import RunConfig
 
 

@@ -18,14 +18,14 @@ from ranks.pool import Pool
 from ranks.runs import as_engine, new_run
 from ranks.small_steps import batch, engine_of, refusal_of_one_stage, step_of, warnings_of
 from ranks.tensor_models import gpt, group_of_all
-from speedlab.bench.planner import compare, measure
-from speedlab.bench.planner_cases import grid
 from speedlab.comm import PeerLost
 from speedlab.comm.compressed_allreduce import CompressedMeans, LargestElements, Signs
 from speedlab.comm.onebit_allreduce import CHUNK
 from speedlab.optim.errors import NonFiniteError
 from speedlab.telemetry.run_folder import RunFolder
 from speedlab.trainer import run_registry
+from tests.benchmarks.planner import compare, measure
+from tests.benchmarks.planner_cases import grid
 
 STEPS, LR, EPS, DECAY, CLIP = 5, 3e-3, 1e-5, 0.05, 0.5
 OUTER = {"every_steps": 2, "lr": 0.7, "momentum": 0.9}

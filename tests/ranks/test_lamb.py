@@ -16,9 +16,9 @@ from ranks.conftest import PoolOf
 from ranks.pool import Pool
 from ranks.small_steps import batch, step_of
 from ranks.tensor_models import gpt
-from speedlab.bench.planner import compare, measure
-from speedlab.bench.planner_cases import grid
 from speedlab.optim.errors import NonFiniteError
+from tests.benchmarks.planner import compare, measure
+from tests.benchmarks.planner_cases import grid
 
 STEPS, LR, BETAS, EPS, DECAY, CLIP = 4, 1e-2, (0.9, 0.95), 1e-8, 0.1, 0.5
 MOST, LEAST = 1.8, 0.05

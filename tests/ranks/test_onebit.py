@@ -25,14 +25,14 @@ from ranks.pool import Pool
 from ranks.runs import as_engine, new_run
 from ranks.small_steps import batch, engine_of, refusal_of_one_stage, step_of, warnings_of
 from ranks.tensor_models import gpt, group_of_all, shaken
-from speedlab.bench.planner import compare, measure
-from speedlab.bench.planner_cases import grid
 from speedlab.comm import PeerLost, onebit_allreduce
 from speedlab.comm.onebit_allreduce import CHUNK, SignMeans
 from speedlab.engine.checkpoint import CheckpointError
 from speedlab.optim.errors import NonFiniteError
 from speedlab.telemetry.run_folder import RunFolder
 from speedlab.trainer import run_registry
+from tests.benchmarks.planner import compare, measure
+from tests.benchmarks.planner_cases import grid
 
 FREEZE, STEPS = 3, 7
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.95), 1e-8, 0.1

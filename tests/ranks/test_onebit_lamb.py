@@ -19,9 +19,9 @@ from ranks.pool import Pool
 from ranks.small_steps import batch, step_of
 from ranks.tensor_models import gpt
 from ranks.test_lamb import BETAS, CLIP, DECAY, EPS, LEAST, LR, MOST
-from speedlab.bench.planner import compare, measure
-from speedlab.bench.planner_cases import grid
 from speedlab.engine.checkpoint import CheckpointError
+from tests.benchmarks.planner import compare, measure
+from tests.benchmarks.planner_cases import grid
 
 FREEZE, STEPS = 3, 7
 COEFF_BETA, FACTORS, THRESHOLD, FLOOR = 0.5, (0.5, 1.5), 0.1, 0.2

@@ -12,8 +12,8 @@ from grids import thinned
 from ranks.conftest import PoolOf
 from ranks.loops import Case, engine_for, engine_step
 from ranks.pool import Pool
-from speedlab.bench.planner import compare, measure
-from speedlab.bench.planner_cases import GridCase, grid
+from tests.benchmarks.planner import compare, measure
+from tests.benchmarks.planner_cases import GridCase, grid
 
 MEDIAN, WORST = 0.03, 0.08
 

@@ -20,13 +20,13 @@ from ranks.pool import Pool
 from ranks.small_steps import batch, engine_of, step_of, warnings_of
 from ranks.tensor_models import gpt
 from ranks.test_onebit import GAPS, errors_of, laid_out, signs_of
-from speedlab.bench.planner import compare, measure
-from speedlab.bench.planner_cases import grid
 from speedlab.comm import PeerLost
 from speedlab.engine.checkpoint import CheckpointError
 from speedlab.optim.compressed_optimizer import check_whole_gradients
 from speedlab.optim.errors import NonFiniteError
 from speedlab.optim.zero_one_adam import ZeroOneAdam
+from tests.benchmarks.planner import compare, measure
+from tests.benchmarks.planner_cases import grid
 
 KINDS = "WWSWSWSSNSNSN"
 """Of the steps: gradients whole, signs, nothing."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from server_helpers import SECONDS, TOKEN, JupyterServer
 
-from speedlab.bench.page import listening_port
 from speedlab.config import ConfigError
+from tests.benchmarks.page import listening_port
 
 # What other tiers share of theirs; tests of this one import it also where they run alone.
 sys.path.append(str(Path(__file__).parents[1] / "unit"))

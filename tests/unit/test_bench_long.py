@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from speedlab.bench import context, long
-from speedlab.bench.long import CHECKPOINTED, DENSE, LONG, SIDES, TILED, Found, Line
+from tests.benchmarks import context, long
+from tests.benchmarks.long import CHECKPOINTED, DENSE, LONG, SIDES, TILED, Found, Line
 
 
 def found(**changes) -> Found:

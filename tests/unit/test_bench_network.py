@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from speedlab.bench import hosts, network
-from speedlab.bench.network_cases import CASES, LAYOUTS, SEED_NOISE, Case, Goal, check_names, chosen
-from speedlab.bench.network_table import Found, Rows, reached
 from speedlab.config import ConfigError
 from speedlab.config.cli_options import read_options
+from tests.benchmarks import hosts, network
+from tests.benchmarks.network_cases import CASES, LAYOUTS, SEED_NOISE, Case, Goal, check_names, chosen
+from tests.benchmarks.network_table import Found, Rows, reached
 
 
 def found(**changes: Any) -> Found:

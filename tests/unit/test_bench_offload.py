@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from speedlab.bench import offload
-from speedlab.bench.memory_limit import NoLimitError, _remove, memory_limit
 from speedlab.offload import DiskSpeed
+from tests.benchmarks import offload
+from tests.benchmarks.memory_limit import NoLimitError, _remove, memory_limit
 
 DISK = DiskSpeed(
     read_bytes_per_second=1e9, write_bytes_per_second=5e8, threads=4, chunk_bytes=1 << 20, direct=True

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from speedlab.bench import page
 from speedlab.config import ConfigError
+from tests.benchmarks import page
 
 
 def test_a_server_that_says_where_it_will_listen_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

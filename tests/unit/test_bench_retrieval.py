@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from speedlab.bench import retrieval
-from speedlab.bench.retrieval import JumpingPositions, Options, answered, learn, pattern, stages
-from speedlab.bench.table import Row
+from speedlab.calibrate.table import Row
 from speedlab.config import AttentionConfig, describe
 from speedlab.models.gpt import Attend, SparseAttend
+from tests.benchmarks import retrieval
+from tests.benchmarks.retrieval import JumpingPositions, Options, answered, learn, pattern, stages
 
 
 def test_sequences_double_up_to_the_full_length_and_runs_grow_along() -> None:

@@ -8,10 +8,10 @@ import json
 
 import pytest
 
-from speedlab.bench import contestants, start, step
-from speedlab.bench.interleave import row, take_turns, turned
-from speedlab.bench.ranks import KEPT_MEMORY
-from speedlab.bench.table import Row, render, report
+from speedlab.calibrate.interleave import row, take_turns, turned
+from speedlab.calibrate.rank_processes import KEPT_MEMORY
+from speedlab.calibrate.table import Row, render, report
+from tests.benchmarks import contestants, start, step
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from speedlab.bench.states import KINDS, States, _outcomes, _render
+from tests.benchmarks.states import KINDS, States, _outcomes, _render
 
 BYTES = [14, 8.03125, 10, 10, 4.03125]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from speedlab.bench.planner_cases import grid
-from speedlab.bench.steptimes import Found, Measured, reference_of, render, setup_of
 from speedlab.planner.hardware.devices import Machines
 from speedlab.planner.time.efficiency import efficiency_of
 from speedlab.planner.time.step_time import predict_time
+from tests.benchmarks.planner_cases import grid
+from tests.benchmarks.steptimes import Found, Measured, reference_of, render, setup_of
 
 
 def found(*, step: float, reference: float, predicted_reference: float) -> Found:
