@@ -55,7 +55,7 @@ test: setup
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses 2 --tb=short $(ARGS)
 
 bench: $(PEERS)/.ready
-	@PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" $(PEERS)/bin/python -m speedlab.cli bench $(NAME) $(ARGS)
+	@PATH="$(CURDIR)/$(PEERS)/bin:$$PATH" $(PEERS)/bin/python -m tests.benchmarks $(NAME) $(ARGS)
 
 $(PEERS)/.ready: $(VENV)/.ready .ci/peers.sh
 	@.ci/peers.sh

@@ -20,7 +20,8 @@ from speedlab.layout import Part
 EIGHT_BITS = "8bit"
 """The form of states in blocks of 256 codes of a byte, with a scale in float32 each (`cuda_ops.blockwise8`)."""
 INT8, INT4 = "int8 blocks", "int4 blocks"
-"""What values may be sent as: blocks of 256 integers with a scale in float32 each (`speedlab.comm.quantized_collectives`)."""
+"""What values may be sent as: blocks of 256 integers with a scale in float32 each
+(`speedlab.comm.quantized_collectives`)."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 ITEM_BYTES |= {EIGHT_BITS: 1 + 4 / 256, INT8: 1 + 4 / 256, INT4: 1 / 2 + 4 / 256}
 """Of an element of each form."""

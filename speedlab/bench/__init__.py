@@ -1,25 +1,7 @@
-"""Side-by-side measurements against the peers, interleaved in one run. `speedlab bench NAME` runs the module of that
-name."""
+"""Measurements of this machine: `speedlab bench NAME` runs the module of that name."""
 
 BENCHES = {
-    "step": "a training step at every ZeRO stage beside DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed",
     "kernels": "the operations of cuda_ops beside torch, NumPy, DeepSpeed and the speed of memory",
-    "states": "held-out loss with 8-bit moments and without float32 masters, over several seeds",
     "collectives": "the shared-memory backend beside gloo",
-    "recording": "what recording costs of a step",
-    "reading": "opening a long run of many ranks, and following it, as a dashboard does",
-    "page": "what a page costs: its size, a long run through Jupyter's server, and how soon the first loss is seen",
-    "reshaping": "moving a run that is on to another layout",
-    "planner": "predicted memory beside the engine's ledger, over a grid of trainings",
-    "steptimes": "predicted step times beside measured ones, over the same grid, after calibration",
-    "saving": "checkpoints beside a plain write, and what they take of a step's time and memory",
-    "start": "from Cluster(n) until its engines are ready, beside what they import",
-    "offload": "states on disk of many times the memory that may be used, beside the same training in memory",
-    "long": "the longest trainable sequence in a limit on memory, and a step's time, sparse beside dense attention",
-    "retrieval": "what sparse attention loses beside dense: answers far back at 16k tokens, and held-out loss",
-    "context": "sequences cut over ranks, by a ring and by heads, beside one rank with as many threads",
-    "exact": "loss and every gradient of a 64k-token sequence, cut over ranks or sparse, under a limit on memory",
     "disk": "states on disk beside fio with the same pattern",
-    "network": "training over slow links beside plain ZeRO, and ZeRO beside tensor parallelism and a pipeline (root)",
-    "hosts": "clusters of several hosts: start-up, registering, steps, and ways back from failures (root)",
 }

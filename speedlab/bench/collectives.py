@@ -2,9 +2,10 @@
 
 All ranks begin together; times are those of the slowest rank.
 
-"Comparing the call" is what it costs that all ranks compare each call (`comm/shared/call_descriptions.py`): a barrier with and
-without it, in turn, because a barrier moves no data. The row is a difference, in microseconds: of processor time in a
-group of one rank, which other processes do not disturb, and of the time by the clock for more ranks, which they do.
+"Comparing the call" is what it costs that all ranks compare each call (`comm/shared/call_descriptions.py`): a barrier
+with and without it, in turn, because a barrier moves no data. The row is a difference, in microseconds: of processor
+time in a group of one rank, which other processes do not disturb, and of the time by the clock for more ranks, which
+they do.
 """
 
 from __future__ import annotations

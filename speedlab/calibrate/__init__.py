@@ -1,1 +1,1 @@
-"""TODO"""
+"""Measure this machine for the planner: kernels, steps and links."""

@@ -41,7 +41,7 @@ class RankSet:
     settings of its own. A context manager; its end is theirs.
 
     `backend`: of their world, as in `comm.join`. `environment`: more variables. `project`: another checkout of the
-    project, whose packages these processes import; only `speedlab.bench` is the present one.
+    project, whose packages these processes import; only `speedlab.calibrate` is the present one.
     """
 
     def __init__(
@@ -119,12 +119,12 @@ def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _import_from(project: Path) -> None:
-    """From now on this process imports `speedlab` and `cuda_ops` from another checkout, but `speedlab.bench` from here:
-    so the same code measures both. Raises RuntimeError where there is no such package."""
-    bench = sys.modules["speedlab.bench"]
+    """From now on this process imports `speedlab` and `cuda_ops` from another checkout, but `speedlab.calibrate` and
+    the benchmarks from here: so the same code measures both. Raises RuntimeError where there is no such package."""
+    present = sys.modules["speedlab.calibrate"]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("speedlab", "cuda_ops")]:
         del sys.modules[name]
-    sys.modules["speedlab.bench"] = bench
+    sys.modules["speedlab.calibrate"] = present
     sys.path.insert(0, str(project))
     import speedlab
 

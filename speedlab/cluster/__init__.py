@@ -33,8 +33,8 @@ _HOMES = {
     "RemoteFailure": "errors",
     "RankResults": "results",
     "Run": "run",
-    "attach": "reattach",
-    "compare": "comparing",
+    "attach": "attach",
+    "compare": "compare",
 }
 """The modules of the names; imported when first used, so that an engine process does not import the kernel's side."""
 

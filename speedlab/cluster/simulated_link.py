@@ -1,5 +1,5 @@
-"""A link that engines of this machine pretend to have between them (`speedlab.comm.simulated_link`): what may be asked for,
-and how it is told, always as pretended."""
+"""A link that engines of this machine pretend to have between them (`speedlab.comm.simulated_link`): what may be asked
+for, and how it is told, always as pretended."""
 
 from __future__ import annotations
 

@@ -390,7 +390,8 @@ def bars_svg(bars: Sequence[Bar], capacity: int, *, what: str) -> str:
     if shows_capacity:
         height = _y(capacity, top)
         parts.append(
-            f'<line x1="{_BARS_LEFT}" x2="{_BARS_WIDTH}" y1="{height:.1f}" y2="{height:.1f}" class="speedlab-capacity"/>'
+            f'<line x1="{_BARS_LEFT}" x2="{_BARS_WIDTH}" y1="{height:.1f}" y2="{height:.1f}" '
+            'class="speedlab-capacity"/>'
             f'<text x="{_BARS_WIDTH}" y="{height - 4:.1f}" text-anchor="end">capacity {bytes_text(capacity)}</text>'
         )
     else:
@@ -496,9 +497,10 @@ def grid_svg(grid: Grid, *, what: str) -> str:
             f'<rect x="0" y="{row * size:.2f}" width="{_EDGE}" height="{size:.2f}" fill="transparent">'
             f"<title>{escape(title)}</title></rect>"
         )
+    wide, high = _EDGE + _GRID_LEFT + 2, _EDGE + _GRID_TOP + _GRID_BELOW
     return (
-        f'<svg class="speedlab-grid-picture" viewBox="{-_GRID_LEFT} {-_GRID_TOP} {_EDGE + _GRID_LEFT + 2} {_EDGE + _GRID_TOP + _GRID_BELOW}" '
-        f'width="{_EDGE + _GRID_LEFT + 2}" height="{_EDGE + _GRID_TOP + _GRID_BELOW}" role="img" aria-label="{escape(what)}">'
+        f'<svg class="speedlab-grid-picture" viewBox="{-_GRID_LEFT} {-_GRID_TOP} {wide} {high}" '
+        f'width="{wide}" height="{high}" role="img" aria-label="{escape(what)}">'
         f'{"".join(parts)}<path d="M0 0V{_EDGE}H{_EDGE}" fill="none" stroke="currentColor" stroke-opacity="0.5"/>'
         f'<g fill="currentColor" font-size="10.5"><text x="0" y="{_EDGE + 12}">0</text>'
         f'<text x="{_EDGE / 2}" y="{_EDGE + 12}" text-anchor="middle">keys →</text>'

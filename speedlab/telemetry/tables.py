@@ -46,7 +46,8 @@ def tensors_in(
     folder: RunFolder, newest: Mapping[int, StepRecord], *, rank: int, category: str, place: str
 ) -> dict[str, Any]:
     """What `rank` holds of `category` (of CATEGORIES) at `place` (of PLACES), the largest tensors first: a `Tensors` of
-    speedlab_server/schema/__init__.py as plain data. `newest`: the last record of each rank, for what the ledger measured.
+    speedlab_server/schema/__init__.py as plain data. `newest`: the last record of each rank, for what the ledger
+    measured.
 
     Raises SegmentError for a rank, category or place that is none.
     """

@@ -1,4 +1,4 @@
-"""`speedlab bench context`: sequences cut over ranks, beside one rank with as many threads.
+"""`python -m tests.benchmarks context`: sequences cut over ranks, beside one rank with as many threads.
 
 1. Steps of one length in turns: one rank with n threads, n ranks of one thread in a ring, and n that share heads.
 2. The most memory of a step on a rank, over the length, is a line through two short steps; in a given memory the
@@ -61,7 +61,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench context")
+    options = read_options(Options, argv, "python -m tests.benchmarks context")
     found = [row for dtype in options.dtypes for row in (*_timed(options, dtype), *_longest(options, dtype))]
     report(found, options.json)
     for each in found:

@@ -1,4 +1,5 @@
-"""`speedlab bench exact`: loss and every gradient of a very long sequence, beside one rank's, under a limit on memory.
+"""`python -m tests.benchmarks exact`: loss and every gradient of a very long sequence, beside one rank's, under a limit
+on memory.
 
 1. Dense attention of one rank, by torch's own kernel, is what rings, shared heads and both together have to equal.
 2. One rank whose dense attention hides by a mask over tokens what a sparse pattern does not see is what the kernel for
@@ -52,7 +53,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench exact")
+    options = read_options(Options, argv, "python -m tests.benchmarks exact")
     case = Case(length=options.length, layers=options.layers, heads=options.heads)
     found: dict[str, Step] = {}
     missed = []

@@ -1,4 +1,4 @@
-"""The sides of `speedlab bench exact`, each in rank processes of its own: one step of the built-in GPT.
+"""The sides of `python -m tests.benchmarks exact`, each in rank processes of its own: one step of the built-in GPT.
 
 A step's update keeps gradients in the place of parameters, so that the whole state afterwards is every gradient,
 whichever rank had it.

@@ -1,4 +1,5 @@
-"""`speedlab bench hosts`: clusters of several hosts, on namespaces of this machine with real sshd and Slurm.
+"""`python -m tests.benchmarks hosts`: clusters of several hosts, on namespaces of this machine with real sshd and
+Slurm.
 
 Starts of two hosts take turns with one of as many engines on this machine alone. Steps are those of a GPT of 10M
 parameters, four ranks in all, so that all arrangements compute the same. Needs root.
@@ -56,7 +57,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench hosts")
+    options = read_options(Options, argv, "python -m tests.benchmarks hosts")
     if unknown := [part for part in options.parts if part not in PARTS]:
         raise ConfigError(f"--parts: {unknown[0]!r} is none; there are {', '.join(PARTS)}")
     if missing := missing_for_lab() or missing_for("ssh"):

@@ -1,4 +1,5 @@
-"""What `speedlab bench hosts` times, each a function that returns seconds: starts, steps, and the ways back."""
+"""What `python -m tests.benchmarks hosts` times, each a function that returns seconds: starts, steps, and the ways
+back."""
 
 from __future__ import annotations
 

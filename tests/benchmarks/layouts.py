@@ -1,4 +1,5 @@
-"""`speedlab bench step --layout`: a training step under tensor and pipeline parallelism, ours and torch's own.
+"""`python -m tests.benchmarks step --layout`: a training step under tensor and pipeline parallelism, ours and torch's
+own.
 
 Both train the 17M-parameter GPT on the same collectives, with the same cut of its blocks, 1F1B, the same allocator
 setting, and the same loss: torch's cross-entropy of the full logits, over parts of the vocabulary by `loss_parallel`

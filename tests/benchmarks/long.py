@@ -1,4 +1,4 @@
-"""`speedlab bench long`: how long a sequence can be, sparse beside dense attention, on one rank.
+"""`python -m tests.benchmarks long`: how long a sequence can be, sparse beside dense attention, on one rank.
 
 1. The most memory of a step is a line over the length: two short steps of each side give it, and the longest sequence
    that stays a little below the limit follows. All sides have the chunked loss and an allocator that keeps nothing.
@@ -122,7 +122,7 @@ class Found:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench long")
+    options = read_options(Options, argv, "python -m tests.benchmarks long")
     if len(options.limits_gib) != len(options.dtypes):
         sys.exit(
             f"bench long: {len(options.dtypes)} --dtypes, {len(options.limits_gib)} --limits-gib; give each its own"

@@ -1,4 +1,4 @@
-"""The sides of `speedlab bench long`, each in a rank process of its own: the built-in GPT on any length."""
+"""The sides of `python -m tests.benchmarks long`, each in a rank process of its own: the built-in GPT on any length."""
 
 from __future__ import annotations
 

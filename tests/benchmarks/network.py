@@ -1,4 +1,5 @@
-"""`speedlab bench network`: ways to train over slow links, on hosts in namespaces of this machine with shaped links.
+"""`python -m tests.benchmarks network`: ways to train over slow links, on hosts in namespaces of this machine with
+shaped links.
 
 For each arrangement of hosts and each link, a case takes turns with the plain one that it stands beside:
 
@@ -63,7 +64,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench network")
+    options = read_options(Options, argv, "python -m tests.benchmarks network")
     if options.quick:
         options = _quick(options)
     try:

@@ -1,4 +1,5 @@
-"""What `speedlab bench network` measures, as data: another way to train over slow links is a row of `CASES`.
+"""What `python -m tests.benchmarks network` measures, as data: another way to train over slow links is a row of
+`CASES`.
 
 Plain rows come before those that stand beside them. Goals are those of one run of a GPT of about 10M parameters over 2
 hosts: bytes between the hosts, speed at 100 Mbit/s, held-out loss.

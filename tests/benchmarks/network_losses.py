@@ -1,4 +1,5 @@
-"""Held-out losses of the cases of `speedlab bench network`: runs of a cluster on one host, as a user starts them."""
+"""Held-out losses of the cases of `python -m tests.benchmarks network`: runs of a cluster on one host, as a user starts
+them."""
 
 from __future__ import annotations
 

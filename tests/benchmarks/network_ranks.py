@@ -1,4 +1,5 @@
-"""The ranks of `speedlab bench network`: engines that stand ready in hosts whose links are shaped, and take turns."""
+"""The ranks of `python -m tests.benchmarks network`: engines that stand ready in hosts whose links are shaped, and take
+turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of `speedlab bench network`: each case beside plain, its goal, and whether it was reached."""
+"""The table of `python -m tests.benchmarks network`: each case beside plain, its goal, and whether it was reached."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`speedlab bench offload`: a training whose states are many times the memory that it may use, beside one that has all
-of it.
+"""`python -m tests.benchmarks offload`: a training whose states are many times the memory that it may use, beside one
+that has all of it.
 
 1. A process that has trained a tiny model, so that everything is imported and compiled, is put under a limit on the
    memory that it takes from then on: the states' bytes divided by `--times`. Cache of files counts inside it.
@@ -60,7 +60,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench offload")
+    options = read_options(Options, argv, "python -m tests.benchmarks offload")
     if options.steps < 2:
         sys.exit("bench offload: --steps is 1, and the first step is not timed; take 2 or more")
     if options.delayed:

@@ -1,4 +1,5 @@
-"""The sides of `speedlab bench offload`, each in a rank process of its own: one training at a time, a step a call."""
+"""The sides of `python -m tests.benchmarks offload`, each in a rank process of its own: one training at a time, a step
+a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`speedlab bench page`: what pages cost, seen from outside: a Jupyter server, and a browser where there is one."""
+"""`python -m tests.benchmarks page`: what pages cost, seen from outside: a Jupyter server, and a browser where there is
+one."""
 
 from __future__ import annotations
 
@@ -67,9 +68,9 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench page")
+    options = read_options(Options, argv, "python -m tests.benchmarks page")
     if importlib.util.find_spec("websocket") is None:
-        raise ConfigError("speedlab bench page needs Jupyter's server: pip install 'speedlab[notebook]'")
+        raise ConfigError("python -m tests.benchmarks page needs Jupyter's server: pip install 'speedlab[notebook]'")
     found: dict[str, list[float]] = {"bundle": [bundle_bytes() / 1e3]}
     with tempfile.TemporaryDirectory() as root:
         folder = write_run(Path(root) / "runs", options.ranks, options.steps)

@@ -1,4 +1,5 @@
-"""`speedlab bench planner`: predicted memory beside the engine's own ledger, over a grid of trainings on CPU ranks.
+"""`python -m tests.benchmarks planner`: predicted memory beside the engine's own ledger, over a grid of trainings on
+CPU ranks.
 
 Each case makes three steps; the last one is traced, so that activations are exact. Model states must agree to the byte.
 The peak is what torch's tensors take together: model states, activations and communication buffers.
@@ -62,7 +63,7 @@ class Found:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench planner")
+    options = read_options(Options, argv, "python -m tests.benchmarks planner")
     found: list[Found] = []
     cases = [case for case in grid() if options.only in case.name]
     for ranks in sorted({case.ranks for case in cases}):
@@ -132,9 +133,9 @@ def render(found: list[Found]) -> str:
     lines = [
         "# Memory: predicted beside measured",
         "",
-        "Made by `speedlab bench planner --write`: ledgers of the engine on CPU ranks, in a traced step. The peak is",
-        "model states, activations and communication buffers. Of each training, the rank that is furthest off.",
-        "",
+        "Made by `python -m tests.benchmarks planner --write`: ledgers of the engine on CPU ranks, in a traced step.",
+        "The peak is model states, activations and communication buffers. Of each training, the rank that is",
+        "furthest off. ",
         f"- {len(worst)} trainings, {len(found)} ranks",
         f"- model states agree to the byte on {exact} of {len(found)} ranks",
         f"- peak: {statistics.median(errors):.2%} off (median), {max(errors):.2%} (worst)",

@@ -1,4 +1,4 @@
-"""The grid of `speedlab bench planner`: trainings whose memory is predicted and then measured on CPU ranks.
+"""The grid of `python -m tests.benchmarks planner`: trainings whose memory is predicted and then measured on CPU ranks.
 
 Nothing is fitted: what is taken and freed was read off single operations (one rank, and two of tp), and these cases
 test it. Dropout in attention over cut heads or single sequences, and the two halves of a backward, were written down

@@ -1,4 +1,4 @@
-"""`speedlab bench reading`: a long run of many ranks, as a dashboard opens it and follows it."""
+"""`python -m tests.benchmarks reading`: a long run of many ranks, as a dashboard opens it and follows it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench reading")
+    options = read_options(Options, argv, "python -m tests.benchmarks reading")
     with tempfile.TemporaryDirectory() as parent:
         folder = write_run(Path(parent), options.ranks, options.steps)
         arguments = [str(folder.path), str(options.ranks), str(options.steps), str(options.ticks)]

@@ -1,4 +1,5 @@
-"""`speedlab bench recording`: what the step records, the ledger and the stream cost of a step of a real run."""
+"""`python -m tests.benchmarks recording`: what the step records, the ledger and the stream cost of a step of a real
+run."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench recording")
+    options = read_options(Options, argv, "python -m tests.benchmarks recording")
     with tempfile.TemporaryDirectory() as folder:
         config = RunConfig(
             name="recording",

@@ -1,4 +1,5 @@
-"""`speedlab bench reshaping`: seconds that a run which is on takes to move to another layout on the same ranks.
+"""`python -m tests.benchmarks reshaping`: seconds that a run which is on takes to move to another layout on the same
+ranks.
 
 What is timed is the whole move: the state to memory, the old engine's end, the new one's building, and the state from
 memory, of the slowest rank.
@@ -42,7 +43,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench reshaping")
+    options = read_options(Options, argv, "python -m tests.benchmarks reshaping")
     print(f"{options.ranks} ranks ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         times = run_on_ranks(_measure, options.ranks, folder, options.rounds)

@@ -1,4 +1,5 @@
-"""`speedlab bench retrieval`: what sparse attention loses beside dense: answers that lie far back, and held-out loss.
+"""`python -m tests.benchmarks retrieval`: what sparse attention loses beside dense: answers that lie far back, and
+held-out loss.
 
 1. A small GPT learns `task:retrieval`, first on short sequences, then on ones twice as long, up to the full length. The
    sparse side's runs of tokens grow along: a pattern has no weights. Positions jump within a short sequence, so that
@@ -111,7 +112,7 @@ class JumpingPositions(Positions):
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench retrieval")
+    options = read_options(Options, argv, "python -m tests.benchmarks retrieval")
     if options.length < 4 * _SHORTEST or options.window % _BLOCK:
         sys.exit(
             f"bench retrieval: length {options.length}, window {options.window}; give at least {4 * _SHORTEST} tokens, "

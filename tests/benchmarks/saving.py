@@ -1,5 +1,5 @@
-"""`speedlab bench saving`: checkpoints beside a plain write of the same bytes, and what they take of a step's time and
-memory.
+"""`python -m tests.benchmarks saving`: checkpoints beside a plain write of the same bytes, and what they take of a
+step's time and memory.
 
 All ranks begin together; times are those of the slowest rank. The order turns, and nothing is deleted while time runs:
 what one round has written goes before the next begins.
@@ -44,7 +44,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench saving")
+    options = read_options(Options, argv, "python -m tests.benchmarks saving")
     rows: list[Row] = []
     for ranks in options.ranks:
         print(f"{ranks} ranks ...", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`speedlab bench start`: seconds from `Cluster(n)` until its engines are ready.
+"""`python -m tests.benchmarks start`: seconds from `Cluster(n)` until its engines are ready.
 
 Beside it stands what no start can be below: as many processes at once that import what an engine imports, with the same
 threads. What is left between both is the controller, its heartbeat and the engines' registration. Stopping the cluster
@@ -35,7 +35,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench start")
+    options = read_options(Options, argv, "python -m tests.benchmarks start")
     names = [name for engines in options.engines for name in (_start_of(engines), _imports_of(engines))]
     work = {_start_of(engines): (_start, engines) for engines in options.engines}
     work |= {_imports_of(engines): (_import, engines) for engines in options.engines}

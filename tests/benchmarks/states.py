@@ -1,4 +1,4 @@
-"""`speedlab bench states`: what smaller optimizer states cost in held-out loss, over several seeds.
+"""`python -m tests.benchmarks states`: what smaller optimizer states cost in held-out loss, over several seeds.
 
 Of each seed all trainings begin from the same values, see the same batches and compute in float32 with weights that
 bfloat16 holds, as a run in bfloat16 does; nothing but the states differs. One process, no engine.
@@ -126,7 +126,7 @@ class States:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench states")
+    options = read_options(Options, argv, "python -m tests.benchmarks states")
     corpus = prepare(DataConfig(vocab_size=_VOCABULARY, sequence_length=_SEQUENCE), progress=_say)
     losses: dict[str, list[float]] = {kind.name: [] for kind in KINDS}
     sizes: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""`speedlab bench step`: tokens per second of a training step, ours and the peers', interleaved in one run.
+"""`python -m tests.benchmarks step`: tokens per second of a training step, ours and the peers', interleaved in one run.
 
 The limit is as many independent processes of plain torch, without communication. Each round runs every contestant for a
 few steps between two barriers; shares and ratios are those of times measured in the same round: median (least..most).
@@ -54,7 +54,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench step")
+    options = read_options(Options, argv, "python -m tests.benchmarks step")
     against = project_at(options.against)
     if options.layout:
         report([row for dtype in options.dtypes for row in _layout_rows(dtype, options, against)], options.json)
@@ -79,7 +79,10 @@ def _wanted(options: Options) -> list[str]:
     known = contestants.names()
     unknown = [name for name in options.only if name not in known]
     if unknown:
-        print(f"speedlab bench step: no contestant {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
+        print(
+            f"python -m tests.benchmarks step: no contestant {unknown[0]!r}; there are {', '.join(known)}",
+            file=sys.stderr,
+        )
         sys.exit(2)
     if options.only:
         return [name for name in known if name in options.only]

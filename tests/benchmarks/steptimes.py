@@ -1,4 +1,5 @@
-"""`speedlab bench steptimes`: predicted step times beside measured ones, over the grid of `bench planner` on CPU ranks.
+"""`python -m tests.benchmarks steptimes`: predicted step times beside measured ones, over the grid of `bench planner`
+on CPU ranks.
 
 The machine is calibrated first, in the same run, unless the user's calibration is asked for; no case of the grid is
 among what sets its constants, and nothing is learned from the cases. What is counted was decided with them in sight:
@@ -90,7 +91,7 @@ class Found:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench steptimes")
+    options = read_options(Options, argv, "python -m tests.benchmarks steptimes")
     cases = [case for case in grid() if options.only in case.name][:: options.every]
     engines = sorted({case.ranks for case in cases})
     calibration = store.load() if options.stored else _calibrate(engines)
@@ -145,9 +146,9 @@ def render(found: list[Found]) -> str:
     lines = [
         "# Step time: predicted beside measured",
         "",
-        "Made by `speedlab bench steptimes --write`: this machine calibrated, then medians of steps on CPU ranks, each",
-        "in turns with a reference training that the calibration knows. `machine` is what the reference took over what",
-        "it was predicted to take; `error` is at that speed, `plain error` is without it.",
+        "Made by `python -m tests.benchmarks steptimes --write`: this machine calibrated, then medians of steps on CPU",
+        "ranks, each in turns with a reference training that the calibration knows. `machine` is what the",
+        "reference took over what it was predicted to take; `error` is at that speed, `plain error` is without it.",
         "",
         f"- {len(found)} trainings",
         f"- {statistics.median(errors):.1%} off (median), {max(errors):.1%} (worst); the goal is {_GOAL:.0%} (median)",

@@ -1,4 +1,5 @@
-"""Hosts in namespaces of this machine (`tests.benchmarks.lab`); without root or packages these tests skip and say so."""
+"""Hosts in namespaces of this machine (`tests.benchmarks.lab`); without root or packages these tests skip and say
+so."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tests.benchmarks.host_loss import lose_a_host
 from tests.benchmarks.lab import Lab
 
 NAMED_SECONDS = 15.0
-"""With tests beside it; `speedlab bench hosts` tells the time on a quiet machine, whose goal is 5."""
+"""With tests beside it; `python -m tests.benchmarks hosts` tells the time on a quiet machine, whose goal is 5."""
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""`speedlab bench network` and `bench hosts`, on hosts in namespaces: what they measure, and that nothing is left."""
+"""`python -m tests.benchmarks network` and `bench hosts`, on hosts in namespaces: what they measure, and that nothing
+is left."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _token(cluster: Cluster) -> str:
 
 
 def test_four_engines_are_ready_when_the_start_returns(cluster: Cluster) -> None:
-    """How long that takes: `speedlab bench start`."""
+    """How long that takes: `python -m tests.benchmarks start`."""
 
     def imported() -> bool:
         import sys

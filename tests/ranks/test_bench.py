@@ -78,8 +78,8 @@ def test_another_checkout_is_measured_by_this_ones_benchmark(checkout) -> None:
     assert found == {
         "version": "0.0.before",
         "kernels": str(checkout / "cuda_ops" / "adamw.py"),
-        "engine": str(checkout / "speedlab" / "machine" / "build" / "initialize.py"),
-        "bench": str(ROOT / "speedlab" / "bench" / "ours.py"),
+        "engine": str(checkout / "speedlab" / "machine" / "initialize.py"),
+        "bench": str(ROOT / "tests" / "benchmarks" / "ours.py"),
     }
 
 

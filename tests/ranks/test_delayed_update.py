@@ -1,4 +1,5 @@
-"""Updates that are late by a step: what their definition says (`speedlab.optim.delayed_update`), wherever states lie."""
+"""Updates that are late by a step: what their definition says (`speedlab.optim.delayed_update`), wherever states
+lie."""
 
 from __future__ import annotations
 

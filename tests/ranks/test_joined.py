@@ -1,4 +1,5 @@
-"""speedlab.comm.shared.mapped_shards: what ranks of one host gather without copying it is what its owners have, and theirs."""
+"""speedlab.comm.shared.mapped_shards: what ranks of one host gather without copying it is what its owners have, and
+theirs."""
 
 from __future__ import annotations
 

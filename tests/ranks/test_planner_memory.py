@@ -1,4 +1,4 @@
-"""Predicted memory beside the engine's ledger: some of the grid of `speedlab bench planner`."""
+"""Predicted memory beside the engine's ledger: some of the grid of `python -m tests.benchmarks planner`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`speedlab bench long`: lines, exponents, what it tells, and a run of it."""
+"""`python -m tests.benchmarks long`: lines, exponents, what it tells, and a run of it."""
 
 from __future__ import annotations
 

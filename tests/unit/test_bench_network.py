@@ -1,4 +1,5 @@
-"""`speedlab bench network` and `bench hosts`: cases as data, what is told of them, and what they say without root."""
+"""`python -m tests.benchmarks network` and `bench hosts`: cases as data, what is told of them, and what they say
+without root."""
 
 from __future__ import annotations
 
@@ -115,7 +116,7 @@ def test_what_it_cannot_read_is_refused_before_anything_starts(words: list[str],
 
 
 def test_a_quick_run_is_two_cases_over_one_link() -> None:
-    quick = network._quick(read_options(network.Options, ["--quick"], "speedlab bench network"))
+    quick = network._quick(read_options(network.Options, ["--quick"], "python -m tests.benchmarks network"))
     assert (quick.links, quick.hosts) == (("100 Mbit/s",), ("2x1",))
     assert chosen(LAYOUTS, quick.cases) == []
     assert [case.name for group in chosen(CASES, quick.cases) for case in group] == list(quick.cases)

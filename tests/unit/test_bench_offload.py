@@ -1,4 +1,4 @@
-"""`speedlab bench offload`: what it tells, and a run of it under a limit on memory."""
+"""`python -m tests.benchmarks offload`: what it tells, and a run of it under a limit on memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`speedlab bench page`: when a Jupyter server is there."""
+"""`python -m tests.benchmarks page`: when a Jupyter server is there."""
 
 from __future__ import annotations
 

@@ -31,7 +31,9 @@ EVERYTHING = BASE | {
     "comm",
     "offload",
     "parallel",
+    "optim",
     "engine",
+    "trainer",
     "cuda_ops",
 }
 MAY_IMPORT: dict[str, frozenset[str]] = {
@@ -49,9 +51,26 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
     "comm": frozenset({"layout", "network", "cuda_ops"}),
     "offload": BASE | {"comm", "cuda_ops"},
     "parallel": BASE | {"comm", "offload", "models", "telemetry", "cuda_ops"},
-    "engine": BASE | {"parallel", "offload", "comm", "models", "data", "telemetry", "planner", "display", "cuda_ops"},
-    "bench": EVERYTHING,
-    "cli": EVERYTHING | {"bench"},
+    "optim": BASE | {"parallel", "offload", "comm", "telemetry", "cuda_ops"},
+    "engine": BASE
+    | {"optim", "parallel", "offload", "comm", "models", "data", "telemetry", "planner", "display", "cuda_ops"},
+    "trainer": BASE
+    | {
+        "engine",
+        "optim",
+        "parallel",
+        "offload",
+        "comm",
+        "models",
+        "data",
+        "telemetry",
+        "planner",
+        "display",
+        "cuda_ops",
+    },
+    "calibrate": EVERYTHING,
+    "bench": EVERYTHING | {"calibrate"},
+    "cli": EVERYTHING | {"bench", "calibrate"},
     "cuda_ops": frozenset(),
     "speedlab_notebook": BASE | {"display", "cluster", "planner", "telemetry"},
     "speedlab_server": BASE | {"cluster", "telemetry", "display"},
@@ -63,6 +82,7 @@ EXCEPTIONS: dict[tuple[str, str], str] = {
     ("speedlab.cluster.run", "speedlab_notebook"): "Run.dashboard and Run.panel display the notebook's views",
     ("speedlab.cluster.worker.remote", "offload"): "these functions run in the engines, not in the kernel",
     ("speedlab.cluster.worker.remote", "engine"): "these functions run in the engines, not in the kernel",
+    ("speedlab.cluster.worker.remote", "trainer"): "these functions run in the engines, not in the kernel",
     ("speedlab.cluster.worker.remote", "comm"): "these functions run in the engines, not in the kernel",
     ("speedlab.cluster.worker.remote", "parallel"): "these functions run in the engines, not in the kernel",
     ("speedlab.cluster.worker.remote", "models"): "these functions run in the engines, not in the kernel",
@@ -172,7 +192,8 @@ def test_architecture_has_the_same_table() -> None:
         "hardware": set(),
         "network": set(),
     }
-    written["cli"] |= {"bench"}
+    written["bench"] |= {"calibrate"}
+    written["cli"] |= {"bench", "calibrate"}
     assert written == {name: set(rooms) for name, rooms in MAY_IMPORT.items()}
 
 
@@ -279,9 +300,9 @@ def test_public_names_are_found_where_they_are_said_to_be() -> None:
         ("speedlab.layout", "from speedlab.config import RunConfig", "layout may import nothing of ours"),
         ("speedlab.comm.group", "from speedlab import RunConfig", "comm may import cuda_ops, layout, network"),
         ("speedlab.comm.group", "def f():\n    from ..engine import x", "comm may import cuda_ops, layout, network"),
-        ("speedlab.optim", "from speedlab.cluster.run import Run", "engine may import "),
-        ("speedlab.optim", "import importlib; importlib.import_module('speedlab.cluster')", "engine may import "),
-        ("speedlab.optim", "import IPython.display", "engine imports nothing of Jupyter's"),
+        ("speedlab.optim", "from speedlab.cluster.run import Run", "optim may import "),
+        ("speedlab.optim", "import importlib; importlib.import_module('speedlab.cluster')", "optim may import "),
+        ("speedlab.optim", "import IPython.display", "optim imports nothing of Jupyter's"),
         ("speedlab.telemetry.feed", "import ipyparallel", "telemetry imports nothing of Jupyter's"),
         ("speedlab.cluster.run", "def f():\n    import torch", "cluster is imported by kernels and terminals"),
         ("speedlab.cluster.worker.remote", "import torch", "cluster is imported by kernels and terminals"),

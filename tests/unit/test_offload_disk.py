@@ -1,4 +1,5 @@
-"""speedlab.offload.disk_store: what was kept comes back, in every order of calls, and what happens when the disk fails."""
+"""speedlab.offload.disk_store: what was kept comes back, in every order of calls, and what happens when the disk
+fails."""
 
 from __future__ import annotations
 

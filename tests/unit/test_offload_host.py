@@ -1,4 +1,5 @@
-"""speedlab.offload.host_store: states in the host's memory behave as those on disk, and cost nothing where they are used."""
+"""speedlab.offload.host_store: states in the host's memory behave as those on disk, and cost nothing where they are
+used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""speedlab.comm.shared.shared_tensors: the arena's blocks, whatever passes through it and whenever the collector runs."""
+"""speedlab.comm.shared.shared_tensors: the arena's blocks, whatever passes through it and whenever the collector
+runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""speedlab.comm.peer_watchdog: a rank that leaves, or whose process ends, is known to its peers by name, and aborts them."""
+"""speedlab.comm.peer_watchdog: a rank that leaves, or whose process ends, is known to its peers by name, and aborts
+them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 An output has several faces, of which a place shows the first it knows: the run's id, which JupyterLab and Notebook draw
 through their server (extension/lab/src/dashboard); a widget of the same view, fed by a thread of this kernel, for the
-others; and a picture with a table, for where nothing runs (static_picture.py). What is sent is in telemetry/figures/deltas.py.
+others; and a picture with a table, for where nothing runs (static_picture.py). What is sent is in
+telemetry/figures/deltas.py.
 
 The thread polls the run's feed ten times a second while somebody looks. Where the server draws, it reads the run's
 state alone, until a widget has spoken; it always leaves the picture when the run comes to rest.

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The magics `%speedlab` and `%%ranks`, and what their cells display."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""The panel: a form for the configuration, predictions, and control of a run."""

@@ -18,7 +18,7 @@ _PLAIN: dict[type, str] = {
     inspect.AnyType: "unknown",
 }
 _HEAD = """\
-// Made by `python -m speedlab_server.schema.typescript` from speedlab_server/schema/__init__.py; a test holds them together.
+// Made by `python -m speedlab_server.schema.typescript` from speedlab_server/schema; a test compares both.
 """
 
 

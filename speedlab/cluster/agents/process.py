@@ -1,4 +1,5 @@
-"""The process of an agent: `python -m speedlab.cluster.agents.process`, one on each host, started over SSH, by Slurm or by MPI.
+"""The process of an agent: `python -m speedlab.cluster.agents.process`, one on each host, started over SSH, by Slurm or
+by MPI.
 
 1. *Begin*: read the order (from stdin, or from a file that all hosts see); look whether this Python, torch and SpeedLab
    are the cluster's, and whether the controller can be reached. What is wrong is one sentence, in the answer on stdout

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Debug ranks from the notebook: connections, relays and post-mortem sessions."""

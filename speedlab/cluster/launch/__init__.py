@@ -1,1 +1,1 @@
-"""TODO"""
+"""Start a cluster: launch backends, host specifications, placement and rendezvous."""

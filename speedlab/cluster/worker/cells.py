@@ -87,8 +87,8 @@ class _SilentTraceback(contextlib.AbstractContextManager[None]):
 
 
 class LiveCells:
-    """Cells between two steps: `speedlab.trainer.cell_runner.Cells`. `patience`: inside, no rank is late in a collective,
-    for cells in which a person may think at another one's prompt."""
+    """Cells between two steps: `speedlab.trainer.cell_runner.Cells`. `patience`: inside, no rank is late in a
+    collective, for cells in which a person may think at another one's prompt."""
 
     def __init__(
         self, patience: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext

@@ -26,7 +26,6 @@ from contextlib import suppress
 from typing import IO, Any
 
 import speedlab.cluster.files.processes as processes
-import speedlab.cluster.worker.fork_server as nanny
 import speedlab.cluster.worker.process as engine_process
 import speedlab.cluster.worker.remote as remote
 
@@ -94,7 +93,7 @@ def _become_an_engine(order: dict[str, Any], log: int) -> None:
     os.close(nothing)
     os.close(log)
     os.environ.update(order["environment"])
-    nanny.fork()
+    fork()
     sys.argv = ["speedlab-engine", *order["arguments"]]
     engine_process.take_place()
     remote.use_threads()

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Read, convert and write configuration files of DeepSpeed."""

@@ -1,1 +1,1 @@
-"""TODO"""
+"""Describe the hardware of a plan: devices, hosts, links and disks."""

@@ -23,7 +23,7 @@ the same as types.
 What a page that compares runs is sent: at first everything, then what is new of each run's curves.
 
     {"type": "Comparison", "seq": n, "figures": {name: figure}, "compared": {…}}
-    {"type": "Changes", "seq": n, "parts": [...]}           as of one run (telemetry/figures/deltas.py), with one part more:
+    {"type": "Changes", "seq": n, "parts": [...]}           as of one run, above, with one part more:
 
     {"part": "compared", "runs": […], "facts": […], "settings": […], "note": …}
 
