@@ -194,11 +194,11 @@ class OptimizerStates:
         if held is self._held:
             return
         self._held = held
-        kind = HeldMaster if held else Tensor
-        for segments in self.segments.values():
-            for segment in segments:
-                segment.master.__class__ = kind
-        self._in_empty_groups.__class__ = kind
+        before, after = (Tensor, HeldMaster) if held else (HeldMaster, Tensor)
+        masters = [segment.master for segments in self.segments.values() for segment in segments]
+        for master in (*masters, self._in_empty_groups):
+            if type(master) is before:  # A tensor of another class (a trace on fake tensors) keeps its own.
+                master.__class__ = after
         for group in self.inner.param_groups:
             if held and not group["params"]:
                 group["params"].append(self._in_empty_groups)
