@@ -11,8 +11,8 @@ from typing import Annotated
 
 import tyro
 
-from speedlab.cluster.attach import folder_named
 from speedlab.cluster.calibration_update import learn_from
+from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
 from speedlab.config.cli_options import read_options
 from speedlab.planner.calibration import CLASSES, Calibration, store

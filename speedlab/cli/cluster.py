@@ -20,10 +20,10 @@ import tyro
 
 import speedlab.cluster.simulated_link as pretended
 from speedlab.cluster import Cluster, ClusterError, Run
-from speedlab.cluster.attach import folder_named
 from speedlab.cluster.files.cluster_dir import running_clusters
 from speedlab.cluster.known_runs import known_folders, runs_here
 from speedlab.cluster.launch.host_specs import of_words
+from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError, RunConfig, annotated_yaml
 from speedlab.config.cli_options import read_options
 from speedlab.display.formatting import bytes_text, seconds_text

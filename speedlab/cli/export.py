@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from speedlab.cluster.attach import folder_named
+from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
 from speedlab.config.cli_options import read_options
 from speedlab.display.formatting import bytes_text

@@ -16,10 +16,10 @@ import tyro
 from speedlab.cli.cluster import EngineOptions, cluster_for
 from speedlab.cli.progress import follow, resume_command
 from speedlab.cluster import Run, attach
-from speedlab.cluster.attach import folder_named
 from speedlab.cluster.files.cluster_dir import running_clusters
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.launch.placement import choose_devices
+from speedlab.cluster.reattach import folder_named
 from speedlab.cluster.run_commands import resume_arguments
 from speedlab.cluster.start_run import check_offload_folder
 from speedlab.config import ConfigError, RunConfig

@@ -6,10 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from speedlab.cluster.attach import attach
     from speedlab.cluster.cluster import Cluster, EngineStatus
-    from speedlab.cluster.compare import compare
+    from speedlab.cluster.compare_runs import compare
     from speedlab.cluster.errors import ClusterError, RankError, RemoteFailure
+    from speedlab.cluster.reattach import attach
     from speedlab.cluster.results import RankResults
     from speedlab.cluster.run import Run
 
@@ -33,8 +33,8 @@ _HOMES = {
     "RemoteFailure": "errors",
     "RankResults": "results",
     "Run": "run",
-    "attach": "attach",
-    "compare": "compare",
+    "attach": "reattach",
+    "compare": "compare_runs",
 }
 """The modules of the names; imported when first used, so that an engine process does not import the kernel's side."""
 

@@ -497,7 +497,7 @@ def _told(error: Exception) -> str:
     """The error, and where in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     own = [frame for frame in frames if not frame.filename.startswith((*installed, here, "<frozen"))]
     where = f", in {own[-1].name}, line {own[-1].lineno}" if own else ""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}{where}"

@@ -198,7 +198,7 @@ class OptimizerStates:
         masters = [segment.master for segments in self.segments.values() for segment in segments]
         for master in (*masters, self._in_empty_groups):
             if type(master) is before:  # A tensor of another class (a trace on fake tensors) keeps its own.
-                master.__class__ = after
+                master.__class__ = after  # pyright: ignore[reportAttributeAccessIssue]  # the layouts are equal
         for group in self.inner.param_groups:
             if held and not group["params"]:
                 group["params"].append(self._in_empty_groups)

@@ -294,10 +294,10 @@ def _group_row_html(tag: str, cells: Sequence[str]) -> str:
 def _finding_html(finding: Finding) -> str:
     color = _COLORS[finding.severity]
     bar = f"border-left:4px solid {color or 'transparent'}"
-    style = f' style="text-align:left;white-space:nowrap;padding:1px 10px 1px 6px;{bar}"'
+    cell = f'<td style="text-align:left;white-space:nowrap;padding:1px 10px 1px 6px;{bar}">'
     link = f"<br><small>more: <code>{escape(finding.link)}</code></small>" if finding.link else ""
     more = link if finding.severity is not Severity.OK else ""
-    state = f"<td{style}>{_MARKS[finding.severity]}&nbsp;{escape(finding.severity)}</td>"
+    state = f"{cell}{_MARKS[finding.severity]}&nbsp;{escape(finding.severity)}</td>"
     text = f'<td style="text-align:left;white-space:normal">{escape(finding.text)}{more}</td>'
     return f'<tr><th style="text-align:left;white-space:nowrap">{escape(finding.kind)}</th>{state}{text}</tr>'
 

@@ -22,7 +22,7 @@ from speedlab.planner.setup import Setup
 from speedlab.telemetry.records import Ledger
 from tests.benchmarks.planner_cases import GridCase, grid
 
-VALIDATED = Path(__file__).parents[1] / "planner" / "validated.md"
+VALIDATED = Path(__file__).parents[2] / "speedlab" / "planner" / "validated.md"
 """Where the table of the last whole run is kept."""
 
 _STATES = ("parameters", "gradients", "master_weights", "optimizer_moments")

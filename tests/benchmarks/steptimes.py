@@ -29,7 +29,7 @@ from speedlab.planner.setup import Setup
 from speedlab.planner.time.step_time import StepTime
 from tests.benchmarks.planner_cases import GridCase, grid
 
-VALIDATED = Path(__file__).parents[1] / "planner" / "validated_times.md"
+VALIDATED = Path(__file__).parents[2] / "speedlab" / "planner" / "validated_times.md"
 """Where the table of the last whole run is kept."""
 
 _GOAL = 0.08

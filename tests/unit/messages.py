@@ -31,6 +31,7 @@ from speedlab import cli
 from speedlab.bench import BENCHES
 from speedlab.cluster.launch.host_specs import SlurmJob
 from speedlab.config import RunConfig
+from tests import benchmarks
 
 ROOTS: dict[str, Any] = {
     "run": speedlab.Run,
@@ -47,6 +48,9 @@ HOLE = "_"
 _ARGUMENTS = r"\((?:[^()]|\([^()]*\))*\)"
 _CALL = re.compile(rf"(?<![\w./%\-\"'])(?:{'|'.join(ROOTS)})(?:\.[a-zA-Z]\w*(?:{_ARGUMENTS})*)+")
 _COMMAND = re.compile(r"(?<![\w./\-])(%?)speedlab ([a-z][\w-]*)((?: +[^\s`;,]+)*)")
+_BENCHMARK = re.compile(
+    r'make bench NAME=(\w+)(?: ARGS="([^"]*)")?|python -m tests\.benchmarks (\w+)((?: +[^\s`;,]+)*)'
+)
 _OPTION = re.compile(r"(?<![\w-])(?<!var\()--[a-z][\w.-]*\w")
 _KEYWORD = re.compile(r"(?<![\w.\-$])([a-z][a-z0-9_]*)=(?![=>])")
 _FIELD = re.compile(r"(?<![\w./\-])([a-z_]+)\.([a-z][a-z_]*)(?![\w.(/])")
@@ -113,9 +117,10 @@ def faults(text: str, path: Path | None = None) -> list[str]:
     """What `text` names and nobody has. `path`: the file it stands in, which decides whose options it may name."""
     return [
         *_commands(text),
-        *_options(text, path),
+        *_benchmarks(text),
+        *_options(_BENCHMARK.sub("", text), path),
         *_calls(text),
-        *_keywords(text),
+        *_keywords(_BENCHMARK.sub("", text)),
         *_fields(text, path),
         *_magics(text),
     ]
@@ -156,6 +161,29 @@ def _commands(text: str) -> Iterator[str]:
             command = f"bench {name}"
         known = options_of(percent, command)
         yield from (f"{percent}speedlab {command} has no {o}" for o in _OPTION.findall(rest) if o not in known)
+
+
+def _benchmarks(text: str) -> Iterator[str]:
+    """Benchmarks of the repository, which `make bench` runs."""
+    for made, given, run, rest in _BENCHMARK.findall(text):
+        name = made or run
+        if name in BENCHES:
+            known = options_of("", f"bench {name}")
+        elif name in benchmarks.BENCHES:
+            known = _options_of_benchmark(name)
+        else:
+            yield from (f"there is no benchmark {name}" for _ in [name] if name != "NAME")
+            continue
+        yield from (f"benchmark {name} has no {o}" for o in _OPTION.findall(given or rest) if o not in known)
+
+
+@functools.cache
+def _options_of_benchmark(name: str) -> frozenset[str]:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "999")  # No name is broken at the end of a line.
+        importlib.import_module(f"tests.benchmarks.{name}").main(["--help"])
+    return frozenset(_OPTION.findall(shown.getvalue()))
 
 
 def _options(text: str, path: Path | None) -> Iterator[str]:
@@ -323,7 +351,7 @@ def _keywords(text: str) -> Iterator[str]:
 
 
 def _fields(text: str, path: Path | None) -> Iterator[str]:
-    if path is not None and path.name.startswith("deepspeed"):
+    if path is not None and path.parent.name == "deepspeed":
         return  # Its texts speak of DeepSpeed's keys.
     fields = _config_fields()
     for part, name in _FIELD.findall(text):

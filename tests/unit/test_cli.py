@@ -150,7 +150,7 @@ def test_options_that_cannot_be_are_refused(capsys, arguments, message) -> None:
         (["trace", "r", "--stp", "3"], "the nearest is '--step'"),
         (["calibrate", "--engins", "3"], "the nearest is '--engines'"),
         (["demo", "--notebok", "x"], "unknown option '--notebok'; "),
-        (["bench", "step", "--ronds", "1"], "the nearest is '--rounds'"),
+        (["bench", "kernels", "--ronds", "1"], "the nearest is '--rounds'"),
         (["guide", "--sektion"], "unknown option '--sektion'; "),
         (["train", "--zero", "3", "--zero.stage", "2"], "--zero 3 and --zero.stage 2 say two things of one"),
         (["train", "--batch.global-size=8", "--batch=16"], "--batch 16 and --batch.global-size 8 say two things"),
@@ -238,7 +238,7 @@ def test_report_is_written_and_named(capsys) -> None:
     ("arguments", "status", "message"),
     [
         (["trian"], 2, "unknown command 'trian'; did you mean 'train'?"),
-        (["bench", "stpe"], 2, "unknown benchmark 'stpe'; did you mean 'step'?"),
+        (["bench", "kernls"], 2, "unknown benchmark 'kernls'; did you mean 'kernels'?"),
         (["bench"], 2, "usage: speedlab bench NAME"),
         ([], 0, "usage: speedlab COMMAND"),
         (["--version"], 0, "speedlab 0."),

@@ -30,7 +30,7 @@ def _python(code: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("command", ["train", "plan", "config", "status", "resume"])
 def test_a_terminal_needs_nothing_of_a_notebook(command) -> None:
-    module = {"config": "manage", "status": "manage"}.get(command, command)
+    module = {"config": "cluster", "status": "cluster", "resume": "train"}.get(command, command)
     done = _python(f"import speedlab.cli.{module}, speedlab.cluster, speedlab.config; print('fine')")
     assert (done.stdout, done.returncode) == ("fine\n", 0), done.stderr
 

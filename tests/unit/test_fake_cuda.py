@@ -265,7 +265,7 @@ def test_the_host_waits_once_a_step(session: Session) -> None:
     waits = {name: strings(seen.waits) for name, seen in report_of(session).of("step").items()}
     # Parameters without masters come to the host to be updated there, and gradients that stay to wait there.
     if session.on_host and (session.small or session.late):
-        waits = {name: [each for each in found if "copies.py" not in each] for name, found in waits.items()}
+        waits = {name: [each for each in found if "pinned_copy.py" not in each] for name, found in waits.items()}
     assert {name: found for name, found in waits.items() if len(found) != 1} == {}
 
 

@@ -48,8 +48,11 @@ def test_what_docstrings_name_exists_and_they_show_no_code_that_nobody_runs() ->
         ("look with `speedlab stats`", "there is no command speedlab stats"),
         ("look with `%speedlab export x`", "there is no command %speedlab export"),
         ("run `speedlab report --html r`", "speedlab report has no --html"),
-        ("`speedlab bench steps` measures it", "there is no benchmark steps"),
-        ("`speedlab bench step --rank 4` measures it", "speedlab bench step has no --rank"),
+        ("`speedlab bench kernel` measures it", "there is no benchmark kernel"),
+        ("`speedlab bench kernels --rank 4` measures it", "speedlab bench kernels has no --rank"),
+        ("`make bench NAME=steps` measures it", "there is no benchmark steps"),
+        ('`make bench NAME=step ARGS="--rank 4"` measures it', "benchmark step has no --rank"),
+        ("`python -m tests.benchmarks step --rank 4` measures it", "benchmark step has no --rank"),
         ("give --no-such-thing", "no command has --no-such-thing"),
         ("a cell with %%rank 0", "there is no magic %%rank"),
         ("run.pauze() first", "Run has no pauze"),
@@ -74,7 +77,7 @@ def test_what_does_not_exist_is_found(text: str, problem: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "`speedlab train config.yaml --zero.stage 3`, then speedlab report RUN; speedlab bench step --layout tp2",
+        "`speedlab train config.yaml --zero.stage 3`, then speedlab report RUN; speedlab bench kernels --only adamw",
         "run.reshape(zero=3, tp=2).wait(), run.save('a'), run.step is 120, run.advance(5), run.folder.path",
         "speedlab.attach(_).resume(step=50); speedlab.comm.shared.register(); cluster.submit(f, 1, ranks=[0], x=2)",
         "forward(input_ids=..., labels=...) gives an output with .loss; initialize(tp_plan=...) cuts it",

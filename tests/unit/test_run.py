@@ -26,10 +26,10 @@ from telemetry_samples import eventually, make_event, make_record
 
 import speedlab.cluster
 from speedlab.cluster import run_commands
-from speedlab.cluster.attach import attach
 from speedlab.cluster.errors import DIED, INTERRUPTED, ClusterError, RankError, RemoteFailure
 from speedlab.cluster.files.user_model import OWN_MODEL, read_own_model
 from speedlab.cluster.known_runs import RunError, remember_run, remembered_runs
+from speedlab.cluster.reattach import attach
 from speedlab.cluster.run import Run
 from speedlab.cluster.run_commands import resume_arguments
 from speedlab.cluster.start_run import start_run
@@ -312,7 +312,7 @@ def engines(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "speedlab.data", data)
     fake = FakeEngines(tmp_path / "cluster")
     found = types.SimpleNamespace(attach=lambda name=None: fake)
-    monkeypatch.setattr("speedlab.cluster.attach.Cluster", found)
+    monkeypatch.setattr("speedlab.cluster.reattach.Cluster", found)
     return fake
 
 

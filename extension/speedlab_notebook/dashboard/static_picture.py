@@ -16,7 +16,7 @@ from speedlab.telemetry.figures.overview import overview
 if TYPE_CHECKING:
     from ipywidgets import DOMWidget
 
-    from speedlab.cluster.compare import Comparison
+    from speedlab.cluster.compare_runs import Comparison
     from speedlab.hardware import Device
     from speedlab.telemetry.feed import Feed
     from speedlab.telemetry.history import History

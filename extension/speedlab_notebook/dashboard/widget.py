@@ -28,7 +28,7 @@ import anywidget
 import traitlets
 from ipywidgets import widget_serialization
 
-from speedlab.cluster.compare import Comparison
+from speedlab.cluster.compare_runs import Comparison
 from speedlab.cluster.files.cluster_dir import root
 from speedlab.cluster.known_runs import note_seen
 from speedlab.telemetry.feed import Feed

@@ -38,7 +38,7 @@ _WHOLE = {
 _LIBRARIES = tuple(
     {
         *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-        *(str(Path(__file__).parents[2] / package) + os.sep for package in ("speedlab", "cuda_ops")),
+        *(str(Path(__file__).parents[3] / package) + os.sep for package in ("speedlab", "cuda_ops")),
     }
 )
 """Where modules lie that are imported whole or not at all; a user's own may train while it is imported."""

@@ -8,9 +8,9 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from speedlab.cluster.attach import folder_named
 from speedlab.cluster.files.cluster_dir import root
 from speedlab.cluster.known_runs import RUN_MIME, RunError, note_seen, run_id
+from speedlab.cluster.reattach import folder_named
 from speedlab.cluster.run import Run
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.figures.compare import (
