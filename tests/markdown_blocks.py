@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-GUIDES = sorted((ROOT / "speedlab/guides").glob("*.md"))
+GUIDES = sorted((ROOT / "speedlab/guides").rglob("*.md"))
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

@@ -30,7 +30,7 @@ PAGES = (
     "ARCHITECTURE.md",
     "LICENSE",
     "extension/screenshot.png",
-    "speedlab/guides/*.md",
+    "speedlab/guides/**/*.md",
     "speedlab/planner/*.md",
     "notebooks/*.ipynb",
 )

@@ -12,6 +12,17 @@ _NOTEBOOKS = (FOLDER.parent / "notebooks", FOLDER.parents[1] / "notebooks")
 """In the package; in a checkout, which an editable install is, they lie beside it."""
 QUICKSTART = "01_quickstart.ipynb"
 
+KINDS = {
+    "tutorials": "Tutorials: learn by doing",
+    "how-to": "How-to: one task each",
+    "concepts": "Concepts: how SpeedLab works",
+    "": "Reference",
+    "decisions": "Decisions: why the code is as it is, for those who change it",
+}
+"""Each folder of guides and its heading, in the order of the list; "" is the top folder."""
+RENAMED = {"measured": "performance"}
+"""Old name of a guide -> its name."""
+
 TROUBLE = "trouble"
 """The guide that quotes messages, a line each behind '> ', with '…' for what a message fills in."""
 
@@ -25,13 +36,18 @@ class NoGuideError(ValueError):
 
 
 def page(name: str, section: str = "") -> str:
-    """The guide `name`, or its sections whose headings have `section` in them, as Markdown; without a name, which there
-    are. Raises NoGuideError, which names the nearest."""
+    """Return a guide, or some sections of it, as Markdown.
+
+    Args:
+        name: a name of `names()`, or the last part of one if no other guide has it; the list of guides if empty.
+        section: return only the sections whose headings contain this text.
+
+    Raises:
+        NoGuideError: there is no such guide or section; the message names the nearest one.
+    """
     if not name:
         return _contents()
-    if name not in names():
-        raise NoGuideError(_unknown("guide", name, names()))
-    text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
+    text = guide_file(name).read_text(encoding="utf-8")
     if section:
         parts = sections(text)
         found = [body for heading, body in parts.items() if section.lower() in heading.lower()]
@@ -39,6 +55,18 @@ def page(name: str, section: str = "") -> str:
             raise NoGuideError(f"{name}: {_unknown('section', section, parts)}")
         text = "\n".join(found)
     return text.rstrip()
+
+
+def guide_file(name: str) -> Path:
+    """Return the file of a guide. Raises NoGuideError, which names the nearest."""
+    name = RENAMED.get(name, name)
+    files = _guide_files()
+    matching = [path for path in files.values() if path.stem == name]
+    if name in files:
+        return files[name]
+    if len(matching) == 1:
+        return matching[0]
+    raise NoGuideError(_unknown("guide", name, names()))
 
 
 def notebook_file(name: str) -> Path:
@@ -50,8 +78,17 @@ def notebook_file(name: str) -> Path:
 
 
 def names() -> list[str]:
-    """Names of the guides."""
-    return sorted(path.stem for path in FOLDER.glob("*.md"))
+    """Return the names of the guides, in the order of the list."""
+    return list(_guide_files())
+
+
+def _guide_files() -> dict[str, Path]:
+    """Each guide's file by its name: the file's stem, and for decisions `decisions/` and the stem."""
+    return {
+        f"{folder}/{path.stem}" if folder == "decisions" else path.stem: path
+        for folder in KINDS
+        for path in sorted((FOLDER / folder).glob("*.md"))
+    }
 
 
 def sections(text: str) -> dict[str, str]:
@@ -70,8 +107,8 @@ def section_about(message: str) -> str | None:
 
 @functools.cache
 def _quoted() -> list[tuple[re.Pattern[str], str]]:
-    page = FOLDER / f"{TROUBLE}.md"
-    parts = sections(page.read_text(encoding="utf-8")) if page.exists() else {}  # An install may leave the guides out.
+    page = _guide_files().get(TROUBLE)
+    parts = sections(page.read_text(encoding="utf-8")) if page else {}  # An install may leave the guides out.
     return [
         (re.compile(".*".join(map(re.escape, quote.split("…")))), heading)
         for heading, body in parts.items()
@@ -80,10 +117,18 @@ def _quoted() -> list[tuple[re.Pattern[str], str]]:
 
 
 def _contents() -> str:
-    width = max(map(len, names()))
-    titles = {name: (FOLDER / f"{name}.md").read_text(encoding="utf-8").partition("\n")[0] for name in names()}
-    lines = [f"  {name:<{width}}  {title.removeprefix('# ')}" for name, title in titles.items()]
-    return "\n".join(["usage: guide NAME [SECTION]", "", *lines])
+    """List the guides, grouped by folder."""
+    files = _guide_files()
+    width = max(map(len, files), default=0)
+    lines = ["usage: guide NAME [SECTION]"]
+    for folder, heading in KINDS.items():
+        of_folder = {name: path for name, path in files.items() if path.parent == FOLDER / folder}
+        if of_folder:
+            lines += ["", heading]
+        for name, path in of_folder.items():
+            title = path.read_text(encoding="utf-8").partition("\n")[0]
+            lines.append(f"  {name:<{width}}  {title.removeprefix('# ')}")
+    return "\n".join(lines)
 
 
 def _unknown(kind: str, word: str, known: list[str] | dict[str, str]) -> str:

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from ranks.conftest import PoolOf
 from ranks.pool import Pool
 
-PAGE = ROOT / "speedlab/guides/script.md"
+PAGE = ROOT / "speedlab/guides/how-to/script.md"
 BLOCKS = blocks_of(PAGE)
 AFTER = [block for block in BLOCKS if block.before == "After:"]
 STEPS = 10
@@ -176,7 +176,7 @@ def test_readmes_backend_for_plain_torch() -> None:
 
 
 def run_proofs_page() -> tuple[str, int]:
-    (block,) = blocks_of(ROOT / "speedlab/guides/proof.md")
+    (block,) = blocks_of(ROOT / "speedlab/guides/concepts/proof.md")
     names: dict[str, Any] = {"print": lambda text: None}
     exec(block.code, names)
     names["engine"].destroy()

@@ -19,7 +19,7 @@ from ranks.pool import Pool
 from ranks.test_parity import STAGES
 from speedlab.engine.proof.observation import Observation
 
-PAGE = ROOT / "speedlab/guides/script.md"
+PAGE = ROOT / "speedlab/guides/how-to/script.md"
 CLIP, NOISE = (b.code for b in blocks_of(PAGE) if b.heading == "Change gradients before the update")
 LEAST_NOISE = 0.0095
 """Standard deviation of the guide's noise, 0.01, as some thousand elements have it."""

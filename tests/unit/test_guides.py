@@ -18,12 +18,12 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
 from speedlab.config.errors import _SECTIONS, more_in, with_more
-from speedlab.display.documentation import FOLDER, names, sections
+from speedlab.display.documentation import FOLDER, KINDS, guide_file, names, sections
 from speedlab.layout import LayoutError
 from speedlab.telemetry.checkpoint_index import CheckpointError
 from speedlab.telemetry.run_folder import RunFolderError
 
-TROUBLE = FOLDER / "trouble.md"
+TROUBLE = guide_file("trouble")
 PAGES = [README, *GUIDES]
 OTHERS = ("torchrun ", "pip ", "python ")
 """Programs that are not ours, whose options nobody here knows."""
@@ -36,10 +36,27 @@ def printed(capsys, *arguments: str) -> str:
 
 def test_the_command_lists_and_prints_them(capsys) -> None:
     listed = printed(capsys)
-    for path in GUIDES:
-        assert re.search(rf"^  {path.stem} +\w", listed, re.MULTILINE)
-        assert printed(capsys, path.stem).strip() == path.read_text(encoding="utf-8").strip()
+    assert sorted(map(guide_file, names())) == GUIDES
+    for name in names():
+        assert re.search(rf"^  {name} +\w", listed, re.MULTILINE)
+        assert printed(capsys, name).strip() == guide_file(name).read_text(encoding="utf-8").strip()
     assert {"script", "trouble"} <= set(names())
+
+
+def test_the_list_has_a_heading_for_each_folder(capsys) -> None:
+    listed = printed(capsys)
+    folders = {path.parent.relative_to(FOLDER).as_posix().removeprefix(".") for path in GUIDES}
+    assert folders <= set(KINDS)
+    assert {folder for folder, heading in KINDS.items() if f"\n\n{heading}\n  " in listed} == folders
+
+
+def test_stems_differ_but_for_those_of_decisions() -> None:
+    stems = [path.stem for path in GUIDES if path.parent.name != "decisions"]
+    assert len(stems) == len(set(stems))
+
+
+def test_an_old_name_finds_its_guide() -> None:
+    assert guide_file("measured") == guide_file("performance") == FOLDER / "performance.md"
 
 
 def test_one_section_is_printed_alone(capsys) -> None:
@@ -136,7 +153,7 @@ def test_every_message_that_the_page_quotes_is_in_the_source() -> None:
     assert not gone, "these are no messages any more:\n" + "\n".join(gone)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_what_a_page_names_exists(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     for block in blocks_of(path):
@@ -146,7 +163,7 @@ def test_what_a_page_names_exists(path: Path) -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_links_lead_somewhere(path: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", path.read_text(encoding="utf-8"))
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []

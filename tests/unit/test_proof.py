@@ -14,7 +14,7 @@ from speedlab.cli.train import parse
 from speedlab.cluster import Run
 from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
-from speedlab.display.documentation import FOLDER, sections
+from speedlab.display.documentation import guide_file, sections
 from speedlab.engine.proof import (
     counted_tokens,
     document_separation,
@@ -28,7 +28,7 @@ from speedlab.telemetry.proof import Finding, ParameterGroup, Proof, Severity, r
 from speedlab.telemetry.report import write_report
 from speedlab.telemetry.run_folder import RunFolder, RunFolderError
 
-SECTIONS = sections((FOLDER / "proof.md").read_text(encoding="utf-8"))
+SECTIONS = sections(guide_file("proof").read_text(encoding="utf-8"))
 
 SAMPLE = Proof(
     step=0,

@@ -262,7 +262,7 @@ COMMANDS: Mapping[str, Command] = {
         ),
         Command(
             name="guide",
-            description="read on: from a script to SpeedLab, when something goes wrong, what was measured",
+            description="read the guides: tutorials, how-to, concepts, performance, limitations, decisions",
             example="%speedlab guide trouble",
             options=(
                 Option(name="section", value="WORDS", description="only the section whose heading has these words"),
