@@ -21,10 +21,9 @@ from speedlab.cluster.launch.ipyparallel_launchers import (
     AgentMPILauncher,
     AgentSlurmLauncher,
     AgentSSHLauncher,
-    slurm_cancel,
-    slurm_state,
     slurm_step,
 )
+from speedlab.cluster.launch.slurm import slurm_cancel, slurm_state
 
 _AT_ONCE = 16
 """ssh connections at the same time: an sshd takes 10 that have not logged in, and one host is often the way to all."""

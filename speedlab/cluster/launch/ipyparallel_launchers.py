@@ -40,6 +40,7 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.launch.environment import ENGINE_ARGUMENTS, ENGINE_COMMAND, device_fields, rank_environment
 from speedlab.cluster.launch.host_specs import MpiHosts, SlurmJob
 from speedlab.cluster.launch.placement import choose_devices
+from speedlab.cluster.launch.slurm import error_lines
 
 CONNECT_SECONDS = 10
 """How long ssh may take to reach a host."""
@@ -139,7 +140,7 @@ class AgentSlurmLauncher(SlurmEngineSetLauncher):
                 "no Slurm here: sbatch is not found; start this on a login node of the cluster"
             ) from None
         except subprocess.CalledProcessError as error:
-            raise ClusterError(f"Slurm refuses the job: {_lines(error.output)}") from None
+            raise ClusterError(f"Slurm refuses the job: {error_lines(error.output)}") from None
 
     def _run_command(self, command: Sequence[str], **options: Any) -> str:
         # What sbatch says of a job that it refuses comes on stderr.
@@ -194,47 +195,6 @@ def slurm_step(job: SlurmJob, number: str, host: str, order_file: str, output_fi
             raise ClusterError("no Slurm here: srun is not found") from None
 
 
-def slurm_state(number: str) -> tuple[str, str]:
-    """(state, in words) of a job: ("PENDING", "is queued, 3rd of 7 in a100 (Resources)"). Raises ClusterError where
-    Slurm does not answer."""
-    known = ask_slurm("squeue", "-h", "-j", number, "-t", "all", "-o", "%T|%r|%P|%S")
-    if not known:
-        shown = dict(re.findall(r"(\w+)=(\S*)", ask_slurm("scontrol", "-o", "show", "job", number)))
-        return shown.get("JobState", "GONE"), shown.get("Reason", "")
-    state, reason, partition, start = known.splitlines()[0].split("|")
-    if state != "PENDING":
-        return state, reason
-    # Highest priority first, as the scheduler takes them.
-    waiting = ask_slurm("squeue", "-h", "-t", "PENDING", "-p", partition, "--sort=-p,i", "-o", "%i").split()
-    place = f", {ordinal(waiting.index(number) + 1)} of {len(waiting)}" if number in waiting else ""
-    expected = f", expected to start {start}" if start not in ("N/A", "") else ""
-    return state, f"is queued{place} in {partition} ({reason}){expected}"
-
-
-def ordinal(number: int) -> str:
-    """'1st', '2nd', '3rd', '4th', '11th', '21st'."""
-    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
-
-
-def slurm_cancel(number: str) -> None:
-    """Give the job back, whether it waits or runs; one that has ended is no error."""
-    ask_slurm("scancel", number)
-
-
-def ask_slurm(*command: str) -> str:
-    """What one of Slurm's commands prints. Raises ClusterError where it fails; a job that is gone is no failure."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    except FileNotFoundError:
-        raise ClusterError(f"no Slurm here: {command[0]} is not found") from None
-    except subprocess.TimeoutExpired:
-        raise ClusterError(f"Slurm does not answer: {command[0]} said nothing within 30 s") from None
-    if done.returncode and "Invalid job id" not in done.stderr:
-        raise ClusterError(f"Slurm does not answer: {_lines(done.stderr)}")
-    return done.stdout.strip()
-
-
 class AgentMPILauncher(MPIEngineSetLauncher):
     """One mpiexec with an agent on each host. The agents do not use MPI."""
 
@@ -281,10 +241,6 @@ def _last_json(text: str) -> dict[str, Any]:
             except json.JSONDecodeError:
                 continue
     return {}
-
-
-def _lines(text: str | None) -> str:
-    return " ".join(line.strip() for line in (text or "").splitlines() if line.strip()) or "(it says nothing)"
 
 
 Fork = Callable[[dict[str, str], list[str], str], int]

@@ -19,7 +19,7 @@ from pathlib import Path
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files.file_locks import hold
 from speedlab.cluster.launch.host_specs import SlurmJob, Spec, SshHosts
-from speedlab.cluster.launch.ipyparallel_launchers import ask_slurm
+from speedlab.cluster.launch.slurm import ask_slurm
 from speedlab.network import address_of, interface_towards
 
 _LOCK_SECONDS = 5.0
