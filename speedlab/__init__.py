@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,6 +65,21 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+class _OldModuleNames:
+    """Finds modules by the names that they had before 0.2. Asked last, and only for imports that would fail."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
+        if not name.startswith(("speedlab", "cuda_ops")):
+            return None
+        from speedlab.moved_modules import find_spec
+
+        return find_spec(name)
+
+
+sys.meta_path.append(_OldModuleNames)  # type: ignore[arg-type]  # a class with a static method is a finder, too
 
 
 def load_ipython_extension(ipython: Any) -> None:
