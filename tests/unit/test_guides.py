@@ -169,6 +169,26 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
 
 
+MAPS = [ROOT / "ARCHITECTURE.md", *(path for path in GUIDES if path.parent.name in ("concepts", "decisions"))]
+"""Documents that name files of the source."""
+TOP_FOLDERS = ("speedlab/", "cuda_ops/", "extension/", "tests/", "notebooks/", ".ci/")
+
+
+@pytest.mark.parametrize("path", [README, *GUIDES, ROOT / "ARCHITECTURE.md"], ids=lambda path: path.stem)
+def test_files_that_a_document_names_exist(path: Path) -> None:
+    named = re.findall(r"`([\w./*-]+)`", path.read_text(encoding="utf-8"))
+    ours = [name for name in named if name.startswith(TOP_FOLDERS)]
+    made = {"speedlab/notebooks"}  # In the wheel only.
+    assert [name for name in ours if name not in made and not list(ROOT.glob(name))] == []
+
+
+@pytest.mark.parametrize("path", MAPS, ids=lambda path: path.stem)
+def test_source_files_are_named_by_their_whole_path(path: Path) -> None:
+    named = re.findall(r"`([\w./-]+\.(?:py|ts))`", path.read_text(encoding="utf-8"))
+    folder_table = {"layout.py", "placement.py", "hardware.py", "network.py"}  # Its first row is read by a test.
+    assert [name for name in named if name not in folder_table and not (ROOT / name).is_file()] == []
+
+
 def test_they_are_in_the_wheel() -> None:
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
     assert "speedlab" in build["targets"]["wheel"]["packages"]

@@ -1,4 +1,4 @@
-"""Imports run one way: ARCHITECTURE.md's table of rooms, read and held against every import statement.
+"""Imports run one way: ARCHITECTURE.md's table of folders, read and held against every import statement.
 
 An import inside a function counts like one at the top: a room that may not know another may not know it lazily either.
 What is only for the type checker (`if TYPE_CHECKING:`) does not run and does not count. Nor may files need each other
@@ -180,7 +180,7 @@ def test_every_module_is_in_a_room() -> None:
 
 
 def test_architecture_has_the_same_table() -> None:
-    table = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").partition("## Rooms")[2].partition("\n## ")[0]
+    table = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").partition("## Folders")[2].partition("\n## ")[0]
     written: dict[str, set[str]] = {}
     for row in (line.split("|") for line in table.splitlines() if line.startswith("| `")):
         named = set(re.findall(r"[a-z_]+", row[3])) & set(MAY_IMPORT)
