@@ -204,7 +204,7 @@ def _product(sizes: dict[str, int]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class ShardRange:
     """The slice of a whole parameter that a rank holds: `ranges` [start, end) along dimension `dim`, in the
     order in which they lie in that tensor. Several where one tensor packs several matrices (queries, keys, values)."""
 

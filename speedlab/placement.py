@@ -2,8 +2,8 @@
 
 A row says which part of the whole the rank has, over which axes the parameter is cut and its gradient is summed, with
 which scale, who answers for it in norms and checkpoints, and for each of its states who holds it, where, and as what.
-Flats are the classes of rows that are equal in that. A ZeRO stage is a `Residency` (arXiv:1910.02054, section 5), which
-fills the columns of who and where; nothing else asks for the stage.
+Flats are the classes of rows that are equal in that. A ZeRO stage is a `ZeroPolicy` (arXiv:1910.02054, section 5),
+which fills the columns of who and where; nothing else asks for the stage.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from speedlab.layout import Part
+from speedlab.layout import ShardRange
 
 EIGHT_BITS = "8bit"
 """The form of states in blocks of 256 codes of a byte, with a scale in float32 each (`cuda_ops.blockwise8`)."""
@@ -37,7 +37,7 @@ STATE_CATEGORIES = {
 """States of a row → categories of the ledger. What is kept beside gradients counts as theirs."""
 
 
-class Holders(Enum):
+class Replication(Enum):
     """Who holds a state."""
 
     REPLICATED = "replicated"
@@ -56,15 +56,15 @@ class Holders(Enum):
     def share(self, count: int, dp: int) -> int:
         """How many of `count` elements, or bytes, each of `dp` ranks (a secondary partition's own) holds; a part of one
         counts whole."""
-        return count if self in (Holders.REPLICATED, Holders.OWN) else -(-count // dp)
+        return count if self in (Replication.REPLICATED, Replication.OWN) else -(-count // dp)
 
     @property
     def optimizers(self) -> bool:
-        """Whether it says so of what an optimizer keeps beside the gradient, which no residency moves."""
-        return self in (Holders.OWN, Holders.OWN_PART, Holders.ISLANDS_PART)
+        """Whether it says so of what an optimizer keeps beside the gradient, which no zero_policy moves."""
+        return self in (Replication.OWN, Replication.OWN_PART, Replication.ISLANDS_PART)
 
 
-class Where(Enum):
+class MemoryKind(Enum):
     """In which memory a state lies between two uses."""
 
     DEVICE = "device"
@@ -72,38 +72,38 @@ class Where(Enum):
     DISK = "disk"
 
     @classmethod
-    def of_choice(cls, chosen: str) -> Where:
+    def of_choice(cls, chosen: str) -> MemoryKind:
         """Of a word of a configuration's `offload`: 'none', 'host' or 'disk'."""
         return cls.DEVICE if chosen == "none" else cls(chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Home:
+class StatePlacement:
     """Who holds a state of a parameter, where, and as what: `form` is a dtype, or the name of a codec. `sent`: as what
     it travels between ranks, where that is something else."""
 
-    holders: Holders
-    where: Where = Where.DEVICE
+    holders: Replication
+    where: MemoryKind = MemoryKind.DEVICE
     form: str
     sent: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Residency:
+class ZeroPolicy:
     """Who holds parameters, gradients and optimizer states (masters and moments) of all flats, and where."""
 
-    parameters: Holders
-    gradients: Holders
-    optimizer_states: Holders
-    parameters_at: Where = Where.DEVICE
-    gradients_at: Where = Where.DEVICE
+    parameters: Replication
+    gradients: Replication
+    optimizer_states: Replication
+    parameters_at: MemoryKind = MemoryKind.DEVICE
+    gradients_at: MemoryKind = MemoryKind.DEVICE
     """Of gradients that are summed."""
-    states_at: Where = Where.DEVICE
+    states_at: MemoryKind = MemoryKind.DEVICE
     separate_masters: bool = False
     """Whether parameters as wide as their masters have one apart, because the update is computed elsewhere."""
-    gradients_used: bool = False
+    update_in_backward: bool = False
     """Whether the gradient of a unit is used as soon as it is summed, and is gone then."""
-    gradients_wait: bool = False
+    grads_double_buffered: bool = False
     """Whether there is room for the gradients of a step that is over, beside the optimizer states, from which masters
     are updated while the next step's forward and backward use the parameters as they are."""
     parameters_sent: str = ""
@@ -119,15 +119,15 @@ class Residency:
         stage: int,
         dp: int,
         *,
-        optimizer: Where = Where.DEVICE,
-        parameters: Where = Where.DEVICE,
+        optimizer: MemoryKind = MemoryKind.DEVICE,
+        parameters: MemoryKind = MemoryKind.DEVICE,
         in_backward: bool = False,
         delayed: bool = False,
         device: str = "cpu",
         quantized_weights: bool = False,
         quantized_gradients: bool = False,
         secondary_ranks: int = 0,
-    ) -> Residency:
+    ) -> ZeroPolicy:
         """The row of ZeRO's table. With one rank the partition is the whole, so nothing is gathered or copied.
 
         `optimizer`, `parameters`: where optimizer states and parameters lie between two uses. Summed gradients go with
@@ -140,32 +140,34 @@ class Residency:
         """
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
-        if parameters is not Where.DEVICE and stage < 3:
+        if parameters is not MemoryKind.DEVICE and stage < 3:
             raise ValueError(f"ZeRO stage {stage}: parameters lie away from the device at stage 3 only")
-        reached = [Holders.PARTITIONED if stage >= wanted and dp > 1 else Holders.REPLICATED for wanted in (1, 2, 3)]
-        on_host = optimizer is not Where.DEVICE and parameters is Where.DEVICE and device != "cpu"
-        one_each = reached[1] is Holders.PARTITIONED or dp == 1
-        rounded = quantized_weights and reached[0] is Holders.PARTITIONED
+        reached = [
+            Replication.PARTITIONED if stage >= wanted and dp > 1 else Replication.REPLICATED for wanted in (1, 2, 3)
+        ]
+        on_host = optimizer is not MemoryKind.DEVICE and parameters is MemoryKind.DEVICE and device != "cpu"
+        one_each = reached[1] is Replication.PARTITIONED or dp == 1
+        rounded = quantized_weights and reached[0] is Replication.PARTITIONED
         return cls(
             optimizer_states=reached[0],
             gradients=reached[1],
             parameters=reached[2],
             parameters_at=parameters,
-            gradients_at=optimizer if one_each and not in_backward else Where.DEVICE,
-            gradients_used=in_backward,
+            gradients_at=optimizer if one_each and not in_backward else MemoryKind.DEVICE,
+            update_in_backward=in_backward,
             states_at=optimizer,
-            separate_masters=delayed or on_host or (rounded and reached[2] is Holders.REPLICATED),
-            gradients_wait=delayed,
+            separate_masters=delayed or on_host or (rounded and reached[2] is Replication.REPLICATED),
+            grads_double_buffered=delayed,
             parameters_sent=INT8 if rounded else "",
-            gradients_sent=INT4 if quantized_gradients and reached[0] is Holders.PARTITIONED else "",
-            secondary_ranks=secondary_ranks if reached[2] is Holders.PARTITIONED else 0,
+            gradients_sent=INT4 if quantized_gradients and reached[0] is Replication.PARTITIONED else "",
+            secondary_ranks=secondary_ranks if reached[2] is Replication.PARTITIONED else 0,
         )
 
-    def of(self, state: str) -> Holders:
+    def of(self, state: str) -> Replication:
         """Who holds a state, by its name in a row."""
         return {"parameter": self.parameters, "gradient": self.gradients}.get(state, self.optimizer_states)
 
-    def place_of(self, state: str) -> Where:
+    def place_of(self, state: str) -> MemoryKind:
         """Where it lies between two uses."""
         return {"parameter": self.parameters_at, "gradient": self.gradients_at}.get(state, self.states_at)
 
@@ -175,25 +177,29 @@ class Residency:
         return sent if form in _QUANTIZABLE else ""
 
     @property
-    def parameters_come(self) -> bool:
+    def params_unsharded_on_demand(self) -> bool:
         """Whether the parameters of a unit are here only while it is used."""
-        return self.parameters is Holders.PARTITIONED or self.parameters_at is not Where.DEVICE
+        return self.parameters is Replication.PARTITIONED or self.parameters_at is not MemoryKind.DEVICE
 
     @property
     def shards_stay(self) -> bool:
         """Whether what a rank holds of parameters is what others gather, and stays as it is until all have used it:
         ranks of one host need no copies of it then."""
-        partitioned = self.parameters is Holders.PARTITIONED and self.parameters_at is Where.DEVICE
+        partitioned = self.parameters is Replication.PARTITIONED and self.parameters_at is MemoryKind.DEVICE
         return partitioned and not (self.parameters_sent or self.secondary_ranks)
 
     @property
-    def gradients_go(self) -> bool:
+    def grads_sharded(self) -> bool:
         """Whether a rank's whole gradient of a unit is there only until it is summed."""
-        return self.gradients is Holders.PARTITIONED or self.gradients_at is not Where.DEVICE or self.gradients_used
+        return (
+            self.gradients is Replication.PARTITIONED
+            or self.gradients_at is not MemoryKind.DEVICE
+            or self.update_in_backward
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class ParamPlacement:
     """One parameter on one rank."""
 
     name: str
@@ -204,7 +210,7 @@ class Row:
     """Index of its optimizer parameter group."""
     shape: tuple[int, ...]
     """Of the rank's own tensor."""
-    part: Part | None = None
+    part: ShardRange | None = None
     """Which part of the whole parameter that is; None: all of it."""
     cut_over: tuple[str, ...] = ()
     """Axes over which the parameter itself is cut, beside the partition of its flat."""
@@ -212,14 +218,14 @@ class Row:
     """Axes over which the ranks' terms of its gradient are summed, in turn; the last one is that of its flat."""
     scale: float = 1.0
     """Factor on each term of the gradient, so that its sum is the mean over the global batch."""
-    left_to_optimizer: bool = False
+    optimizer_reduces: bool = False
     """Whether the last of these sums may be the optimizer's own to take."""
     answered_by: int
     """The rank whose dp peers count it in norms and write it to checkpoints."""
     answers: bool
     """Whether this rank is one of them."""
     trainable: bool = True
-    states: Mapping[str, Home]
+    states: Mapping[str, StatePlacement]
     """`parameter`; of trainable ones `gradient` and `moments`, `master` where it is not the parameter itself, `waiting`
     where a gradient waits for its update while there is the next one, `secondary` where parameters are partitioned
     twice, and by their own names what an optimizer keeps beside the gradient."""
@@ -235,7 +241,7 @@ class Row:
         that are left out, what is sent with a scale for each block), what several ranks hold alike is apart from what
         they do not, or their copies would part."""
         shared = (bool(self.cut_over), self.summed_over) if self._depends_on_place else ()
-        return self.unit, self.trainable, self.left_to_optimizer, shared, tuple(self.states.items())
+        return self.unit, self.trainable, self.optimizer_reduces, shared, tuple(self.states.items())
 
     @property
     def _depends_on_place(self) -> bool:
@@ -259,7 +265,7 @@ class Row:
             "cut_over": list(self.cut_over),
             "summed_over": list(self.summed_over),
             "scale": self.scale,
-            "left_to_optimizer": self.left_to_optimizer,
+            "optimizer_reduces": self.optimizer_reduces,
             "answered_by": self.answered_by,
             "trainable": self.trainable,
             "states": {
@@ -270,49 +276,49 @@ class Row:
         }
 
 
-def homes(
-    residency: Residency,
+def state_placements(
+    zero_policy: ZeroPolicy,
     *,
     parameter: str,
     gradient: str = "",
     master: str = "",
     moments: str = "",
-    kept: Mapping[str, Home] | None = None,
-) -> dict[str, Home]:
-    """The states of a parameter under `residency`, from their forms. Without `gradient` it is frozen; without `master`
-    it is its own; without `moments` these have its master's form. `kept`: what an optimizer has beside the
+    kept: Mapping[str, StatePlacement] | None = None,
+) -> dict[str, StatePlacement]:
+    """The states of a parameter under `zero_policy`, from their forms. Without `gradient` it is frozen; without
+    `master` it is its own; without `moments` these have its master's form. `kept`: what an optimizer has beside the
     gradient."""
     forms = {"parameter": parameter}
     if gradient:
         forms |= {"gradient": gradient, "moments": moments or master or parameter}
         forms |= {"master": master} if master else {}
-    return _placed(forms, residency) | (dict(kept or {}) if gradient else {})
+    return _placed(forms, zero_policy) | (dict(kept or {}) if gradient else {})
 
 
-def _placed(forms: Mapping[str, str], residency: Residency) -> dict[str, Home]:
-    """The states of these forms where `residency` has them; a master as wide as its parameter is there where those are
-    apart, and on the way of an update where parameters are read and written. `waiting` is there where gradients do, and
-    `secondary` where parameters are partitioned twice."""
+def _placed(forms: Mapping[str, str], zero_policy: ZeroPolicy) -> dict[str, StatePlacement]:
+    """The states of these forms where `zero_policy` has them; a master as wide as its parameter is there where those
+    are apart, and on the way of an update where parameters are read and written. `waiting` is there where gradients do,
+    and `secondary` where parameters are partitioned twice."""
     forms = dict(forms)
     if forms.get("master") == forms["parameter"]:
         del forms["master"]
-    if residency.separate_masters and "gradient" in forms and ITEM_BYTES[forms["parameter"]] >= 4:
+    if zero_policy.separate_masters and "gradient" in forms and ITEM_BYTES[forms["parameter"]] >= 4:
         forms.setdefault("master", forms["parameter"])
     for made_anew in ("waiting", "secondary"):
         forms.pop(made_anew, None)
-    if residency.gradients_wait and "gradient" in forms:
+    if zero_policy.grads_double_buffered and "gradient" in forms:
         forms["waiting"] = forms["gradient"]
     placed = {
-        state: Home(
-            holders=residency.of(state),
-            where=residency.place_of(state),
+        state: StatePlacement(
+            holders=zero_policy.of(state),
+            where=zero_policy.place_of(state),
             form=form,
-            sent=residency.sent_as(state, form),
+            sent=zero_policy.sent_as(state, form),
         )
         for state, form in forms.items()
     }
-    if residency.secondary_ranks:
-        placed["secondary"] = Home(holders=Holders.SECONDARY, form=forms["parameter"])
+    if zero_policy.secondary_ranks:
+        placed["secondary"] = StatePlacement(holders=Replication.SECONDARY, form=forms["parameter"])
     return placed
 
 
@@ -321,23 +327,23 @@ class Placement:
     """All rows of one rank, in the order of units and, within a unit, of the model."""
 
     rank: int
-    residency: Residency
-    rows: tuple[Row, ...]
+    zero_policy: ZeroPolicy
+    rows: tuple[ParamPlacement, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_name", {row.name: row for row in self.rows})
 
-    def __getitem__(self, name: str) -> Row:
+    def __getitem__(self, name: str) -> ParamPlacement:
         return self._by_name[name]  # type: ignore[attr-defined]  # see __post_init__
 
     @cached_property
-    def flats(self) -> dict[str, list[Row]]:
+    def flats(self) -> dict[str, list[ParamPlacement]]:
         """The classes of equal rows by name: those that travel and live together. Rows of one optimizer group lie side
         by side."""
-        classes: dict[tuple[Any, ...], list[Row]] = {}
+        classes: dict[tuple[Any, ...], list[ParamPlacement]] = {}
         for row in self.rows:
             classes.setdefault(row._class, []).append(row)
-        found: dict[str, list[Row]] = {}
+        found: dict[str, list[ParamPlacement]] = {}
         for rows in classes.values():
             first = rows[0]
             name = f"{first.unit}/{first.states['parameter'].form}" + ("" if first.trainable else "-frozen")
@@ -346,15 +352,15 @@ class Placement:
             found[name] = sorted(rows, key=lambda row: row.group)
         return found
 
-    def moved(self, residency: Residency) -> Placement:
-        """The same parameters where `residency` has them."""
+    def moved(self, zero_policy: ZeroPolicy) -> Placement:
+        """The same parameters where `zero_policy` has them."""
 
-        def move(states: Mapping[str, Home]) -> dict[str, Home]:
+        def move(states: Mapping[str, StatePlacement]) -> dict[str, StatePlacement]:
             own = {state: home for state, home in states.items() if home.holders.optimizers}
-            return _placed({key: home.form for key, home in states.items() if key not in own}, residency) | own
+            return _placed({key: home.form for key, home in states.items() if key not in own}, zero_policy) | own
 
         rows = [replace(row, states=move(row.states)) for row in self.rows]
-        return Placement(rank=self.rank, residency=residency, rows=tuple(rows))
+        return Placement(rank=self.rank, zero_policy=zero_policy, rows=tuple(rows))
 
     @classmethod
     def joined(cls, placements: Iterable[Placement]) -> Placement:
@@ -363,16 +369,16 @@ class Placement:
         if len(several) == 1:
             return several[0]
         rows = tuple(row for each in several for row in each.rows)
-        return cls(rank=several[0].rank, residency=several[0].residency, rows=rows)
+        return cls(rank=several[0].rank, zero_policy=several[0].zero_policy, rows=rows)
 
-    def bytes_at(self, where: Where, *, dp: int, moments: int) -> int:
+    def bytes_at(self, where: MemoryKind, *, dp: int, moments: int) -> int:
         """Bytes of all states that this rank has at a place, without padding; `moments`: how many an optimizer keeps of
         each element."""
         total = 0
         for row in self.rows:
             for state, home in row.states.items():
                 if home.where is where:
-                    among = self.residency.secondary_ranks if state == "secondary" else dp
+                    among = self.zero_policy.secondary_ranks if state == "secondary" else dp
                     count = home.holders.share(math.prod(row.shape), among) * (moments if state == "moments" else 1)
                     total += math.ceil(count * ITEM_BYTES[home.form])
         return total
@@ -396,13 +402,13 @@ _STATES = ("parameter", "gradient", "master", "moments")
 
 
 def cells(row: Mapping[str, Any], rank: int) -> tuple[str, ...]:
-    """A row, as `Row.described` gives it, of what `rank` holds, as text in the order of HEAD."""
+    """A row, as `ParamPlacement.described` gives it, of what `rank` holds, as text in the order of HEAD."""
     cut = f" by {', '.join(row['cut_over'])}" if row["cut_over"] else ""
-    by = " by the optimizer" if row.get("left_to_optimizer") else ""  # Tables of before do not say.
-    states = [_home_text(row["states"].get(state)) for state in _STATES]
+    by = " by the optimizer" if row.get("optimizer_reduces") else ""  # Tables of before do not say.
+    states = [_placement_text(row["states"].get(state)) for state in _STATES]
     for state, home in row["states"].items():
         if state not in _STATES:
-            states[0 if state == "secondary" else 1] += f" + {state}: {_home_text(home)}"
+            states[0 if state == "secondary" else 1] += f" + {state}: {_placement_text(home)}"
     if row["trainable"] and "master" not in row["states"]:
         states[2] = "the parameter"
     return (
@@ -420,7 +426,7 @@ def _shape_text(shape: Iterable[int]) -> str:
     return "×".join(map(str, shape)) or "1 number"
 
 
-def _home_text(home: Mapping[str, str] | None) -> str:
+def _placement_text(home: Mapping[str, str] | None) -> str:
     if home is None:
         return ""
     where = "" if home["where"] == "device" else f" on {home['where']}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from speedlab.cluster import EngineStatus
     from speedlab.config import RunConfig
-    from speedlab.config.base import Part
+    from speedlab.config.base import ConfigSection
     from speedlab.hardware import Device
     from speedlab.telemetry.records import Event, Ledger, StepRecord
     from speedlab.telemetry.run_folder import Status
@@ -131,7 +131,7 @@ def _parts(config: RunConfig) -> list[tuple[str, list[_Field]]]:
     return _with_inner("run", config, type(config)())
 
 
-def _with_inner(name: str, part: Part, default: Part) -> list[tuple[str, list[_Field]]]:
+def _with_inner(name: str, part: ConfigSection, default: ConfigSection) -> list[tuple[str, list[_Field]]]:
     kind = type(part)
     own = [field for field in kind.model_fields if kind.part_of(field) is None]
     parts = [(name, _fields(part, default, own))]

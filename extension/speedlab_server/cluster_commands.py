@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import speedlab.cluster.shutdown as ending
 import speedlab_server.schema as m
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import ClusterState, Home
+from speedlab.cluster.files.cluster_dir import ClusterDir, ClusterState
 from speedlab.cluster.launch.host_specs import of_line, parse, words_of_line
 from speedlab.cluster.launch.placement import MOST_ENGINES
 from speedlab_server.clusters import find, summary_of
 from speedlab_server.errors import QuestionError, UnknownError
 
 if TYPE_CHECKING:
-    from speedlab_server.start_cluster import Place, Starts
+    from speedlab_server.start_cluster import ClusterLauncher, PythonEnvironment
 
 _FOR: dict[str, tuple[m.ClusterKind, ...]] = {
     "cancel": ("starting",),
@@ -45,12 +45,12 @@ def check(word: m.Word) -> None:
         raise QuestionError(f"{word.word} takes nothing, and {min(word.arguments)[:64]!r} was given")
 
 
-def begin(starts: Starts, start: m.Start, place: Place) -> None:
+def begin(starts: ClusterLauncher, start: m.Start, place: PythonEnvironment) -> None:
     """Start a cluster in the background. Raises ClusterError for a name that there is, or that cannot be one, and for
     hosts that cannot be read; whether they are there, the start itself finds out."""
     if start.engines is not None and not 1 <= start.engines <= MOST_ENGINES:
         raise QuestionError(f"engines is {start.engines}; a page starts 1 to {MOST_ENGINES}, or says nothing")
-    id = Home(start.name).path.name
+    id = ClusterDir(start.name).path.name
     state = next((cluster.state for cluster in _found(id, starts)), "ended")
     if state in ("running", "starting"):
         raise ClusterError(f"there is a cluster {start.name!r}: {_INSTEAD[state]}, or give the new one another name")
@@ -62,12 +62,12 @@ def begin(starts: Starts, start: m.Start, place: Place) -> None:
     starts.begin(start.name, start.engines, place, words_of_line(start.hosts))
 
 
-def give(id: str, word: str, starts: Starts) -> None:
+def give(id: str, word: str, starts: ClusterLauncher) -> None:
     """Do it; returns when it is done. Raises UnknownError, ClusterError, TimeoutError and OSError."""
     cluster = next(iter(_found(id, starts)), None) or summary_of(*find(id))
     if cluster.state not in _FOR[word]:
         raise ClusterError(f"{word}: cluster {cluster.name!r} was not touched: {_INSTEAD[cluster.state]}")
-    home = Home(cluster.name.partition("@")[0])
+    home = ClusterDir(cluster.name.partition("@")[0])
     if home.path.name != id:
         raise ClusterError(f"{word}: the folder {home.root / id} is another host's; open Jupyter there")
     if word == "stop":
@@ -87,7 +87,7 @@ def give(id: str, word: str, starts: Starts) -> None:
     ending.remove(home)
 
 
-def _found(id: str, starts: Starts) -> list[m.ClusterSummary]:
+def _found(id: str, starts: ClusterLauncher) -> list[m.ClusterSummary]:
     """The cluster of this id as the list has it, none where there is none."""
     found = []
     with contextlib.suppress(UnknownError):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import speedlab_server.schema as m
-from speedlab.cluster.connection import RunsOf
+from speedlab.cluster.connection import ClusterRuns
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import SUPERVISOR_SOCKET, ClusterState, Home, known_clusters, this_host
+from speedlab.cluster.files.cluster_dir import SUPERVISOR_SOCKET, ClusterDir, ClusterState, known_clusters, this_host
 from speedlab.cluster.supervisor import protocol as asked
 from speedlab.cluster.supervisor.channel import ChannelClosedError, UnfitMessageError, connect
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
@@ -34,7 +34,7 @@ class Reached:
         self.size = len(state.engines)
         self.devices: tuple[Device, ...] = state.devices
         self._client = client
-        self.runs = RunsOf(self)  # pyright: ignore[reportArgumentType] - it asks, and nothing else
+        self.runs = ClusterRuns(self)  # pyright: ignore[reportArgumentType] - it asks, and nothing else
 
     def _ask(self, question: asked.Question, *, seconds: float | None = None) -> Any:
         return self._client.ask(question, seconds=seconds or ANSWER_SECONDS)
@@ -65,7 +65,7 @@ class Clusters:
     async def _connected(self, state: ClusterState) -> Client:
         future = self._clients.get(state.token)
         if future is None or (future.done() and (future.exception() is not None or future.result().lost)):
-            socket = Home(state.name).supervisor_socket
+            socket = ClusterDir(state.name).supervisor_socket
             # Only one thread waits for a supervisor that says nothing, however many pages ask.
             future = self._clients[state.token] = asyncio.ensure_future(
                 self.in_thread(lambda: Client(socket, lambda ranks, stream, text: None))
@@ -103,7 +103,7 @@ class Clusters:
         problem = ""
         if state.running:
             try:
-                statuses = {status.rank: status for status in await self.ask(id, asked.Look())}
+                statuses = {status.rank: status for status in await self.ask(id, asked.GetRankStatus())}
             except (ClusterError, SupervisorGoneError, TimeoutError) as error:
                 problem = str(error)
             except UnfitMessageError as error:

@@ -9,13 +9,13 @@ from typing import Any, NoReturn
 import speedlab_server.schema as m
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.run import Run
-from speedlab.cluster.run_commands import Pending
+from speedlab.cluster.run_commands import CommandFuture
 from speedlab.telemetry.run_folder import RunFolder
 from speedlab.telemetry.run_shape import CHANGES
 from speedlab_server.clusters import Reached
 from speedlab_server.errors import QuestionError
 
-_WORDS: dict[str, tuple[Callable[..., Pending], tuple[str, ...]]] = {
+_WORDS: dict[str, tuple[Callable[..., CommandFuture], tuple[str, ...]]] = {
     "pause": (Run.pause, ()),
     "resume": (Run.resume, ("step", "tag", "steps")),
     "step": (Run.advance, ("n",)),

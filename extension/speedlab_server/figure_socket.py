@@ -30,7 +30,7 @@ import msgspec
 
 import speedlab_server.schema as m
 from speedlab.hardware import Device
-from speedlab.telemetry.figures.compare import MOST_COMPARED, Look, look_at
+from speedlab.telemetry.figures.compare import MOST_COMPARED, RunStanding, look_at
 from speedlab.telemetry.figures.deltas import ComparedDrawing, Drawing, Message
 from speedlab.telemetry.history import History
 from speedlab.telemetry.records import RESTING
@@ -58,7 +58,7 @@ AGAIN_SECONDS = 2.0
 """After which a run that could not be drawn is tried again."""
 
 
-class Looking(Protocol):
+class PageView(Protocol):
     """What a page has of what it looks at."""
 
     @property
@@ -71,7 +71,7 @@ class Looking(Protocol):
         ...
 
 
-class Easel:
+class FigureSession:
     """What one page has of a run. One thread at a time."""
 
     def __init__(self, registry: Registry, id: str) -> None:
@@ -136,11 +136,11 @@ def frame_of(message: dict[str, Any], buffers: Sequence[bytes]) -> bytes:
     return b"".join([struct.pack("<I", len(head)), head, *buffers])
 
 
-class Painter:
+class FigureRenderer:
     """Looks for one page, in a thread that is there while the page watches: to hand each look to a pool, and what it
     has found back, costs as much as the look."""
 
-    def __init__(self, easel: Looking, send: Callable[[list[bytes | m.Problem]], asyncio.Future[Any] | None]) -> None:
+    def __init__(self, easel: PageView, send: Callable[[list[bytes | m.Problem]], asyncio.Future[Any] | None]) -> None:
         """`send`: gives the page what was found, on the loop that is running now; done when the page has taken it, None
         where there is no page any more."""
         self._easel, self._send = easel, send
@@ -205,15 +205,15 @@ class DrawingHandler(PageSocket):
 
     def initialize(self, services: Services) -> None:
         self._services = services
-        self._painter: Painter | None = None
+        self._painter: FigureRenderer | None = None
 
     def open(self, id: str) -> None:
         super().open(id)
-        self._painter = Painter(self.easel(id), self._put)
+        self._painter = FigureRenderer(self.easel(id), self._put)
 
-    def easel(self, id: str) -> Looking:
+    def easel(self, id: str) -> PageView:
         """What this page looks at."""
-        return Easel(self._services.registry, id)
+        return FigureSession(self._services.registry, id)
 
     def on_message(self, message: str | bytes) -> None:
         if self._painter is not None and (wanted := self.question(message, m.Draw)) is not None:
@@ -239,7 +239,7 @@ class ComparedEasel:
     def __init__(self, registry: Registry, ids: Sequence[str]) -> None:
         self._registry = registry
         self._refusal = f"{len(ids)} runs; at most {MOST_COMPARED} are compared: choose fewer" if too_many(ids) else ""
-        self._looks = {id: Look(name=id) for id in ids}
+        self._looks = {id: RunStanding(name=id) for id in ids}
         self._again = dict.fromkeys(ids, 0.0)
         """When each is tried again, where it could not be read."""
         self._drawing = ComparedDrawing()
@@ -264,14 +264,14 @@ class ComparedEasel:
             return [m.Problem(text=reading_text(error))]
         return [] if message is None else [frame_of(*message)]
 
-    def _look_at(self, id: str) -> Look:
+    def _look_at(self, id: str) -> RunStanding:
         if time.monotonic() < self._again[id]:
             return self._looks[id]
         try:
             reader = self._registry.reader(id)
             reader.look()
 
-            def look(history: History, replaced: int, status: Status, devices: Sequence[Device]) -> Look:
+            def look(history: History, replaced: int, status: Status, devices: Sequence[Device]) -> RunStanding:
                 return look_at(reader.folder.name, history, status, reader.folder.config)
 
             return reader.draw(look)

@@ -47,7 +47,7 @@ from speedlab_server.live_socket import Hub, LiveHandler
 from speedlab_server.output import folder_of, output_of
 from speedlab_server.run_reader import Reader
 from speedlab_server.run_registry import Registry, live_tokens
-from speedlab_server.start_cluster import NOTHING_FITS, Pythons, Starts, candidates, place_of
+from speedlab_server.start_cluster import NOTHING_FITS, ClusterLauncher, Pythons, candidates, place_of
 
 RESOURCE = "speedlab"
 """What an authorizer of Jupyter is asked about: to read it, and to write it (control words)."""
@@ -66,7 +66,7 @@ class Services:
 
     registry: Registry
     clusters: Clusters
-    starts: Starts
+    starts: ClusterLauncher
     pythons: Pythons
     disk: ThreadPoolExecutor
     """Where files are read: never on the event loop, and never behind a supervisor that hangs."""
@@ -82,7 +82,7 @@ class Services:
 def add_handlers(web_app: Any, root_dir: str) -> None:
     """Serve `web_app`'s pages."""
     disk = ThreadPoolExecutor(8, thread_name_prefix="speedlab-disk")
-    starts = Starts(Path(root_dir or ".").expanduser())
+    starts = ClusterLauncher(Path(root_dir or ".").expanduser())
     services = Services(Registry(root_dir), Clusters(), starts, Pythons(), disk)
     web_app.settings[_SETTING] = services
     base = url_path_join(web_app.settings["base_url"], "speedlab", "api")

@@ -31,7 +31,7 @@ from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
 import speedlab_server.schema as m
 from speedlab_server.errors import reading_text, version_text
-from speedlab_server.output import MOST_RANKS, Place, files_of, folder_of, output_of
+from speedlab_server.output import MOST_RANKS, OutputPosition, files_of, folder_of, output_of
 from speedlab_server.run_registry import live_tokens
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class WatchedOutput:
     def __init__(self, watch: m.WatchOutput) -> None:
         self._watch = watch
         self._folder = Path()
-        self._seen: dict[int, Place] = {}
+        self._seen: dict[int, OutputPosition] = {}
         """How far each rank was read, in the order in which they were."""
         self._told = False
         self._problem = ""
@@ -123,7 +123,7 @@ class _Greeting(msgspec.Struct):
     version: int
 
 
-class Watched:
+class WatchedRun:
     """A run as one page watches it: what the page has of it, and what it was last told."""
 
     def __init__(self, watch: m.Watch) -> None:
@@ -197,12 +197,12 @@ class Watched:
         return events
 
 
-class Page:
+class PageConnection:
     """One connection."""
 
     def __init__(self, handler: LiveHandler) -> None:
         self._handler = handler
-        self._watched: dict[str, Watched | WatchedOutput] = {}
+        self._watched: dict[str, WatchedRun | WatchedOutput] = {}
         """By `run/` and its id, or `output/`, its kind and its id; "" among the jobs are the lists."""
         self._jobs: dict[str, asyncio.Future[Any]] = {}
         self._sending: asyncio.Future[Any] | None = None
@@ -222,7 +222,7 @@ class Page:
         stays = {key: watched for key, watched in self._watched.items() if key in outputs}
         # Jobs of the old ones end by themselves, and nobody asks what they found.
         self._jobs = {key: job for key, job in self._jobs.items() if key in stays}
-        self._watched = {f"run/{watch.id}": Watched(watch) for watch in wanted.runs}
+        self._watched = {f"run/{watch.id}": WatchedRun(watch) for watch in wanted.runs}
         self._watched |= {key: WatchedOutput(watch) for key, watch in outputs.items()} | stays
         self._lists, self._lists_due, self._runs, self._clusters = wanted.lists, 0.0, None, None
         self._lists_problem = None
@@ -282,16 +282,16 @@ class Hub:
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._pages: set[Page] = set()
+        self._pages: set[PageConnection] = set()
         self._running: asyncio.Task[None] | None = None
 
-    def join(self, page: Page) -> None:
+    def join(self, page: PageConnection) -> None:
         """Also when what it wants has changed."""
         self._pages.add(page)
         if page.hears and (self._running is None or self._running.done()):
             self._running = asyncio.ensure_future(self._run())
 
-    def leave(self, page: Page) -> None:
+    def leave(self, page: PageConnection) -> None:
         self._pages.discard(page)
 
     async def _run(self) -> None:
@@ -358,7 +358,7 @@ class LiveHandler(PageSocket):
 
     def initialize(self, hub: Hub) -> None:
         self._hub = hub
-        self._page = Page(self)
+        self._page = PageConnection(self)
 
     def on_message(self, message: str | bytes) -> None:
         if (wanted := self.question(message, m.Subscribe)) is None:

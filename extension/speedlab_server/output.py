@@ -34,7 +34,7 @@ MOST_LINE = 2000
 _FILE = re.compile(r"rank-(\d{1,6})\.log")
 
 
-class Place(NamedTuple):
+class OutputPosition(NamedTuple):
     """How far a rank's output was read: the number of its file on the disk, and the byte in it."""
 
     file: int
@@ -54,7 +54,7 @@ def folder_of(registry: Registry, kind: str, id: str) -> Path:
     raise GoneError(f"the cluster of run {folder.name!r} was stopped, and what its ranks printed went with it")
 
 
-def files_of(folder: Path) -> dict[int, Place]:
+def files_of(folder: Path) -> dict[int, OutputPosition]:
     """By rank, its file as it is now: whoever compares knows whether there is something new, and reads nothing."""
     found = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
@@ -62,7 +62,7 @@ def files_of(folder: Path) -> dict[int, Place]:
             if match := _FILE.fullmatch(entry.name):
                 with contextlib.suppress(FileNotFoundError):  # Put aside just now; the next look finds the new one.
                     file = entry.stat()
-                    found[int(match[1])] = Place(file.st_ino, file.st_size)
+                    found[int(match[1])] = OutputPosition(file.st_ino, file.st_size)
     return found
 
 
@@ -82,11 +82,11 @@ def output_of(folder: Path, *, after: str = "", ranks: Collection[int] | None = 
     return m.Output(ranks=found, cursor=msgspec.json.encode(places).decode())
 
 
-def _places_in(cursor: str) -> dict[int, Place]:
+def _places_in(cursor: str) -> dict[int, OutputPosition]:
     if not cursor:
         return {}
     try:
-        return msgspec.json.decode(cursor, type=dict[int, Place])
+        return msgspec.json.decode(cursor, type=dict[int, OutputPosition])
     except msgspec.DecodeError:
         raise QuestionError("after: is no cursor of an answer; leave it out to get the end of the output") from None
 
@@ -100,7 +100,7 @@ def _ranks_in(folder: Path, wanted: Collection[int] | None) -> list[int]:
     return [rank for rank in there if wanted is None or rank in wanted]
 
 
-def _read(path: Path, place: Place | None) -> tuple[bytes, Place | None, bool]:
+def _read(path: Path, place: OutputPosition | None) -> tuple[bytes, OutputPosition | None, bool]:
     """(whole lines, where they end, whether some before them are left out)."""
     files = []
     for each in (path.with_name(f"{path.name}.1"), path):
@@ -121,7 +121,7 @@ def _read(path: Path, place: Place | None) -> tuple[bytes, Place | None, bool]:
         if not files:
             return b"", place, False
         whole = data[: data.rfind(b"\n") + 1]
-        end = Place(numbers[-1], max(files[-1].tell() - (len(data) - len(whole)), 0))
+        end = OutputPosition(numbers[-1], max(files[-1].tell() - (len(data) - len(whole)), 0))
         kept = whole[-MOST_BYTES:]
         told_before = 0 if place is None or not known else place.byte
         total = sum(os.fstat(file.fileno()).st_size for file in files[first:]) - told_before

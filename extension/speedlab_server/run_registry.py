@@ -25,7 +25,7 @@ _IDLE_READERS = 8
 _IDLE_SECONDS = 60.0
 
 
-class Given(NamedTuple):
+class ListedCluster(NamedTuple):
     """A cluster, as far as its list of runs needs it."""
 
     directory: Path
@@ -34,7 +34,7 @@ class Given(NamedTuple):
 
 
 @dataclass
-class _Seen:
+class _SeenRun:
     """A run as the list knows it, with what its files looked like then."""
 
     folder: RunFolder
@@ -50,7 +50,7 @@ class Registry:
         """`root_dir`: of the Jupyter server, whose ./runs is looked at, too."""
         self._own = Path(root_dir or ".").expanduser() / "runs"
         self._paths: dict[str, Path] = {}
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _SeenRun] = {}
         self._listed: tuple[float, list[m.RunSummary]] = (float("-inf"), [])
         self._readers: dict[str, tuple[Reader, float]] = {}
         self._lock = threading.Lock()
@@ -94,12 +94,12 @@ class Registry:
 
     def given_to(self, folder: Path, name: str) -> list[str]:
         """Ids of the runs that a cluster was given, the newest first."""
-        return [run_id(path) for path in remembered_runs(Given(folder, name, ""))]
+        return [run_id(path) for path in remembered_runs(ListedCluster(folder, name, ""))]
 
     def _find(self) -> dict[str, Path]:
         paths = [*seen_runs(root()), *(path.resolve() for path in (*find_runs(self._own), *_closed(self._own)))]
         for folder, _ in known_clusters():
-            paths += remembered_runs(Given(folder, folder.name, ""))
+            paths += remembered_runs(ListedCluster(folder, folder.name, ""))
         found = {run_id(path): path for path in paths}
         self._paths |= found  # One that was there is known as gone, not as unknown.
         return found
@@ -117,13 +117,13 @@ class Registry:
         newest = [seen.record] if seen.record is not None else []
         return summary_of(id, seen.folder, seen.status, newest, holders.get(seen.status.token, ""))
 
-    def _look(self, id: str, path: Path) -> _Seen:
+    def _look(self, id: str, path: Path) -> _SeenRun:
         files = [path / name for name in ("config.json", "status.json", "records/rank-0.jsonl")]
         stamp = tuple(map(_stamp, files))
         seen = self._seen.get(id)
         if seen is None or seen.stamp != stamp:
             folder = seen.folder if seen is not None and seen.stamp[0] == stamp[0] else RunFolder(path)
-            seen = self._seen[id] = _Seen(folder, folder.read_status(), last_record(path, 0), stamp)
+            seen = self._seen[id] = _SeenRun(folder, folder.read_status(), last_record(path, 0), stamp)
         return seen
 
     def _close_idle(self) -> None:

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import speedlab_server.schema as m
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import Home
+from speedlab.cluster.files.cluster_dir import ClusterDir
 from speedlab_server.errors import QuestionError
 
 OWN = "server"
@@ -53,7 +53,7 @@ NOTHING_FITS = (
 )
 
 
-class Place(NamedTuple):
+class PythonEnvironment(NamedTuple):
     """A Python of this machine, and what its kernels get in their environment."""
 
     id: str
@@ -63,10 +63,10 @@ class Place(NamedTuple):
     environment: dict[str, str]
 
 
-def candidates(specs: Mapping[str, Any]) -> list[Place]:
+def candidates(specs: Mapping[str, Any]) -> list[PythonEnvironment]:
     """The server's Python, and those of kernels (`specs`: as Jupyter's manager of kernelspecs gives them) that run on
     this machine; one that several share counts once."""
-    places = [Place(OWN, "the server's Python", sys.executable, {})]
+    places = [PythonEnvironment(OWN, "the server's Python", sys.executable, {})]
     for name, found in specs.items():
         spec = found.get("spec", {})
         argv = spec.get("argv") or [""]
@@ -82,7 +82,7 @@ def candidates(specs: Mapping[str, Any]) -> list[Place]:
         templates = {key: Template(str(value)) for key, value in (spec.get("env") or {}).items()}
         environment = {key: template.safe_substitute(os.environ) for key, template in templates.items()}
         if python and not any((place.python, place.environment) == (python, environment) for place in places):
-            places.append(Place(f"kernel-{name}", str(spec.get("display_name", name)), python, environment))
+            places.append(PythonEnvironment(f"kernel-{name}", str(spec.get("display_name", name)), python, environment))
     return places
 
 
@@ -96,12 +96,12 @@ class Pythons:
         """Under way, by what is started: pages that ask meanwhile wait for the same one."""
         self._known: dict[object, _Known] = {}
 
-    async def able(self, places: list[Place]) -> list[Place]:
+    async def able(self, places: list[PythonEnvironment]) -> list[PythonEnvironment]:
         """Those of `places` that can start a cluster."""
         has = await asyncio.gather(*map(self._has_all, places))
         return [place for place, it in zip(places, has, strict=True) if it]
 
-    def _has_all(self, place: Place) -> asyncio.Future[bool]:
+    def _has_all(self, place: PythonEnvironment) -> asyncio.Future[bool]:
         key = place.python, *sorted(place.environment.items())
         if (look := self._looks.get(key)) is None:
             look = asyncio.get_running_loop().run_in_executor(self._threads, self._look, key, place)
@@ -109,7 +109,7 @@ class Pythons:
             look.add_done_callback(lambda _: self._looks.pop(key))
         return look
 
-    def _look(self, key: object, place: Place) -> bool:
+    def _look(self, key: object, place: PythonEnvironment) -> bool:
         known = self._known.get(key)
         if known is None or known.stamps != _stamps(known.files):
             self._known.pop(key, None)
@@ -141,7 +141,7 @@ def _stamps(files: list[str]) -> list[int]:
     return found
 
 
-def _asked(place: Place) -> tuple[bool, list[str]] | None:
+def _asked(place: PythonEnvironment) -> tuple[bool, list[str]] | None:
     """(whether it has all that engines need, the folders that it imports from); None where it cannot be asked. Starts
     it for a moment, and imports nothing but the package `speedlab`, which imports nothing itself."""
     try:
@@ -159,7 +159,7 @@ def _asked(place: Place) -> tuple[bool, list[str]] | None:
         return None
 
 
-def place_of(id: str, places: list[Place]) -> Place:
+def place_of(id: str, places: list[PythonEnvironment]) -> PythonEnvironment:
     """Raises QuestionError."""
     for place in places:
         if place.id == id:
@@ -181,7 +181,7 @@ class _Start:
     given_up: bool = False
 
 
-class Starts:
+class ClusterLauncher:
     """Any thread may ask."""
 
     def __init__(self, folder: Path) -> None:
@@ -191,7 +191,9 @@ class Starts:
         """By the cluster's name."""
         self._lock = threading.Lock()
 
-    def begin(self, name: str, engines: int | None, place: Place, hosts: Mapping[str, str] | None = None) -> None:
+    def begin(
+        self, name: str, engines: int | None, place: PythonEnvironment, hosts: Mapping[str, str] | None = None
+    ) -> None:
         """Start a cluster in the background, on this machine or on `hosts` (as `words_of_line` gives them). Raises
         ClusterError where that name is being started from here, or too many are; OSError where the Python cannot be
         run."""
@@ -226,7 +228,7 @@ class Starts:
             starts = dict(self._starts)
         there = {cluster.id: cluster for cluster in found}
         for name, start in starts.items():
-            id, problem = Home(name).path.name, start.problem
+            id, problem = ClusterDir(name).path.name, start.problem
             known = there.get(id)
             # Before its supervisor listens its folder looks as if nobody started it.
             if known is None or known.state not in ("running", "starting"):

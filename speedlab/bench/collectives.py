@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 from speedlab.calibrate.interleave import Times, row, take_turns
 from speedlab.calibrate.rank_processes import run_on_ranks
-from speedlab.calibrate.table import Row, report
+from speedlab.calibrate.table import BenchRow, report
 from speedlab.config.cli_options import read_options
 
 if TYPE_CHECKING:
-    from speedlab.comm.shared.sync_page import Meeting
+    from speedlab.comm.shared.sync_page import SyncPage
 
 _SMALL_BYTES, _SMALL_CALLS = 4 << 10, 50
 """Small ones are called many times in a row, so that the barriers around them do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class CollectivesOptions:
     """All-reduce, reduce-scatter and all-gather of 4 KB (latency) and of many megabytes (bandwidth); what it costs that
     the ranks compare each call."""
 
@@ -47,8 +47,8 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench collectives")
-    rows: list[Row] = []
+    options = read_options(CollectivesOptions, argv, "speedlab bench collectives")
+    rows: list[BenchRow] = []
     for ranks in options.ranks:
         print(f"{ranks} ranks ...", file=sys.stderr, flush=True)
         for (name, nbytes), times in run_on_ranks(_measure, ranks, options.megabytes, options.rounds).items():
@@ -126,7 +126,7 @@ def _measure_comparing(rounds: int) -> list[float]:
 
 
 @contextlib.contextmanager
-def uncompared(meeting: Meeting) -> Iterator[None]:
+def uncompared(meeting: SyncPage) -> Iterator[None]:
     """Inside, the rounds of this rank carry no call and compare nothing. All ranks must enter and leave together."""
     from speedlab.comm.shared.sync_page import Number
 

@@ -24,14 +24,14 @@ from speedlab.calibrate.table import report
 from speedlab.config.cli_options import read_options
 
 if TYPE_CHECKING:
-    from speedlab.offload import DiskStore, Kept
+    from speedlab.offload import DiskStore, OffloadedState
 
 _ENGINES = ("libaio", "psync")
 _NO_FIO = "fio is not installed, so there is nothing beside ours: apt-get install fio"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DiskOptions:
     """Bytes a second of states on disk, written and read, beside fio."""
 
     folder: Path = Path(tempfile.gettempdir())
@@ -49,10 +49,10 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench disk")
+    options = read_options(DiskOptions, argv, "speedlab bench disk")
     import torch
 
-    from speedlab.comm import Traffic
+    from speedlab.comm import CommStats
     from speedlab.offload import DiskStore, measure_disk
 
     best = measure_disk(options.folder)
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     store = DiskStore(
         options.folder,
         rank=0,
-        traffic=Traffic(),
+        traffic=CommStats(),
         device=torch.device("cpu"),
         threads=threads,
         chunk_bytes=chunk_bytes,
@@ -112,7 +112,7 @@ def _measure(store: DiskStore, nbytes: int, peer: _Fio | None, rounds: int) -> T
     return take_turns(list(acts), rounds, lambda name: acts[name]())
 
 
-def _write(store: DiskStore, kept: Kept) -> float:
+def _write(store: DiskStore, kept: OffloadedState) -> float:
     kept.fetch().wait()
     start = time.perf_counter()
     kept.leave(changed=True)
@@ -120,7 +120,7 @@ def _write(store: DiskStore, kept: Kept) -> float:
     return time.perf_counter() - start
 
 
-def _read(kept: Kept) -> float:
+def _read(kept: OffloadedState) -> float:
     start = time.perf_counter()
     kept.fetch().wait()
     seconds = time.perf_counter() - start

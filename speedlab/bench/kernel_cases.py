@@ -29,7 +29,7 @@ from cuda_ops.onebit import CHUNK, onebit_average, onebit_pack, onebit_take
 from cuda_ops.sgd_momentum import sgd_momentum
 from cuda_ops.stochastic import round_stochastically
 from speedlab.calibrate.interleave import interleave, row, rows
-from speedlab.calibrate.table import Row, missing
+from speedlab.calibrate.table import BenchRow, missing
 from speedlab.engine.memory_ledger import PeakMemory, release_freed_memory
 
 _MILLION = 1_000_000
@@ -63,7 +63,7 @@ def _flats(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Te
     return param, grad, torch.zeros_like(param), torch.full_like(param, 1e-3)
 
 
-def adamw_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+def adamw_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """AdamW alone, and with unscale, clip and a bfloat16 copy."""
     for millions in (10, 100):
         count = millions * _MILLION
@@ -114,7 +114,7 @@ def _deepspeed_adam(param: Tensor, grad: Tensor) -> Callable[[], None]:
     return DeepSpeedCPUAdam([own], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, adamw_mode=True).step
 
 
-def blockwise8_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+def blockwise8_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """Both moments of AdamW out of their codes, and back into them."""
     count = 100 * _MILLION
     values = _flats(count, device)[0]
@@ -133,7 +133,7 @@ def blockwise8_rows(device: torch.device, rounds: int) -> Iterator[Row]:
             yield from rows(case, times, floor="floor")
 
 
-def rounding_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+def rounding_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """Updated parameters into bfloat16, at random; the peer rounds to nearest."""
     count = 100 * _MILLION
     values = _flats(count, device)[0]
@@ -150,7 +150,7 @@ def rounding_rows(device: torch.device, rounds: int) -> Iterator[Row]:
     yield from rows(f"round_stochastically 100M, {_threads(device)}", times, floor="floor")
 
 
-def sgd_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+def sgd_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     param, grad, buffer, _ = _flats(10 * _MILLION, device)
     own = torch.nn.Parameter(param.clone())
     own.grad = grad.clone()
@@ -167,7 +167,7 @@ def sgd_rows(device: torch.device, rounds: int) -> Iterator[Row]:
     yield from rows(f"sgd_momentum 10M float32, {_threads(device)}", times, floor="floor")
 
 
-def grad_stats_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+def grad_stats_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """The peer needs two passes for the same answer: the norm, and whether all is finite."""
     for dtype in (torch.float32, torch.bfloat16):
         grad = _flats(10 * _MILLION, device)[1].to(dtype)
@@ -182,7 +182,7 @@ def grad_stats_rows(device: torch.device, rounds: int) -> Iterator[Row]:
         yield from rows(f"grad_stats 10M {_short(dtype)}, {_threads(device)}", times)
 
 
-def onebit_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+def onebit_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """Sign-packing with error feedback, and the mean of what four ranks packed."""
     count = 1024 * CHUNK
     values = _flats(count, device)[0]
@@ -209,7 +209,7 @@ def onebit_rows(device: torch.device, rounds: int) -> Iterator[Row]:
     yield from rows(f"onebit average of {_RANKS} ranks, {_threads(device)}", times, floor="floor")
 
 
-def frozen_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+def frozen_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """A step's passes behind an exchange of signs: the mean taken and the rest kept, and the update over it. Beside
     AdamW, which a step of the warm-up takes, and what torch's own operations take."""
     count = 10_000 * 1024
@@ -275,7 +275,7 @@ def _numpy_average(packed: np.ndarray, scales: np.ndarray, out: np.ndarray) -> N
     out /= len(packed)
 
 
-def blockquant_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+def blockquant_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """int8 and int4 beside a plain version, which knows no special values, compiled by torch. Both allocate what they
     return."""
     values = _flats(40_000 * 256, device)[0]  # Whole blocks, so that the peer needs no padding.
@@ -341,7 +341,7 @@ _DENSE = ((4, 6, 128, 64), (1, 4, 512, 128), (1, 12, 512, 64), (1, 2, 4096, 64))
 """Batch, heads, tokens, elements of a head."""
 
 
-def attention_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+def attention_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """Forward and backward, causal, a window of 4 blocks and 1 global block, beside dense attention."""
     for length in (4096, 16384):
         layout = BlockLayout.local(length, 4, causal=True) | BlockLayout.global_(length, 1, causal=True)
@@ -362,7 +362,7 @@ def attention_rows(device: torch.device, rounds: int) -> Iterator[Row]:
         yield from rows(f"block_sparse_attention {length}, window 4 + 1 global", times)
 
 
-def torch_attention_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+def torch_attention_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """torch's causal attention, forward and backward, by our kernels and by its own. On CPUs."""
     if device.type != "cpu":
         return
@@ -402,7 +402,7 @@ _SHAPES = ((512, 384, 16384), (2048, 768, 50257))
 _CHUNK = 256
 
 
-def loss_rows(device: torch.device, rounds: int) -> Iterator[Row]:
+def loss_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """Forward and backward beside the full logits; the floor is the three products, in chunks that fit the caches.
 
     A row of its own tells the memory: bytes at the peak beyond what stands before and after, over the full logits'.
@@ -427,7 +427,7 @@ def loss_rows(device: torch.device, rounds: int) -> Iterator[Row]:
             yield from rows(name, times, floor="floor")
             if vocabulary > 50_000:
                 logits = tokens * vocabulary * dtype.itemsize
-                yield Row(
+                yield BenchRow(
                     case=f"{name}: peak extra memory over the logits'",
                     ours=_extra_bytes(ours, device) / logits,
                     unit="share",

@@ -16,10 +16,10 @@ import torch
 import tyro
 
 from speedlab.bench import kernel_cases
-from speedlab.calibrate.table import Row, missing, report
+from speedlab.calibrate.table import BenchRow, missing, report
 from speedlab.config.cli_options import read_options
 
-CASES: dict[str, Callable[[torch.device, int], Iterator[Row]]] = {
+CASES: dict[str, Callable[[torch.device, int], Iterator[BenchRow]]] = {
     "adamw": kernel_cases.adamw_rows,
     "blockwise8": kernel_cases.blockwise8_rows,
     "round_stochastically": kernel_cases.rounding_rows,
@@ -39,7 +39,7 @@ _THREADED = ("adamw", "blockwise8", "round_stochastically")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class KernelsOptions:
     """Every kernel beside its peers. `ratio` > 1: ours is faster; `limit_share`: share of the floor's speed."""
 
     only: Annotated[tuple[str, ...], tyro.conf.arg(name="only")] = ()
@@ -55,7 +55,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = read_options(Options, argv, "speedlab bench kernels")
+    options = read_options(KernelsOptions, argv, "speedlab bench kernels")
     unknown = [name for name in options.only if name not in CASES]
     if unknown:
         print(f"speedlab bench kernels: no operation {unknown[0]!r}; there are {', '.join(CASES)}", file=sys.stderr)
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device(options.device)
     for peer in missing():
         print(f"not installed, left out: {peer} (make bench installs it)", file=sys.stderr)
-    found: list[Row] = []
+    found: list[BenchRow] = []
     for name in options.only or CASES:
         # Threads make a difference where there is memory to share; elsewhere one count tells enough.
         for threads in options.threads if name in _THREADED and device.type == "cpu" else options.threads[:1]:

@@ -26,7 +26,7 @@ _SMALL_BLOCK: BlockCase = ("rotary", 128, 8, 64, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class CaseSizes:
     """Of what is measured on one kind of device: as large as what is trained there."""
 
     blocks: Sequence[BlockCase]
@@ -42,7 +42,7 @@ class Sizes:
     larger_micro_size: int
 
 
-ON_PROCESSORS = Sizes(
+ON_PROCESSORS = CaseSizes(
     blocks=(
         _SMALL_BLOCK,
         ("rotary", 64, 2, 64, 2),
@@ -77,7 +77,7 @@ ON_PROCESSORS = Sizes(
     larger_micro_size=4,
 )
 
-ON_GPUS = Sizes(
+ON_GPUS = CaseSizes(
     blocks=(
         _SMALL_BLOCK,
         ("rotary", 1024, 16, 512, 2),
@@ -129,12 +129,12 @@ _SMALL_RUNS = (
 """Whole steps of small models that set the engine's own time. With one engine all axes are the same."""
 
 
-def sizes_on(device: str) -> Sizes:
+def sizes_on(device: str) -> CaseSizes:
     """Of 'cpu' or 'cuda'."""
     return ON_GPUS if device == "cuda" else ON_PROCESSORS
 
 
-def larger_configs(sizes: Sizes, dtype: str) -> list[RunConfig]:
+def larger_configs(sizes: CaseSizes, dtype: str) -> list[RunConfig]:
     """One for each kind of block, 'rotary' first."""
     model = sizes.larger_model
     return [
@@ -182,7 +182,7 @@ def head_model(case: HeadCase) -> ModelConfig:
     return ModelConfig(layers=1, hidden=hidden, heads=1, ffn_hidden=hidden, vocab_size=vocabulary, loss=loss)  # type: ignore[arg-type]  # one of the two
 
 
-def head_cases(sizes: Sizes) -> list[HeadCase]:
+def head_cases(sizes: CaseSizes) -> list[HeadCase]:
     return [(*case, loss) for loss in ("chunked", "full") for case in sizes.heads]
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from speedlab.calibrate.table import Row
+from speedlab.calibrate.table import BenchRow
 
 if TYPE_CHECKING:
     import torch
@@ -76,12 +76,12 @@ def row(
     unit: str = "ms",
     value: Callable[[float], float] = lambda seconds: seconds * 1e3,
     allocator: str = "",
-) -> Row:
+) -> BenchRow:
     """`own` beside `peer`, and beside `floor`, the time below which nobody can get. `value`: of seconds, in `unit`."""
     values = [value(seconds) for seconds in times[own]]
     ratios = _ratios(times[peer], times[own]) if peer else None
     shares = _ratios(times[floor], times[own]) if floor else None
-    return Row(
+    return BenchRow(
         case=case,
         ours=statistics.median(values),
         unit=unit,
@@ -97,7 +97,7 @@ def row(
     )
 
 
-def rows(case: str, times: Times, *, floor: str = "") -> list[Row]:
+def rows(case: str, times: Times, *, floor: str = "") -> list[BenchRow]:
     """A row for each peer; one row when there is none."""
     peers = [name for name in times if name not in ("ours", floor)]
     return [row(case, times, peer=peer, floor=floor) for peer in peers] or [row(case, times, floor=floor)]

@@ -17,7 +17,7 @@ from typing import Any
 from speedlab.calibrate import workers
 from speedlab.calibrate.cases import (
     DTYPES,
-    Sizes,
+    CaseSizes,
     block_model,
     head_cases,
     head_model,
@@ -93,7 +93,7 @@ def _engines(number: int) -> str:
     return f"{number} engine{'s' if number > 1 else ''}"
 
 
-def _as_samples(sizes: Sizes, dtype: Any, measured: dict[str, Any]) -> Samples:
+def _as_samples(sizes: CaseSizes, dtype: Any, measured: dict[str, Any]) -> Samples:
     """What was measured of kernels."""
     blocks = [
         BlockTime(setup=setup_of(block_model(case), case[3], case[4], dtype), forward=forward, backward=backward)
@@ -118,7 +118,7 @@ def _as_samples(sizes: Sizes, dtype: Any, measured: dict[str, Any]) -> Samples:
     )
 
 
-def _with_engines(sizes: Sizes, kernels: Samples, engines: int, threads: int, measured: dict[str, Any]) -> Samples:
+def _with_engines(sizes: CaseSizes, kernels: Samples, engines: int, threads: int, measured: dict[str, Any]) -> Samples:
     """`kernels` with what was measured of engines together."""
     dtype: Any = kernels.dtype
 

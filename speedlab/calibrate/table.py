@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class BenchRow:
     """One comparison. `ratio` > 1 means ours is better; `spread` is (max − min) / median of our `n` rounds."""
 
     case: str
@@ -40,10 +40,10 @@ def missing() -> list[str]:
     return [] if importlib.util.find_spec("deepspeed") else ["DeepSpeed"]
 
 
-def render(rows: list[Row]) -> str:
+def render(rows: list[BenchRow]) -> str:
     """The rows as a text table, columns aligned. The allocator has a column where a row says something of it."""
     left_out = {*_RANGES.values(), *(() if any(row.allocator for row in rows) else ("allocator",))}
-    header = [field.name for field in fields(Row) if field.name not in left_out]
+    header = [field.name for field in fields(BenchRow) if field.name not in left_out]
     lines = [header, *([_cell_of(row, name) for name in header] for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
     return "\n".join(
@@ -55,14 +55,14 @@ def render(rows: list[Row]) -> str:
     )
 
 
-def report(rows: list[Row], file: Path | None) -> None:
+def report(rows: list[BenchRow], file: Path | None) -> None:
     """Print the table, and write one JSON record for each row when `file` is given."""
     print(render(rows))
     if file is not None:
         file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))
 
 
-def _cell_of(row: Row, name: str) -> str:
+def _cell_of(row: BenchRow, name: str) -> str:
     text = _cell(getattr(row, name))
     limits = getattr(row, _RANGES[name]) if name in _RANGES else None
     return text if limits is None else f"{text} ({_cell(limits[0])}..{_cell(limits[1])})"

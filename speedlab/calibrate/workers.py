@@ -15,8 +15,8 @@ from typing import Any
 from speedlab.calibrate.cases import (
     ROW,
     BlockCase,
+    CaseSizes,
     HeadCase,
-    Sizes,
     block_model,
     head_cases,
     head_model,
@@ -74,7 +74,7 @@ def begin(threads: int) -> int:
     return PeakMemory.resident()
 
 
-def _sizes() -> Sizes:
+def _sizes() -> CaseSizes:
     from speedlab.comm.world import own_device
 
     return sizes_on(own_device().type)
@@ -178,7 +178,7 @@ def _block_step(case: BlockCase, dtype: str) -> Callable[[], tuple[float, ...]]:
     import torch
 
     from speedlab.comm.world import own_device
-    from speedlab.engine.kernels import OwnKernels
+    from speedlab.engine.kernels import CpuKernelOverrides
     from speedlab.models import GPT
 
     _, hidden, _, length, micro = case
@@ -186,7 +186,7 @@ def _block_step(case: BlockCase, dtype: str) -> Callable[[], tuple[float, ...]]:
     x = torch.randn(micro, length, hidden, dtype=getattr(torch, dtype), device=own_device(), requires_grad=True)
     grad = torch.randn_like(x)
     rotation = model.rotation(x)
-    kernels = OwnKernels([model], PrecisionConfig(), own_device(), x.dtype)
+    kernels = CpuKernelOverrides([model], PrecisionConfig(), own_device(), x.dtype)
 
     def step() -> tuple[float, ...]:
         with kernels.under_way():
@@ -217,14 +217,14 @@ def _head_step(case: HeadCase, dtype: str) -> Callable[[], tuple[float, ...]]:
     import torch
 
     from speedlab.comm.world import own_device
-    from speedlab.engine.kernels import OwnKernels
+    from speedlab.engine.kernels import CpuKernelOverrides
     from speedlab.models import GPT
 
     hidden, vocabulary, length, micro, _ = case
     model = GPT(head_model(case)).to(own_device(), getattr(torch, dtype))
     x = torch.randn(micro, length, hidden, dtype=getattr(torch, dtype), device=own_device(), requires_grad=True)
     targets = torch.randint(0, vocabulary, (micro, length), device=own_device())
-    OwnKernels([model], PrecisionConfig(), own_device(), x.dtype)  # Its products; there is no attention.
+    CpuKernelOverrides([model], PrecisionConfig(), own_device(), x.dtype)  # Its products; there is no attention.
 
     def step() -> tuple[float, ...]:
         begin = _now()
@@ -285,14 +285,14 @@ def _time_collectives(dtype: str, rounds: int) -> list[tuple[str, int, float]]:
     import torch
     import torch.distributed as dist
 
-    from speedlab.comm import Group, Traffic
+    from speedlab.comm import CommStats, Group
     from speedlab.comm.world import own_device
 
     size = dist.get_world_size()
     if size == 1:
         return []
     kind = getattr(torch, dtype)
-    group = Group(range(size), Traffic(), own_device())
+    group = Group(range(size), CommStats(), own_device())
     found = []
     for nbytes in _COLLECTIVE_BYTES:
         full = group.empty(nbytes // kind.itemsize // size * size, kind).fill_(1)

@@ -17,7 +17,7 @@ from speedlab.cli.cluster import EngineOptions, StopRequests
 from speedlab.cluster import RankError, Run
 from speedlab.cluster.errors import name_ranks
 from speedlab.cluster.known_runs import RunError, saved_step
-from speedlab.cluster.run_commands import Pending
+from speedlab.cluster.run_commands import CommandFuture
 from speedlab.config import RunConfig
 from speedlab.display.formatting import bytes_text, count_text, seconds_text
 from speedlab.telemetry.checkpoint_index import newest
@@ -31,7 +31,7 @@ _BAR_WIDTH = 12
 _SPEED_STEPS = 20
 
 
-class Progress:
+class ProgressBar:
     """Draws what `feed` holds; `say` prints a line of text above the bar."""
 
     def __init__(self, feed: Feed, stream: TextIO | None = None) -> None:
@@ -115,11 +115,11 @@ def _joined(parts: Mapping[str, str]) -> str:
 _POLL_SECONDS = 0.2
 
 
-def follow(run: Run, where: EngineOptions, word: Pending | None = None) -> int:
+def follow(run: Run, where: EngineOptions, word: CommandFuture | None = None) -> int:
     """Show a run's progress until it rests; returns the command's exit status. `word`: what made it go on, whose
     refusal is told."""
     assert run.cluster is not None
-    progress = Progress(run.feed)
+    progress = ProgressBar(run.feed)
     unsubscribe = run.cluster.output.subscribe(lambda ranks, stream, text: progress.say(_by_rank(ranks, text)))
     try:
         with StopRequests() as requests:
@@ -139,7 +139,7 @@ def follow(run: Run, where: EngineOptions, word: Pending | None = None) -> int:
     return 0 if state is RunState.FINISHED else 130 if requests.count else 1
 
 
-def _until_rest(run: Run, progress: Progress, requests: StopRequests) -> RunState:
+def _until_rest(run: Run, progress: ProgressBar, requests: StopRequests) -> RunState:
     """Wait for the end of the run. A first request saves and stops after the step, a second interrupts the ranks."""
     assert run.cluster is not None
     answered, events = 0, len(run.events)
@@ -162,7 +162,7 @@ def _until_rest(run: Run, progress: Progress, requests: StopRequests) -> RunStat
         answered = requests.count
 
 
-def _show_proof(run: Run, progress: Progress, seen: int) -> int:
+def _show_proof(run: Run, progress: ProgressBar, seen: int) -> int:
     """Print the proof once it is there: all of it if all was asked for, else what needs a look. Returns how many events
     were looked at; `seen` were before."""
     events = run.events

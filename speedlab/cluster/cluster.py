@@ -23,7 +23,7 @@ import speedlab.cluster.files.processes as processes
 import speedlab.cluster.launch.host_specs as host_specs
 import speedlab.cluster.shutdown as ending
 import speedlab.cluster.simulated_link as pretended
-from speedlab.cluster.connection import Handle, RunsOf
+from speedlab.cluster.connection import ClusterRuns, SupervisorConnection
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files.cluster_dir import ClusterState, running_clusters
 from speedlab.cluster.launch.placement import choose_devices
@@ -33,7 +33,7 @@ from speedlab.cluster.supervisor import spawn
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
 from speedlab.cluster.worker.remote import run_cell_at
 from speedlab.cluster.worker.serialization import pack
-from speedlab.config import ConfigError, GivenConfig, config_of
+from speedlab.config import ConfigError, ConfigLike, as_config
 from speedlab.config.errors import briefly, more_in
 from speedlab.hardware import Device
 from speedlab.network import LinkRate
@@ -46,7 +46,7 @@ BACKENDS = ("shared", "gloo")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class ClusterRequest:
     """As `Cluster` has it; None, and the device 'auto', where whatever runs will do."""
 
     engines: int | None
@@ -65,7 +65,7 @@ class Wanted:
         link: str | None,
         spec: host_specs.Spec | None,
         timeout_seconds: float | None = None,
-    ) -> Wanted:
+    ) -> ClusterRequest:
         """Raises ClusterError for what no cluster can be."""
         if timeout_seconds is not None and not 0 < timeout_seconds < math.inf:
             raise ClusterError(f"timeout_seconds is {timeout_seconds!r}; it is a number of seconds above 0")
@@ -135,7 +135,7 @@ class EngineStatus:
         return f"{self.device.name} on {self.host}" if self.host else self.device.name
 
 
-class Cluster(Handle):
+class Cluster(SupervisorConnection):
     """One engine per GPU, else 4 on CPU cores; or, if one of that name runs, a handle of it.
 
     `device`: 'cuda', 'cpu', or 'auto'. `backend`: how CPU engines reach each other, 'shared' (memory, the default) or
@@ -173,13 +173,13 @@ class Cluster(Handle):
         interface: str = "",
         progress: Callable[[str], object] = print,
     ) -> None:
-        self._wanted = Wanted.parse(
+        self._wanted = ClusterRequest.parse(
             engines, device, backend, link, host_specs.parse(hosts, slurm, mpi), timeout_seconds
         )
         super().__init__(name)
         self._interface, self._given_up = interface, threading.Event()
-        self._waiting = spawn.Waiting(progress=progress, given_up=self._given_up.is_set)
-        self.runs = RunsOf(self)
+        self._waiting = spawn.StartWaiter(progress=progress, given_up=self._given_up.is_set)
+        self.runs = ClusterRuns(self)
         """The runs of this cluster, as its supervisor has them."""
         if start:
             self.start()
@@ -323,7 +323,7 @@ class Cluster(Handle):
                 rss_bytes=found.rss_bytes,
                 host=hosts.get(found.rank, ""),
             )
-            for found in self._ask(m.Look())
+            for found in self._ask(m.GetRankStatus())
         ]
 
     # Work
@@ -345,14 +345,14 @@ class Cluster(Handle):
         self, code: str, *, ranks: Iterable[int] | None = None, shown: bool = False, door: str = ""
     ) -> RankResults:
         """Run a cell's code in each engine's namespace. The last expression is printed, and its text returned. `shown`:
-        whether `RankResults.sayings` is to tell what ranks print and display in it; `door`: name of the Door that is
+        whether `RankResults.sayings` is to tell what ranks print and display in it; `door`: name of the DebugServer that is
         served, where `breakpoint()` in it is to stop."""
         work = pack((run_cell_at, (door, code), {}), {"the cell": code})
         return self._submit(work, ranks, shown=shown)
 
     def train(
         self,
-        config: GivenConfig,
+        config: ConfigLike,
         *,
         model: Any = None,
         loss: Callable[[Any, Any], Any] | None = None,
@@ -391,7 +391,7 @@ class Cluster(Handle):
                 "and gives the mean loss, or none where the model's forward gives it"
             )
         given = {"model": model, "loss": loss, "tp_plan": tp_plan}
-        return start_run(self, config_of(config), **{key: value for key, value in given.items() if value is not None})
+        return start_run(self, as_config(config), **{key: value for key, value in given.items() if value is not None})
 
     # Control
 
@@ -435,12 +435,12 @@ class Cluster(Handle):
         `run.reshape(engines=…)` saves first and fits the configuration. Raises ClusterError, with the cluster as it
         was, while a run or a cell is under way, or when there are too few devices.
         """
-        self._ask(m.Resize(engines=engines), progress=progress)
+        self._ask(m.ResizeCluster(engines=engines), progress=progress)
         self._wanted = replace(self._wanted, engines=engines)
 
     def check_size(self, engines: int) -> None:
         """Raise ClusterError where `resize` could not give so many engines."""
-        self._ask(m.Resize(engines=engines, only_look=True))
+        self._ask(m.ResizeCluster(engines=engines, only_look=True))
 
     def stop(self) -> None:
         """End all engines, what they started, and the controller; interrupts first. Does nothing when none runs."""

@@ -15,8 +15,8 @@ from speedlab.cluster.run import Run
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.figures.compare import (
     MOST_COMPARED,
-    Look,
     RunsSideBySide,
+    RunStanding,
     compared_figures,
     facts_table,
     look_at,
@@ -48,7 +48,7 @@ class Comparison:
         """Counts the polls that found something."""
         self._lock = threading.Lock()
         self._histories = [History() for _ in feeds]
-        self._looks: list[Look | None] = [None for _ in feeds]
+        self._looks: list[RunStanding | None] = [None for _ in feeds]
 
     @property
     def settings(self) -> RunsSideBySide:
@@ -112,7 +112,7 @@ class Comparison:
         return _together([feed.folder.read_status() for feed in self.feeds])
 
     @property
-    def looks(self) -> list[Look]:
+    def looks(self) -> list[RunStanding]:
         """How each stood when it was last polled."""
         return [look for look in self._looks if look is not None]
 
@@ -133,7 +133,7 @@ class Comparison:
         for feed in self.feeds:
             feed.close()
 
-    def _now(self) -> list[Look]:
+    def _now(self) -> list[RunStanding]:
         self.poll(files=True)
         return self.looks
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import speedlab.cluster.files.processes as processes
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import ClusterState, Home
+from speedlab.cluster.files.cluster_dir import ClusterDir, ClusterState
 from speedlab.cluster.interrupts import is_the_users
 from speedlab.cluster.results import RankResults, RanksOutput
 from speedlab.cluster.supervisor import protocol as m
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 _MOST_ASKED = 3
 
 
-class Handle:
+class SupervisorConnection:
     """Of the cluster of this name, whichever that is by now."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._home = Home(name)
+        self._home = ClusterDir(name)
         self._lock = threading.RLock()
         self._state: ClusterState | None = None
         self._stamp = 0
@@ -140,7 +140,7 @@ class Handle:
 
     def _ask_again(self, client: Client, results: RankResults) -> None:
         client.hear_of(results.id, results)
-        if known := client.ask(m.Watch(id=results.id, shown=results.shown)):
+        if known := client.ask(m.ResumeSubmission(id=results.id, shown=results.shown)):
             results.begun(known)
             return
         # The supervisor had not heard of it, or had not begun with it.
@@ -185,7 +185,7 @@ class Handle:
 _LET_GO_SECONDS = 10.0
 
 
-class RunsOf:
+class ClusterRuns:
     """The runs of a cluster, by their folders."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -193,19 +193,19 @@ class RunsOf:
 
     def begin(self, folder: Path) -> None:
         """Let the ranks begin with a new run. Raises ClusterError while another one is under way."""
-        self._ask(m.Begin(folder=str(folder)))
+        self._ask(m.StartRun(folder=str(folder)))
 
     def post(self, folder: Path, word: str, arguments: dict[str, Any]) -> int:
         """Give a control word to a run; returns its number. Raises ClusterError when an engine is dead."""
-        return self._ask(m.Post(folder=str(folder), word=word, arguments=arguments, key=secrets.token_hex(8)))
+        return self._ask(m.SendCommand(folder=str(folder), word=word, arguments=arguments, key=secrets.token_hex(8)))
 
     def attend(self, folder: Path) -> None:
         """Look whether words wait for a run that nobody works on."""
-        self._ask(m.Attend(folder=str(folder)))
+        self._ask(m.WakeRun(folder=str(folder)))
 
-    def standing(self, folder: Path) -> m.Standing:
+    def standing(self, folder: Path) -> m.RunStatus:
         """How a run stands with its ranks."""
-        return self._ask(m.AskStanding(folder=str(folder)))
+        return self._ask(m.GetRunStatus(folder=str(folder)))
 
     def interrupt(self, folder: Path, seconds: float = 2.0) -> list[int]:
         """Interrupt what the ranks do for this run, and no more; returns the ranks that are idle then."""
@@ -217,14 +217,14 @@ class RunsOf:
         worked on after `seconds`."""
         key = secrets.token_hex(8)
         try:
-            self._ask(m.Hold(folder=str(folder), seconds=seconds, key=key))
+            self._ask(m.LockRun(folder=str(folder), seconds=seconds, key=key))
             yield
         finally:
             # Also when somebody interrupts just here: words would wait as long as this process lives. The hold goes
             # with the connection where nobody answers.
             with contextlib.suppress(TimeoutError, ClusterError):
                 processes.uninterrupted(
-                    lambda: self._ask(m.LetGo(folder=str(folder), key=key), seconds=_LET_GO_SECONDS)
+                    lambda: self._ask(m.ReleaseRun(folder=str(folder), key=key), seconds=_LET_GO_SECONDS)
                 )
 
     def _ask(self, question: m.Question, *, seconds: float | None = None) -> Any:

@@ -41,7 +41,7 @@ class RunError(RuntimeError):
         return [f"{type(self).__name__}: {with_more(self)}"]
 
 
-class Given(Protocol):
+class KnownCluster(Protocol):
     """A cluster, as far as it is known by its folder and its token."""
 
     @property
@@ -62,14 +62,14 @@ def run_data(path: Path) -> dict[str, object]:
     return {"version": 1, "run": run_id(path), "name": path.name}
 
 
-def remember_run(cluster: Given, path: Path) -> None:
+def remember_run(cluster: KnownCluster, path: Path) -> None:
     """Note in the cluster's own folder where this run is, so that a kernel in another directory finds it."""
     paths = [str(path), *(str(known) for known in remembered_runs(cluster) if known != path)]
     write_atomically(_runs_file(cluster), json.dumps({"runs": paths[:_REMEMBERED_RUNS]}))
     note_seen(cluster.directory.parent, path)
 
 
-def remembered_runs(cluster: Given) -> list[Path]:
+def remembered_runs(cluster: KnownCluster) -> list[Path]:
     """Folders of the runs this cluster was given, newest first; some may be gone. Where its list is damaged, those of
     the person's registry that it holds or has held, as far as its token is known."""
     paths = _paths_in(_runs_file(cluster))
@@ -101,17 +101,17 @@ def _paths_in(file: Path) -> list[Path] | None:
     return None
 
 
-def _runs_file(cluster: Given) -> Path:
+def _runs_file(cluster: KnownCluster) -> Path:
     """Beside the cluster's own files."""
     return cluster.directory / "runs.json"
 
 
-def remembered_folders(cluster: Given) -> list[RunFolder]:
+def remembered_folders(cluster: KnownCluster) -> list[RunFolder]:
     """The runs this cluster was given that are still there, newest first."""
     return _opened(remembered_runs(cluster))
 
 
-def known_folders(cluster: Given) -> list[RunFolder]:
+def known_folders(cluster: KnownCluster) -> list[RunFolder]:
     """The runs this cluster was given and those in ./runs, but for those that cannot be read."""
     return _opened([*remembered_runs(cluster), *(path.resolve() for path in find_runs("runs"))])
 
@@ -128,7 +128,7 @@ def _opened(paths: list[Path]) -> list[RunFolder]:
     return folders
 
 
-def runs_here(folder: RunFolder, cluster: Given) -> bool:
+def runs_here(folder: RunFolder, cluster: KnownCluster) -> bool:
     """Whether the engines that hold this run's state are those of `cluster`."""
     return folder.read_status().token == cluster.token
 
@@ -139,7 +139,7 @@ def saved_step(folder: RunFolder) -> int | None:
     return kept.step if kept is not None else None
 
 
-def refuse_second_run(cluster: Given) -> None:
+def refuse_second_run(cluster: KnownCluster) -> None:
     """Raise ClusterError while a run is under way on these engines."""
     for folder in known_folders(cluster):
         status = folder.read_status()

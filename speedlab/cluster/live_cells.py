@@ -8,11 +8,11 @@ from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speedlab.cluster.debug.connection import Door
+from speedlab.cluster.debug.connection import DebugServer
 from speedlab.cluster.errors import RankError, RemoteFailure
-from speedlab.cluster.files.signed_files import read_sealed, write_sealed
-from speedlab.cluster.run_commands import Pending
-from speedlab.telemetry.live_cells import Said, cell_path, take_said
+from speedlab.cluster.files.signed_files import read_signed, write_signed
+from speedlab.cluster.run_commands import CommandFuture
+from speedlab.telemetry.live_cells import CellOutcome, cell_path, take_said
 from speedlab.telemetry.records import Event
 from speedlab.telemetry.run_folder import RunFolderError
 
@@ -25,10 +25,10 @@ class LiveCell:
 
     ADVICE = "The run goes on without it; run.state says what it does."
 
-    def __init__(self, pending: Pending, run: Run, cell: str, door: Door) -> None:
+    def __init__(self, pending: CommandFuture, run: Run, cell: str, door: DebugServer) -> None:
         self.pending = pending
         self._run, self._cell, self._door = run, cell, door
-        self._said: dict[int, Said] | None = None
+        self._said: dict[int, CellOutcome] | None = None
 
     @property
     def done(self) -> bool:
@@ -65,7 +65,7 @@ class LiveCell:
         yield from self.pending.__await__()
         return self._texts()
 
-    def said(self) -> dict[int, Said]:
+    def said(self) -> dict[int, CellOutcome]:
         """What each rank said in it, as messages of Jupyter. Only once it is done. Raises ClusterError for an answer
         that this user's engines did not write, RunFolderError for one that is damaged, or was not taken for long."""
         if self._said is None:
@@ -91,7 +91,7 @@ class LiveCell:
 
 
 def _read(path: Path) -> bytes:
-    return read_sealed(path, "Run the cell again")
+    return read_signed(path, "Run the cell again")
 
 
 def post_live(run: Run, code: str, ranks: Iterable[int] | None, *, asks: bool) -> LiveCell:
@@ -103,9 +103,9 @@ def post_live(run: Run, code: str, ranks: Iterable[int] | None, *, asks: bool) -
     path = cell_path(run.folder.path, cell)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     assert run.cluster is not None
-    door = Door(run.cluster.directory, cell)
+    door = DebugServer(run.cluster.directory, cell)
     try:
-        write_sealed(path, code.encode())
+        write_signed(path, code.encode())
         if not asks:
             door.close()
         arguments = {"cell": cell, "ranks": None if ranks is None else list(ranks), "asks": asks}

@@ -23,7 +23,7 @@ from speedlab.cluster.supervisor import protocol as m
 from speedlab.cluster.worker.serialization import unpack
 
 if TYPE_CHECKING:
-    from speedlab.cluster.connection import Handle
+    from speedlab.cluster.connection import SupervisorConnection
 
 
 CHECK_SECONDS = 1.0
@@ -33,7 +33,7 @@ CHECK_SECONDS = 1.0
 class RankResults:
     """Results of one submission by rank: `.result()`, `await`, `.wait(timeout)`, or `.done` to look."""
 
-    def __init__(self, cluster: Handle, id: str, work: bytes = b"", *, shown: bool = False) -> None:
+    def __init__(self, cluster: SupervisorConnection, id: str, work: bytes = b"", *, shown: bool = False) -> None:
         """`id`: the submission's; `work`: what it is, for a supervisor that has not heard of it."""
         self.id = id
         self.work = work
@@ -162,7 +162,7 @@ class RankResults:
         failure = RemoteFailure.from_dict(message.failure) if message.failure is not None else None
         self._set(message.rank, message.value, failure)
 
-    def said(self, message: m.Said) -> None:
+    def said(self, message: m.DisplayMessage) -> None:
         self._said.put((message.rank, message.kind, message.content))
 
     def abandon(self, reason: str) -> None:
@@ -211,7 +211,7 @@ class RanksOutput:
     """What the ranks of a cluster print. `subscribe(callback)`; callbacks come on the thread that hears of the
     supervisor, and must not wait for any answer of it."""
 
-    def __init__(self, cluster: Handle) -> None:
+    def __init__(self, cluster: SupervisorConnection) -> None:
         self._cluster = weakref.ref(cluster)
         self._callbacks: list[Printed] = []
 
@@ -220,7 +220,7 @@ class RanksOutput:
         self._callbacks.append(callback)
         cluster = self._cluster()
         if cluster is not None:
-            cluster._ask(m.Listen(on=True))
+            cluster._ask(m.Subscribe(on=True))
 
         def unsubscribe() -> None:
             if callback in self._callbacks:
@@ -252,4 +252,4 @@ class RanksOutput:
         """There is a new connection to the supervisor."""
         cluster = self._cluster()
         if self._callbacks and cluster is not None and cluster._client is not None:
-            cluster._client.ask(m.Listen(on=True))
+            cluster._client.ask(m.Subscribe(on=True))

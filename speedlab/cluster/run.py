@@ -26,17 +26,17 @@ from speedlab.cluster.files.user_model import OWN_MODEL
 from speedlab.cluster.interrupts import is_the_users, noting_interrupts
 from speedlab.cluster.known_runs import RUN_MIME, RunError, run_data, saved_step
 from speedlab.cluster.run_commands import (
-    Pending,
+    CommandFuture,
     Saved,
     checkpoint_of,
     find_engines,
     is_built_in,
+    rebind_engines,
     resume_arguments,
-    take_engines,
-    unsaved_text,
-    way_on,
+    resume_hint,
+    unsaved_warning,
 )
-from speedlab.cluster.supervisor.protocol import Standing
+from speedlab.cluster.supervisor.protocol import RunStatus
 from speedlab.config import ConfigError, RunConfig
 from speedlab.display.optional_dependencies import extras
 from speedlab.planner import stage_blocks
@@ -147,7 +147,7 @@ class Run:
         from speedlab.cluster.stage_table import stage_table
 
         self.feed.poll()
-        return stage_table(self.feed, devices=self._devices(), notes=filter(None, [unsaved_text(self)]))
+        return stage_table(self.feed, devices=self._devices(), notes=filter(None, [unsaved_warning(self)]))
 
     def proof(self) -> Proof:
         """What was checked of the run's first batch, or of the batch at the last `prove()`. Raises RunError if there is
@@ -197,17 +197,19 @@ class Run:
         """
         chosen = checkpoint_of(self, step, tag)
         if chosen is None and not self.has_engines and saved_step(self.folder) is None:
-            raise RunError(f"run {self.name!r} has nothing to export: {way_on(self)}")
+            raise RunError(f"run {self.name!r} has nothing to export: {resume_hint(self)}")
         chosen = chosen or find_checkpoint(self.folder.path)
         return export_checkpoint(chosen, Path(folder).expanduser().absolute(), config=config, dtype=dtype)
 
     # Control words: each returns at once
 
-    def pause(self) -> Pending:
+    def pause(self) -> CommandFuture:
         """Stop after the step that is being computed; the engines keep everything and are free for `%%ranks` cells."""
         return self._post("pause")
 
-    def resume(self, step: int | Saved | None = None, tag: Saved | None = None, *, steps: int | None = None) -> Pending:
+    def resume(
+        self, step: int | Saved | None = None, tag: Saved | None = None, *, steps: int | None = None
+    ) -> CommandFuture:
         """Go on: from where the run stands, or from the checkpoint of a step, or of a tag, or that `save` returned.
 
         `steps` makes the run longer (or shorter); a finished one needs it. A run that was stopped goes on, too, and one
@@ -222,24 +224,24 @@ class Run:
     def go_on_in(self, cluster: Cluster) -> None:
         """Let this run's next words go to the engines of `cluster`; its own are gone. `resume` does so by itself."""
         with cluster.runs.held(self.folder.path):
-            take_engines(self, cluster)
+            rebind_engines(self, cluster)
         self.cluster = cluster
 
-    def advance(self, n: int = 1) -> Pending:
+    def advance(self, n: int = 1) -> CommandFuture:
         """Compute `n` more steps, then pause. Raises ValueError for anything but a whole number of at least 1."""
         if not isinstance(n, SupportsIndex) or n.__index__() < 1:
             raise ValueError(f"advance({n!r}): a run only goes forward, by whole steps; n is an int, at least 1")
         return self._post("step", n=n.__index__())
 
-    def stop(self) -> Pending:
+    def stop(self) -> CommandFuture:
         """End the run after the step that is being computed."""
         return self._post("stop")
 
-    def save(self, tag: str | None = None) -> Pending:
+    def save(self, tag: str | None = None) -> CommandFuture:
         """Write a checkpoint to `checkpoints/<tag>`, 'step-000200' when no tag is given."""
         return self._post("save", tag=tag)
 
-    def prove(self) -> Pending:
+    def prove(self) -> CommandFuture:
         """Make the full proof of the next batch, between two steps; `proof()` then returns it. The step after it adds
         what its update has changed."""
         return self._post("prove")
@@ -259,7 +261,7 @@ class Run:
 
         return post_live(self, code, ranks, asks=asks)
 
-    def reshape(self, *, engines: int | None = None, **changes: Any) -> Pending:
+    def reshape(self, *, engines: int | None = None, **changes: Any) -> CommandFuture:
         """Change the ZeRO stage, the layout, or how a pipeline works, between two steps; no state is lost.
 
         `changes`: zero, islands, tp, pp, cp, dp, schedule, chunks, micro_batches, sequence, cp_heads, cp_pad, cut,
@@ -316,16 +318,16 @@ class Run:
     def check_can(self, word: str) -> None:
         """Raise RunError where no engines hear a control word."""
         if self.cluster is None or not self.has_engines:
-            raise RunError(f"run {self.name!r} has no engines here and cannot {word}: {way_on(self)}")
+            raise RunError(f"run {self.name!r} has no engines here and cannot {word}: {resume_hint(self)}")
 
-    def _post(self, word: str, **arguments: Any) -> Pending:
+    def _post(self, word: str, **arguments: Any) -> CommandFuture:
         self.check_can(word)
         assert self.cluster is not None
-        return Pending(self, self.cluster.runs.post(self.folder.path, word, arguments), word)
+        return CommandFuture(self, self.cluster.runs.post(self.folder.path, word, arguments), word)
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> RunStatus:
         """How it stands with the ranks of its cluster. Raises ClusterError when that has ended."""
-        return self.cluster.runs.standing(self.folder.path) if self.cluster is not None else Standing()
+        return self.cluster.runs.standing(self.folder.path) if self.cluster is not None else RunStatus()
 
     # Waiting
 
@@ -355,7 +357,7 @@ class Run:
     ) -> str:
         """Text that the model, as it is now, writes after `prompt`. The run has to rest; waits for the ranks."""
         if self.cluster is None or not self.has_engines:
-            raise RunError(f"run {self.name!r} has no engines here, so no model: {way_on(self)}")
+            raise RunError(f"run {self.name!r} has no engines here, so no model: {resume_hint(self)}")
         self._until(self._idle, timeout, f"the ranks of run {self.name!r}")
         results = self.cluster.submit(
             remote.generate, str(self.folder.path), prompt, tokens, temperature=temperature, seed=seed
@@ -457,7 +459,7 @@ class Run:
         if status.state in RESTING or time.time() - status.updated <= _ENGINE_CHECK_SECONDS:
             return
         if all(state.token != status.token for state in running_clusters()):
-            raise RunError(f"{self._where()}, but {way_on(self)}")
+            raise RunError(f"{self._where()}, but {resume_hint(self)}")
 
     def _where(self) -> str:
         status = self.feed.status
@@ -467,7 +469,7 @@ class Run:
     def __repr__(self) -> str:
         size = self._size()
         engines = f"{size or 'no'} engine{'' if size == 1 else 's'}"
-        unsaved = ", not saved" if unsaved_text(self) else ""
+        unsaved = ", not saved" if unsaved_warning(self) else ""
         return f"<Run {self.name!r}: {self.state}, step {self.step} of {self.feed.status.steps}, {engines}{unsaved}>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
@@ -479,4 +481,6 @@ class Run:
         last = self.feed.last
         loss = f" · loss {last.loss:.3f} · {last.tokens_per_second:,.0f} tokens/s" if last is not None else ""
         text = f"step {self.step:,}/{self.feed.status.steps:,}{loss} · {self.state}"
-        return f"<b>{html.escape(self.name)}</b> · {html.escape(' · '.join(filter(None, [text, unsaved_text(self)])))}"
+        return (
+            f"<b>{html.escape(self.name)}</b> · {html.escape(' · '.join(filter(None, [text, unsaved_warning(self)])))}"
+        )

@@ -67,7 +67,7 @@ def change_shape(
 _ANSWER_GRACE_SECONDS = 0.5
 
 
-class Pending:
+class CommandFuture:
     """The answer to a control word, once there is one: `.wait()`, `await`, or look at `.event`."""
 
     def __init__(self, run: Run, number: int, word: str) -> None:
@@ -127,7 +127,7 @@ class Pending:
         return f"<{self}: {f'{event.kind} at step {event.step}' if event else 'waiting'}>"
 
 
-Saved = str | os.PathLike[str] | Pending | Event
+Saved = str | os.PathLike[str] | CommandFuture | Event
 """A checkpoint as a person has it at hand: its tag, its path, or what `run.save` returned."""
 
 
@@ -164,7 +164,7 @@ def checkpoint_of(run: Run, step: int | Saved | None, tag: Saved | None) -> Path
     if step is not None and tag is not None:
         raise ConfigError(f"step {step} and tag {tag!r} both name a checkpoint; give one of them")
     saved = step if tag is None else tag
-    if isinstance(saved, Pending):
+    if isinstance(saved, CommandFuture):
         saved = saved.wait()
     if isinstance(saved, Event):
         if saved.kind != "checkpoint":
@@ -190,7 +190,7 @@ def _is_being_saved(run: Run, tag: str) -> bool:
     return any(command.word == "save" and command.arguments.get("tag") == tag for command in waiting)
 
 
-def way_on(run: Run) -> str:
+def resume_hint(run: Run) -> str:
     """How a run goes on whose engines the handle does not reach: in those that hold it, else from a checkpoint."""
     status = run.folder.read_status()
     running = running_clusters()
@@ -210,7 +210,7 @@ def way_on(run: Run) -> str:
     return f"its engines are gone; {'' if running else first}{call} goes on from its {where}"
 
 
-def unsaved_text(run: Run) -> str:
+def unsaved_warning(run: Run) -> str:
     """Of a run that has come to its end: what of it no checkpoint holds, and what can be done; empty when all is
     saved."""
     if run.state not in (RunState.FINISHED, RunState.STOPPED):
@@ -242,7 +242,7 @@ def find_engines(run: Run, attach: Callable[[str | None], Cluster]) -> Cluster:
     )
 
 
-def take_engines(run: Run, cluster: Cluster) -> None:
+def rebind_engines(run: Run, cluster: Cluster) -> None:
     """Note in the run's folder that it goes on in the engines of `cluster`, in a layout that fits them.
 
     Raises RunError, ClusterError, ConfigError or LayoutError, with nothing changed, where it cannot.
@@ -268,7 +268,7 @@ _SAVE_SECONDS = 3600.0
 Progress = Callable[[str], object]
 
 
-def resize_run(run: Run, engines: int, *, progress: Progress = print, **changes: Any) -> Pending:
+def resize_run(run: Run, engines: int, *, progress: Progress = print, **changes: Any) -> CommandFuture:
     """Let a run go on with another number of engines: pause, save, resize its cluster, go on from what was saved.
 
     The global batch stays, and so does the layout but for dp, unless `changes` (of `telemetry.shape.CHANGES`) say
@@ -280,7 +280,7 @@ def resize_run(run: Run, engines: int, *, progress: Progress = print, **changes:
     """
     cluster = run.cluster
     if cluster is None:
-        raise RunError(f"{run.name} has no engines here: {way_on(run)}")
+        raise RunError(f"{run.name} has no engines here: {resume_hint(run)}")
     before, had = run.present_config, cluster.size
     after = changed_config(before, engines, before=had, built_in=run.is_built_in, **changes)
     cluster.check_size(engines)
@@ -335,7 +335,7 @@ class _Move:
         # It may be written behind the answer's back.
         run._until(lambda: saved_step(run.folder) == step or None, _SAVE_SECONDS, f"the checkpoint of step {step}")
 
-    def to(self, engines: int, before: RunConfig, after: RunConfig) -> Pending:
+    def to(self, engines: int, before: RunConfig, after: RunConfig) -> CommandFuture:
         """Change the number of engines, write down the configuration for them, and go on."""
         started, had = time.perf_counter(), self._cluster.size
         with self._cluster.runs.held(self._run.folder.path):
@@ -344,7 +344,7 @@ class _Move:
             change_shape(self._run.folder, before, had, after, engines, step=step, started=started)
         return self.go_on()
 
-    def go_on(self) -> Pending:
+    def go_on(self) -> CommandFuture:
         word = self._run.resume() if self._word == "resume" else self._run.pause()
         word.wait()
         return word

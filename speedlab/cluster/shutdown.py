@@ -8,7 +8,7 @@ from typing import Any
 
 import speedlab.cluster.files.processes as processes
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import ClusterState, Home
+from speedlab.cluster.files.cluster_dir import ClusterDir, ClusterState
 from speedlab.cluster.supervisor import protocol as m
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect
 from speedlab.cluster.supervisor.client import Client, OtherVersionError, SupervisorGoneError, error_of
@@ -30,7 +30,7 @@ def stop_seconds(state: ClusterState) -> float:
     return STOP_HOSTS_SECONDS if state.hosts else _STOP_SECONDS
 
 
-def end_processes(home: Home, patience_seconds: float) -> None:
+def end_processes(home: ClusterDir, patience_seconds: float) -> None:
     """End whatever runs of the cluster that was begun last. Raises ClusterError where something stays."""
     token = home.token
     if token is None:
@@ -41,7 +41,7 @@ def end_processes(home: Home, patience_seconds: float) -> None:
         raise ClusterError(f"processes {pids} cannot be ended; they may wait for a device or a disk")
 
 
-def cancel_start(home: Home) -> None:
+def cancel_start(home: ClusterDir) -> None:
     """Give up a start that is under way, a place in a queue with it; whoever waits for it gets a ClusterError. Returns
     when nothing of it is left. Raises NotStartingError, and ClusterError once the cluster is ready, or where its
     supervisor is of another version: only that knows what it has begun on hosts."""
@@ -81,7 +81,7 @@ def _next(channel: Channel, deadline: float) -> Any:
     return channel.receive()
 
 
-def stop(home: Home, token: str) -> None:
+def stop(home: ClusterDir, token: str) -> None:
     """End the running cluster with this token as `Cluster.stop` does. Does nothing where another one has its name by
     now. Raises ClusterError for one on several hosts whose supervisor has ended: only that gives hosts back."""
     with home.lock():
@@ -94,7 +94,7 @@ def stop(home: Home, token: str) -> None:
         home.remove()
 
 
-def _ask_to_stop(home: Home, state: ClusterState) -> None:
+def _ask_to_stop(home: ClusterDir, state: ClusterState) -> None:
     try:
         client = Client(home.supervisor_socket, lambda ranks, stream, text: None)
         try:
@@ -109,7 +109,7 @@ def _ask_to_stop(home: Home, state: ClusterState) -> None:
             ) from None
 
 
-def remove(home: Home) -> None:
+def remove(home: ClusterDir) -> None:
     """Remove the folder of a cluster that does not run, and end what is left of its processes. Raises ClusterError
     where it runs, or something stays, and OSError."""
     with home.lock():

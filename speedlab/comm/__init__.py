@@ -4,31 +4,31 @@ from speedlab.comm.breakpoint_timeouts import patience
 from speedlab.comm.errors import CollectiveMismatch, MeetingFailed, PeerLost
 from speedlab.comm.group import Group
 from speedlab.comm.pinned_copy import HostCopies
-from speedlab.comm.process_groups import Rails
+from speedlab.comm.process_groups import HierarchicalGroups
 from speedlab.comm.quantized_collectives import Blocks, Codec, CodedGathers, CodedSums, hosts_of
 from speedlab.comm.rank_activity import doing, named_calls, note_forward, note_update
 from speedlab.comm.ring_exchange import Rotation
-from speedlab.comm.shared.mapped_shards import Joined
-from speedlab.comm.simulated_link import own_line
-from speedlab.comm.transfers import BufferMeter, Traffic, Transfer
-from speedlab.comm.world import Board, World, check_peers, exchange_numbers, join, leave, prepare_exchange
+from speedlab.comm.shared.mapped_shards import MappedShards
+from speedlab.comm.simulated_link import own_link
+from speedlab.comm.transfers import BufferMeter, CommStats, Transfer
+from speedlab.comm.world import StoreMailbox, World, check_peers, exchange_numbers, join, leave, prepare_exchange
 
 __all__ = [
     "Blocks",
-    "Board",
     "BufferMeter",
     "Codec",
     "CodedGathers",
     "CodedSums",
     "CollectiveMismatch",
+    "CommStats",
     "Group",
+    "HierarchicalGroups",
     "HostCopies",
-    "Joined",
+    "MappedShards",
     "MeetingFailed",
     "PeerLost",
-    "Rails",
     "Rotation",
-    "Traffic",
+    "StoreMailbox",
     "Transfer",
     "World",
     "check_peers",
@@ -40,7 +40,7 @@ __all__ = [
     "named_calls",
     "note_forward",
     "note_update",
-    "own_line",
+    "own_link",
     "patience",
     "prepare_exchange",
 ]

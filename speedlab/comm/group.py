@@ -17,23 +17,23 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from speedlab.comm.errors import PeerLost, tells_of_lost_peer
-from speedlab.comm.process_groups import Rails, Wires, places_of, wires
+from speedlab.comm.process_groups import HierarchicalGroups, ProcessGroups, groups_of_world, places_of
 from speedlab.comm.rank_activity import lost_peers
 from speedlab.comm.ring_exchange import Rotation, begin
-from speedlab.comm.shared.mapped_shards import Joined
-from speedlab.comm.simulated_link import own_line
+from speedlab.comm.shared.mapped_shards import MappedShards
+from speedlab.comm.simulated_link import own_link
 from speedlab.comm.timeouts import wait_for
-from speedlab.comm.transfers import BufferMeter, Traffic, Transfer
+from speedlab.comm.transfers import BufferMeter, CommStats, Transfer
 from speedlab.comm.transports.base import Finish, Transport, gather_whole, scatter_sum
 from speedlab.comm.transports.nccl import exchange, rounds_often, scatter_sum_wide, sum_wide
-from speedlab.comm.transports.select import Link, choose, link_of
+from speedlab.comm.transports.select import GroupLink, choose, link_of
 from speedlab.comm.world import check_peers
 
 _BUFFERS = 2
 """Buffers of one kind that a pass uses."""
 
 
-class LentBuffers:
+class DoubleBuffer:
     """The buffers of one group."""
 
     def __init__(self, meter: BufferMeter) -> None:
@@ -103,7 +103,7 @@ class Group:
     """
 
     def __init__(
-        self, ranks: Sequence[int], traffic: Traffic, device: torch.device, *, channel: str = "gather"
+        self, ranks: Sequence[int], traffic: CommStats, device: torch.device, *, channel: str = "gather"
     ) -> None:
         """`channel`: Groups of the same ranks and channel share their wires, so that setting up again opens no new
         ones."""
@@ -113,19 +113,19 @@ class Group:
         self.device = device
         self.traffic = traffic
         self._channel = channel
-        self._buffers = LentBuffers(traffic.buffers)
-        self._line = own_line()
+        self._buffers = DoubleBuffer(traffic.buffers)
+        self._line = own_link()
         self.reconnect()
 
     def reconnect(self) -> None:
         """Take the wires of the present world. Collective over the world when they are new."""
         # A group of one needs no wires, and new_group would cost a rendezvous.
-        self._wires: Wires | Any = wires(self._channel, tuple(self.ranks)) if self.size > 1 else None
+        self._wires: ProcessGroups | Any = groups_of_world(self._channel, tuple(self.ranks)) if self.size > 1 else None
         self._rotations: dict[Rotation, int] = {}
-        self._rails: Rails[Group] | None = None
+        self._rails: HierarchicalGroups[Group] | None = None
         self._knows_rails = False
         self._transports: dict[str, Transport | None] = {}
-        self._links: dict[str, Link] = {}
+        self._links: dict[str, GroupLink] = {}
         """By kind of device: a group whose device is a GPU may have flats on the host too."""
         self.transport_of(self.device)
         self.drop_buffers()
@@ -137,7 +137,7 @@ class Group:
             self._rails.across.disconnect()
         self._wires, self._transports, self._links = None, {}, {}
 
-    def link(self, kind: str) -> Link:
+    def link(self, kind: str) -> GroupLink:
         """What lies between the ranks for tensors on devices of `kind`."""
         if kind not in self._links:
             self._links[kind] = link_of(None if self._wires is None else self._wires.group, kind)
@@ -146,7 +146,7 @@ class Group:
     @property
     def at_hand(self) -> bool:
         """Whether ranks read each other's memory: nothing is under way for a while."""
-        return self._line is None and self.link(self.device.type) in (Link.PROCESS, Link.SHARED)
+        return self._line is None and self.link(self.device.type) in (GroupLink.PROCESS, GroupLink.SHARED)
 
     def transport_of(self, device: torch.device) -> Transport | None:
         """What moves flats that live on `device`; None where nothing travels."""
@@ -159,16 +159,16 @@ class Group:
             self._transports[device.type] = made
         return self._transports[device.type]
 
-    def rails(self) -> Rails[Group] | None:
+    def rails(self) -> HierarchicalGroups[Group] | None:
         """The group as hosts by places, where it spans hosts of which each has equally many of its CPU ranks, more than
         one. Collective the first time in a world: all groups of this axis ask."""
         link = self.link(self.device.type)
-        if not self._knows_rails and link in (Link.HOSTS, Link.GLOO, Link.SHARED):
-            hosts = self._wires.group.hosts if link is Link.HOSTS else []
+        if not self._knows_rails and link in (GroupLink.HOSTS, GroupLink.GLOO, GroupLink.SHARED):
+            hosts = self._wires.group.hosts if link is GroupLink.HOSTS else []
             places = places_of(hosts)
             if places is None:  # Every rank must make equally many groups, or torch names them differently.
                 for channel in (_INSIDE, _ACROSS):
-                    wires(channel, (self.ranks[self.index],))
+                    groups_of_world(channel, (self.ranks[self.index],))
             else:
                 host = next(ranks for ranks in hosts if self.index in ranks)
                 place = next(ranks for ranks in places if self.index in ranks)
@@ -176,7 +176,7 @@ class Group:
                     Group([self.ranks[k] for k in ranks], self.traffic, self.device, channel=channel)
                     for ranks, channel in ((host, _INSIDE), (place, _ACROSS))
                 )
-                self._rails = Rails(inside, across, places)
+                self._rails = HierarchicalGroups(inside, across, places)
         self._knows_rails = True
         return self._rails
 
@@ -194,7 +194,7 @@ class Group:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return transport.empty(numel, dtype, place)
 
-    def joined(self, numel: int, dtype: torch.dtype) -> Joined | None:
+    def joined(self, numel: int, dtype: torch.dtype) -> MappedShards | None:
         """A tensor (numel,) for `join`, which maps what peers have instead of copying it; None where that cannot be
         done."""
         transport = self.transport_of(self.device)
@@ -276,8 +276,8 @@ class Group:
             finish = transport.all_gather(full, shard, own)
         return self._started(finish, full.device, "all_gather", (self.size - 1) * own.nbytes)
 
-    def join(self, joined: Joined, shard: Tensor) -> Transfer:
-        """As `all_gather` of `joined.tensor`, which must not be written. Until `joined.go()` peers wait, before they
+    def join(self, joined: MappedShards, shard: Tensor) -> Transfer:
+        """As `all_gather` of `joined.tensor`, which must not be written. Until `joined.free()` peers wait, before they
         change their shards (`wait_until_let_go`)."""
         transport = self.transport_of(self.device)
         assert transport is not None  # It made one of this size.
@@ -363,7 +363,7 @@ class Group:
 
     def _rounds_often(self, tensor: Tensor) -> bool:
         """Whether torch's own sum over the ranks would be rounded after each of several narrow terms."""
-        ours = self.link(tensor.device.type) in (Link.SHARED, Link.HOSTS)
+        ours = self.link(tensor.device.type) in (GroupLink.SHARED, GroupLink.HOSTS)
         return not ours and rounds_often(tensor.dtype, self.size)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -475,7 +475,7 @@ class Group:
                 raise
 
     def _done(self) -> Transfer:
-        return Transfer(None, self.traffic, self.device, link=Link.PROCESS.value)
+        return Transfer(None, self.traffic, self.device, link=GroupLink.PROCESS.value)
 
     def _started(
         self,

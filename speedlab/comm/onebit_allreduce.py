@@ -30,7 +30,7 @@ from torch import Tensor
 from cuda_ops.onebit import onebit_average, onebit_pack, onebit_take
 from cuda_ops.warm import SIGNS
 from speedlab.comm.group import Group
-from speedlab.comm.process_groups import Rails
+from speedlab.comm.process_groups import HierarchicalGroups
 from speedlab.comm.transfers import Transfer
 from speedlab.layout import padded_numel
 
@@ -198,7 +198,13 @@ class SignMeans:
             piece.put(row, *onebit_pack(before, own, factor=factor, chunk=CHUNK))
 
     def _pack_sum(
-        self, rails: Rails[Group], piece: SignPiece, given: Tensor, worker: Tensor, factor: float, message: Tensor
+        self,
+        rails: HierarchicalGroups[Group],
+        piece: SignPiece,
+        given: Tensor,
+        worker: Tensor,
+        factor: float,
+        message: Tensor,
     ) -> None:
         """`given` becomes what the sums over this host's ranks of `factor` · `given` + `worker` miss, for the slices of
         this rank's rail; 0 elsewhere."""

@@ -19,13 +19,13 @@ from typing import Any
 
 from speedlab.comm.errors import PeerLost, reason_of
 from speedlab.comm.shared.memfd import host_identity
-from speedlab.comm.shared.shared_tensors import Process
+from speedlab.comm.shared.shared_tensors import PeerProcess
 
 LOOK_SECONDS = 0.5
 """Between two looks. A rank that has gone is known to its peers within about this time."""
 
 
-class Watch:
+class PeerWatchdog:
     """One rank's look-out. `store`: the world's, of which it takes a connection of its own; `abort`: what ends the
     collectives in which this rank may be blocked."""
 
@@ -36,7 +36,7 @@ class Watch:
         """Which rank has gone and how, in words."""
         self._store, self._rank, self._abort, self._seconds = store.clone(), rank, abort, seconds
         self._peers = [peer for peer in range(size) if peer != rank]
-        self._processes: dict[int, Process] = {}
+        self._processes: dict[int, PeerProcess] = {}
         self._over = threading.Event()
         self._host = host_identity()
         self._store.set(f"process/{rank}", json.dumps([self._host, os.getpid()]))
@@ -77,7 +77,7 @@ class Watch:
                 host, pid = json.loads(self._store.get(f"process/{peer}"))
                 if host == self._host:
                     try:
-                        process = self._processes[peer] = Process(pid)
+                        process = self._processes[peer] = PeerProcess(pid)
                     except ProcessLookupError:
                         return f"the process of rank {peer} has ended"
             if process is not None and process.ended:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedlab.comm.transfers import Traffic, Transfer
+from speedlab.comm.transfers import CommStats, Transfer
 
 LINK = "host copy"
 
@@ -27,7 +27,7 @@ class HostCopies:
     On a CPU host and device are the same memory: one copy, at once.
     """
 
-    def __init__(self, device: torch.device, traffic: Traffic) -> None:
+    def __init__(self, device: torch.device, traffic: CommStats) -> None:
         self._device, self._traffic = device, traffic
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging: defaultdict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(deque)

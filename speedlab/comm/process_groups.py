@@ -23,14 +23,14 @@ from speedlab.comm.rank_activity import lost_peers
 from speedlab.comm.timeouts import limit_of_a_group
 
 
-class Holder(Protocol):
+class WorkHolder(Protocol):
     """An object that holds works of a process group."""
 
     def cut(self) -> None:
         """Let go of them: this rank has left the world."""
 
 
-class Wires:
+class ProcessGroups:
     """The connections of some ranks, and the tags that their exchanges have used.
 
     Every exchange has a tag of its own, so that what a broken pass left behind can never be taken for something else.
@@ -42,7 +42,7 @@ class Wires:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        self._holders: weakref.WeakSet[WorkHolder] = weakref.WeakSet()
         self._tag = self._exchanges = 0
 
     @property
@@ -52,7 +52,7 @@ class Wires:
             raise PeerLost("this rank has left the world of ranks to which these connections belonged")
         return self._group
 
-    def held_by(self, holder: Holder) -> None:
+    def held_by(self, holder: WorkHolder) -> None:
         """Cut this `holder`, too, when the world is left."""
         self._holders.add(holder)
 
@@ -80,11 +80,11 @@ class Wires:
         return first
 
 
-_wires: dict[tuple[str, tuple[int, ...]], Wires] = {}
+_wires: dict[tuple[str, tuple[int, ...]], ProcessGroups] = {}
 """Process groups that exist in this world, by channel and ranks; `leave` empties it together with the world."""
 
 
-def wires(channel: str, ranks: tuple[int, ...]) -> Wires:
+def groups_of_world(channel: str, ranks: tuple[int, ...]) -> ProcessGroups:
     """The connections of `ranks` for `channel`, made when it is first asked for: then all of them must ask.
 
     Ranks that belong to several groups ask for them in one order of channels, so that none waits in a circle.
@@ -93,7 +93,7 @@ def wires(channel: str, ranks: tuple[int, ...]) -> Wires:
     if known is None or not dist.is_initialized():
         # Only members meet, so that an axis of the layout can make its groups side by side. torch then names a group
         # after its ranks and after how many this process has: every rank must make equally many.
-        known = Wires(_new_group(ranks))
+        known = ProcessGroups(_new_group(ranks))
         if STORE in os.environ:
             bound_silence()
         _wires[channel, ranks] = known
@@ -110,13 +110,13 @@ def _new_group(ranks: tuple[int, ...]) -> Any:
         return dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
 
 
-def limit_wires() -> None:
+def limit_process_groups() -> None:
     """Give all groups that there are the limit of today: the user gave another one."""
     for known in _wires.values():
         limit_group(known.group, limit_of_a_group().total_seconds())
 
 
-def forget_wires(*, failed: bool = False) -> None:
+def forget_process_groups(*, failed: bool = False) -> None:
     """Forget all connections: the world is left, or the user has destroyed it.
 
     Args:
@@ -131,7 +131,7 @@ def forget_wires(*, failed: bool = False) -> None:
 _Group = TypeVar("_Group")
 
 
-class Rails(NamedTuple, Generic[_Group]):
+class HierarchicalGroups(NamedTuple, Generic[_Group]):
     """How one rank of such a group sees it."""
 
     inside: _Group
@@ -143,8 +143,8 @@ class Rails(NamedTuple, Generic[_Group]):
 
 
 def places_of(hosts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...] | None:
-    """`Rails.places` of the ranks (indices in a group) of each host; None where hosts have one each, or unequally
-    many, or in another order at one place than at another: torch sorts the ranks of a group."""
+    """`HierarchicalGroups.places` of the ranks (indices in a group) of each host; None where hosts have one each, or
+    unequally many, or in another order at one place than at another: torch sorts the ranks of a group."""
     widths = {len(ranks) for ranks in hosts}
     if len(hosts) < 2 or len(widths) > 1 or widths == {1}:
         return None

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from cuda_ops.blockquant import block_dequantize, block_dequantize_sum, block_quantize
 from speedlab.comm.group import Group
-from speedlab.comm.process_groups import Rails
+from speedlab.comm.process_groups import HierarchicalGroups
 from speedlab.comm.shared.memfd import host_identity
 from speedlab.comm.transfers import Transfer
 from speedlab.layout import MESSAGE_BLOCKS, message_bytes
@@ -174,9 +174,9 @@ class CodedGather:
 
 
 class CodedSums:
-    """Reduce-scatters over the ranks of `whole`, which `Rails` has in groups inside and between hosts."""
+    """Reduce-scatters over the ranks of `whole`, which `HierarchicalGroups` has in groups inside and between hosts."""
 
-    def __init__(self, whole: Group, hosts: Rails[Group], codec: Codec) -> None:
+    def __init__(self, whole: Group, hosts: HierarchicalGroups[Group], codec: Codec) -> None:
         self._whole, self._hosts, self._codec = whole, hosts, codec
 
     @torch.no_grad()
@@ -190,14 +190,16 @@ class CodedSums:
 class CodedSum:
     """One of them, under way. `wait` carries out all but the first exchange."""
 
-    def __init__(self, hosts: Rails[Group], codec: Codec, full: Tensor, into: Tensor, accumulate: bool) -> None:
+    def __init__(
+        self, hosts: HierarchicalGroups[Group], codec: Codec, full: Tensor, into: Tensor, accumulate: bool
+    ) -> None:
         self._hosts, self._codec, self._into, self._accumulate = hosts, codec, into, accumulate
         slices = full.view(hosts.inside.size * hosts.across.size, -1)
         self._numel, self._dtype = slices.shape[1], full.dtype
         own = [[slices[index] for index in column] for column in hosts.places]
         # Without a second rank on this host, there is nothing to sum before slices go to the others.
         alone = hosts.inside.size == 1
-        self._first = self._to_hosts(own[0]) if alone else _Exchange(hosts.inside, codec, own)  # 1
+        self._first = self._to_hosts(own[0]) if alone else _TensorExchange(hosts.inside, codec, own)  # 1
         self._is_last = alone or hosts.across.size == 1
         hosts.inside.traffic.compressed(0, (len(slices) - 1) * _FLOAT32 * self._numel)
 
@@ -211,8 +213,8 @@ class CodedSum:
                 messages = self._to_hosts(sums).wait()  # 3
             self._codec.sum(messages[:, 0], self._into, accumulate=self._accumulate)  # 4
 
-    def _to_hosts(self, terms: Sequence[Tensor]) -> _Exchange:
-        return _Exchange(self._hosts.across, self._codec, [[term] for term in terms])
+    def _to_hosts(self, terms: Sequence[Tensor]) -> _TensorExchange:
+        return _TensorExchange(self._hosts.across, self._codec, [[term] for term in terms])
 
     def _summed(self, messages: Tensor) -> Tensor:
         total = torch.empty(self._numel, dtype=self._dtype, device=messages.device)
@@ -220,7 +222,7 @@ class CodedSum:
         return total
 
 
-class _Exchange:
+class _TensorExchange:
     """Messages to every rank of a group, of as many tensors each, and those that come from them."""
 
     def __init__(self, group: Group, codec: Codec, tensors: Sequence[Sequence[Tensor]]) -> None:

@@ -31,7 +31,7 @@ from speedlab.comm.errors import (
 )
 from speedlab.comm.own_note import LEFT, own_note
 from speedlab.comm.shared.memfd import host_identity
-from speedlab.comm.shared.shared_tensors import Process
+from speedlab.comm.shared.shared_tensors import PeerProcess
 from speedlab.comm.timeouts import timeout_seconds
 
 _LOOKS = 4
@@ -68,7 +68,7 @@ class _State:
         """Forwards of the module since the last update."""
         self.gave_up = False
         """Whether the last call ended because a peer was missing."""
-        self.publisher: _Publisher | None = None
+        self.publisher: _NotePublisher | None = None
 
 
 _state = _State()
@@ -255,7 +255,7 @@ def enter_world() -> None:
         own_note.forget()
     if dist.get_world_size() > 1 and _is_there(store):
         with suppress(RuntimeError):  # A store of the user's own class may have no second connection.
-            _state.publisher = _Publisher(store, dist.get_rank(), dist.get_world_size())
+            _state.publisher = _NotePublisher(store, dist.get_rank(), dist.get_world_size())
 
 
 def leave_world() -> None:
@@ -277,7 +277,7 @@ def _is_there(store: Any) -> bool:
     return not isinstance(store, dist.FileStore) or os.path.exists(file.path)
 
 
-class _Publisher:
+class _NotePublisher:
     """The notes of one world, in its store."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -343,7 +343,7 @@ class _Publisher:
 
 def _has_ended(pid: int) -> bool:
     try:
-        return Process(pid).ended
+        return PeerProcess(pid).ended
     except ProcessLookupError:
         return True
     except OSError:  # Not allowed to look.

@@ -41,7 +41,7 @@ def arrival(rate: LinkRate, *, now: float, free: float, nbytes: int, trips: int 
     return sent + trips * rate.latency_seconds, sent
 
 
-class Line:
+class SimulatedLink:
     """The line of this rank, for all of its groups. From any thread."""
 
     def __init__(
@@ -75,24 +75,24 @@ class Line:
     def has_arrived(self, there: float) -> bool:
         return self._clock() >= there
 
-    def send(self, group: Any, tensor: Tensor, peer: int, tag: int) -> Message:
+    def send(self, group: Any, tensor: Tensor, peer: int, tag: int) -> SimulatedMessage:
         """Send `tensor` as `group.send` does, and with it when it arrives."""
         there = self.book("send", tensor.nbytes)
         works = [group.send([each], peer, tag) for each in (tensor, torch.tensor([there], dtype=torch.float64))]
-        return Message(self, works, lambda: there)
+        return SimulatedMessage(self, works, lambda: there)
 
-    def receive(self, group: Any, tensor: Tensor, peer: int, tag: int) -> Message:
+    def receive(self, group: Any, tensor: Tensor, peer: int, tag: int) -> SimulatedMessage:
         """Receive what `send` has sent."""
         there = torch.zeros(1, dtype=torch.float64)
         works = [group.recv([each], peer, tag) for each in (tensor, there)]
-        return Message(self, works, there.item)
+        return SimulatedMessage(self, works, there.item)
 
 
 @dataclass(frozen=True)
-class Message:
+class SimulatedMessage:
     """A message under way, with the interface of torch's works. `there`: when it arrives, once the works are over."""
 
-    line: Line
+    line: SimulatedLink
     works: list[Any]
     there: Callable[[], float]
 
@@ -106,7 +106,7 @@ class Message:
 
 
 @functools.cache
-def own_line() -> Line | None:
+def own_link() -> SimulatedLink | None:
     """The line that this process pretends; None where links are what they are."""
     text = os.environ.get(LINK)
-    return Line(LinkRate.parse(text)) if text else None
+    return SimulatedLink(LinkRate.parse(text)) if text else None

@@ -41,7 +41,7 @@ class BufferMeter:
         return peak
 
 
-class Counted(NamedTuple):
+class CommCounts(NamedTuple):
     """What was counted of one rank since the counters were last taken."""
 
     sent_bytes: dict[str, int]
@@ -66,7 +66,7 @@ def leads_to_place(link: str) -> bool:
 
 
 @dataclass
-class Traffic:
+class CommStats:
     """Bytes this rank sent, by collective, or moved between its own places, and the seconds it waited, by phase of the
     step, since the last `take`. From any thread."""
 
@@ -144,7 +144,7 @@ class Traffic:
         with self._lock:
             self._events.append((kind, before, after))
 
-    def take(self) -> Counted:
+    def take(self) -> CommCounts:
         """What was counted; the counters start again.
 
         GPU times are added once their events have passed; those that have not are left for the next call.
@@ -152,7 +152,7 @@ class Traffic:
         with self._lock:
             return self._take()
 
-    def _take(self) -> Counted:
+    def _take(self) -> CommCounts:
         late = []
         for kind, before, after in self._events:
             if after.query():
@@ -161,7 +161,7 @@ class Traffic:
                 late.append((kind, before, after))
         self._events = late
         waits = self.wait_seconds.items()
-        taken = Counted(
+        taken = CommCounts(
             sent_bytes=dict(self.sent_bytes),
             sent_through={name: dict(links) for name, links in self.sent_through.items()},
             moved_bytes=dict(self.moved_bytes),
@@ -185,7 +185,7 @@ class Transfer:
     def __init__(
         self,
         finish: Callable[[], Any] | None,
-        traffic: Traffic,
+        traffic: CommStats,
         device: torch.device,
         *,
         name: str = "",

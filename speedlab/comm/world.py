@@ -27,8 +27,8 @@ from torch.distributed import distributed_c10d
 from cuda_ops.warm import warm_up
 from speedlab.comm.group_timeouts import limit_group, limit_of, limit_store
 from speedlab.comm.multi_host_rendezvous import STORE, bound_silence, meet
-from speedlab.comm.peer_watchdog import Watch
-from speedlab.comm.process_groups import forget_wires, limit_wires, wires
+from speedlab.comm.peer_watchdog import PeerWatchdog
+from speedlab.comm.process_groups import forget_process_groups, groups_of_world, limit_process_groups
 from speedlab.comm.rank_activity import enter_world, leave_world, lost_peers
 from speedlab.comm.shared import BACKEND, leave_all, register
 from speedlab.comm.timeouts import checked_seconds, give_timeout, inherit_timeout, limit_of_a_group
@@ -78,7 +78,7 @@ def join(
     else:
         inherit_timeout(None)
         timeout = limit_of_a_group()
-        forget_wires()  # Somebody else may have destroyed the world they belonged to.
+        forget_process_groups()  # Somebody else may have destroyed the world they belonged to.
         backend = _choose_backend(device, backend)
         folder = os.environ.get("SPEEDLAB_RENDEZVOUS")
         if folder:
@@ -107,7 +107,7 @@ def _limit_groups() -> None:
         limit_store(distributed_c10d._get_default_store(), seconds)
     else:
         inherit_timeout(limit_of(dist.group.WORLD))
-    limit_wires()
+    limit_process_groups()
 
 
 _own_worlds: list[weakref.ref[Any]] = []
@@ -117,7 +117,7 @@ _own_worlds: list[weakref.ref[Any]] = []
 def _look_out(rank: int, size: int) -> None:
     # A store that serves several worlds, as torchrun's does, still holds who has left an earlier one.
     store = dist.PrefixStore(f"watch-{next(_looks)}", distributed_c10d._get_default_store())
-    _watches.append(Watch(store, rank, size, _abort_communicators))
+    _watches.append(PeerWatchdog(store, rank, size, _abort_communicators))
 
 
 _looks = itertools.count()
@@ -147,7 +147,7 @@ def leave(*, failed: bool = False) -> None:
         failed = failed or watch.lost is not None
         watch.stop(failed=failed)
     leave_world()
-    forget_wires(failed=failed)
+    forget_process_groups(failed=failed)
     leave_all()
     if dist.is_initialized():
         if watch is not None and failed:
@@ -156,7 +156,7 @@ def leave(*, failed: bool = False) -> None:
             dist.destroy_process_group()
 
 
-_watches: list[Watch] = []
+_watches: list[PeerWatchdog] = []
 """One in a world of GPUs, else none. CPU ranks see for themselves who has left, by connections that close and by the
 pages of shared memory."""
 
@@ -213,7 +213,7 @@ def _engines_store(folder: Path, rank: int, size: int, timeout_seconds: float) -
     return store
 
 
-class Board:
+class StoreMailbox:
     """One word of each rank of the present world. It can be read by who has left that world meanwhile."""
 
     def __init__(self, name: str) -> None:
@@ -241,7 +241,7 @@ def prepare_exchange(ranks: Sequence[int]) -> None:
     """Make the connections of `exchange_numbers` where there are none. Collective over these ranks: to be called where
     all of them come for sure. A rank that leaves is seen by the others on a connection, not while they make one."""
     if len(ranks) > 1:
-        wires(_CHANNEL, tuple(ranks))
+        groups_of_world(_CHANNEL, tuple(ranks))
 
 
 def exchange_numbers(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
@@ -253,7 +253,7 @@ def exchange_numbers(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]
     """
     rows = torch.zeros(len(ranks), len(own), dtype=torch.int64)
     if len(ranks) > 1:
-        rank, known = dist.get_rank(), wires(_CHANNEL, tuple(ranks))
+        rank, known = dist.get_rank(), groups_of_world(_CHANNEL, tuple(ranks))
         rows[ranks.index(rank)] = torch.tensor(own)
         with lost_peers(f"rank {rank} waited for"):
             dist.all_reduce(rows, group=known.group)

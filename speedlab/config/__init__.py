@@ -9,7 +9,7 @@ from speedlab.config.batch import Batch, BatchConfig
 from speedlab.config.errors import ConfigError, explain
 from speedlab.config.model import MODEL_PRESETS, ModelConfig
 from speedlab.config.optimizer import OptimizerConfig, OptimizerName, OuterConfig, ScheduleConfig
-from speedlab.config.run_config import GivenConfig, RunConfig, config_of
+from speedlab.config.run_config import ConfigLike, RunConfig, as_config
 from speedlab.config.sections import (
     ActivationConfig,
     CheckpointConfig,
@@ -33,9 +33,9 @@ __all__ = [
     "BatchConfig",
     "CheckpointConfig",
     "ConfigError",
+    "ConfigLike",
     "DataConfig",
     "EvalConfig",
-    "GivenConfig",
     "ModelConfig",
     "OffloadConfig",
     "OptimizerConfig",
@@ -49,7 +49,7 @@ __all__ = [
     "TelemetryConfig",
     "ZeroConfig",
     "annotated_yaml",
-    "config_of",
+    "as_config",
     "describe",
     "explain",
 ]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from speedlab.config.base import Part
+from speedlab.config.base import ConfigSection
 from speedlab.config.errors import ConfigError
 
 _SEEN, _UNSEEN = "x", "."
@@ -43,7 +43,7 @@ _TOKENS: dict[Pattern, tuple[str, ...]] = {
 """The fields that a pattern uses and that are counted in tokens."""
 
 
-class AttentionConfig(Part):
+class AttentionConfig(ConfigSection):
     """Dense or block-sparse causal attention; block-sparse takes time and memory for the blocks it sees alone."""
 
     kind: Literal["dense", "block_sparse"] = Field(

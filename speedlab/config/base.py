@@ -19,7 +19,7 @@ def _is_plain(value: Any) -> bool:
     return known or type(value).__module__.partition(".")[0] == "numpy"
 
 
-class Part(BaseModel):
+class ConfigSection(BaseModel):
     """Frozen; a changed part is a new object. Raises ConfigError with a line for each problem, for unknown keys with
     the nearest known name. Its docstring lists its fields, as their descriptions say."""
 
@@ -111,10 +111,10 @@ class Part(BaseModel):
         return known, unknown
 
     @classmethod
-    def part_of(cls, name: str) -> type[Part] | None:
+    def part_of(cls, name: str) -> type[ConfigSection] | None:
         """The class of the field `name` if it is a part itself."""
         kind = cls.model_fields[name].annotation
-        return kind if inspect.isclass(kind) and issubclass(kind, Part) else None
+        return kind if inspect.isclass(kind) and issubclass(kind, ConfigSection) else None
 
     @classmethod
     def _inner_keys(cls) -> dict[str, list[str]]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from speedlab.config.base import Part
+from speedlab.config.base import ConfigSection
 from speedlab.config.errors import ConfigError
 
 DEFAULT_MICRO_SIZE = 8
 
 
-class BatchConfig(Part):
+class BatchConfig(ConfigSection):
     """global = micro × accumulation × dp. Any two given, the third follows."""
 
     global_size: int | None = Field(default=None, ge=1, description="Sequences in one optimizer step over all ranks")
@@ -52,7 +52,7 @@ class BatchConfig(Part):
         )
 
 
-class Batch(Part):
+class Batch(ConfigSection):
     """The batch equation, whole."""
 
     global_size: int = Field(ge=1, description="Sequences in one optimizer step over all ranks")

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from speedlab.config.attention import AttentionConfig, attention_problems
-from speedlab.config.base import Part
+from speedlab.config.base import ConfigSection
 from speedlab.config.errors import ConfigError
 from speedlab.config.model_shape import MOST_LAYERS
 from speedlab.config.presets import MODELS
@@ -24,7 +24,7 @@ _TINY = MODEL_PRESETS["gpt-tiny"]
 _MOST_HIDDEN = 2**20
 
 
-class ModelConfig(Part):
+class ModelConfig(ConfigSection):
     """The built-in GPT: a preset, of which any field may be changed."""
 
     preset: str = Field(

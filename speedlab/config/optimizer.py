@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from speedlab.config.base import Part
+from speedlab.config.base import ConfigSection
 
 _Kept = Annotated[float, Field(ge=0, lt=1)]
 """A share that stays of what was: all of it would stay for ever."""
@@ -35,7 +35,7 @@ _MADE_FOR: dict[str, tuple[OptimizerName, ...]] = {
 """Fields that say how some optimizers go, and are of no use with others."""
 
 
-class OptimizerConfig(Part):
+class OptimizerConfig(ConfigSection):
     """The update rule."""
 
     name: OptimizerName = Field(
@@ -174,7 +174,7 @@ class OptimizerConfig(Part):
         return self.name == "zero_one_adam" and self.freeze_step is not None
 
 
-class OuterConfig(Part):
+class OuterConfig(ConfigSection):
     """Meetings of islands (DiLoCo, arXiv:2311.08105): each trains by itself; then the mean of how far they went is a
     gradient, which an outer SGD takes from where they last met."""
 
@@ -213,7 +213,7 @@ class OuterConfig(Part):
         return 1 + (self.momentum > 0) + (self.compression != "none")
 
 
-class ScheduleConfig(Part):
+class ScheduleConfig(ConfigSection):
     """Learning rate over the steps: linear warm-up, then a cosine or a line down to a floor, or constant."""
 
     kind: Literal["cosine", "linear", "constant"] = Field(default="cosine", description="Shape after the warm-up")

@@ -11,7 +11,7 @@ from speedlab.config.model_shape import ModelShape
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preset:
+class ModelPreset:
     """A model that has a name."""
 
     shape: ModelShape
@@ -43,7 +43,7 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, *, announced: float, s
         context=sequence if name.startswith("gpt2") else None,
         dropout=0.1,
     )
-    return Preset(shape=shape, announced=announced, source=source, built_in=name.startswith("gpt2"))
+    return ModelPreset(shape=shape, announced=announced, source=source, built_in=name.startswith("gpt2"))
 
 
 def _small(name: str, layers: int, hidden: int, vocabulary: int, context: int, *, announced: float):
@@ -60,7 +60,7 @@ def _small(name: str, layers: int, hidden: int, vocabulary: int, context: int, *
         norm="rms",
         biases=frozenset(),
     )
-    return Preset(shape=shape, announced=announced, source="the built-in GPT, for CPUs", built_in=True)
+    return ModelPreset(shape=shape, announced=announced, source="the built-in GPT, for CPUs", built_in=True)
 
 
 def _t5(name: str, heads: int, ffn: int, *, announced: float):
@@ -80,7 +80,7 @@ def _t5(name: str, heads: int, ffn: int, *, announced: float):
         causal=False,
         dropout=0.1,
     )
-    return Preset(shape=shape, announced=announced, source="arXiv:1910.10683, section 3.7")
+    return ModelPreset(shape=shape, announced=announced, source="arXiv:1910.10683, section 3.7")
 
 
 def _llama(
@@ -111,7 +111,7 @@ def _llama(
         tied=False,
         **{"biases": frozenset(), "sequence_length": 8192, **changes},
     )
-    return Preset(shape=shape, announced=announced, source=source)
+    return ModelPreset(shape=shape, announced=announced, source=source)
 
 
 _GPT2 = "GPT-2: arXiv:1908.09203; 25 heads of the largest as released"

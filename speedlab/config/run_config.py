@@ -14,9 +14,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from speedlab.config.attention_report import AttentionView, describe
-from speedlab.config.base import Part
+from speedlab.config.base import ConfigSection
 from speedlab.config.batch import BatchConfig
-from speedlab.config.deepspeed.reader import Reading, recognises
+from speedlab.config.deepspeed.reader import DeepSpeedReport, recognises
 from speedlab.config.deepspeed.reader import read as read_deepspeed
 from speedlab.config.deepspeed.writer import as_deepspeed
 from speedlab.config.errors import ConfigError
@@ -61,7 +61,7 @@ SHORT_FORMS: dict[str, tuple[str, type | tuple[type, ...]]] = {
 _NAME_BYTES = 100
 
 
-class RunConfig(Part):
+class RunConfig(ConfigSection):
     """A run: model, data, layout, ZeRO stage, precision, optimizer, batch and when to evaluate and save.
 
     Short forms: `model="gpt2"`, `data="stdlib"`, `zero=2`, `precision="bfloat16"`, `optimizer="sgd"`, `batch=64`,
@@ -272,7 +272,7 @@ class RunConfig(Part):
         engines: int | None = None,
         training_args: Mapping[str, Any] | None = None,
         ignore: Collection[str] = (),
-    ) -> Reading:
+    ) -> DeepSpeedReport:
         """What became of every key of a DeepSpeed file, text or dict, and the configuration, if nothing was refused.
         Print it, or see `speedlab.config.deepspeed.reader.read`, which takes the same arguments."""
         return read_deepspeed(source, cls, engines=engines, training_args=training_args, ignore=ignore)
@@ -303,11 +303,11 @@ def _expanded(data: Mapping[Any, Any]) -> dict[Any, Any]:
     }
 
 
-GivenConfig = RunConfig | Mapping[str, Any] | str | Path
+ConfigLike = RunConfig | Mapping[str, Any] | str | Path
 """A RunConfig; a dict of its fields, or of DeepSpeed's; the path of a JSON or YAML file of either."""
 
 
-def config_of(given: GivenConfig) -> RunConfig:
+def as_config(given: ConfigLike) -> RunConfig:
     """The RunConfig of what was given. Raises ConfigError."""
     if isinstance(given, RunConfig):
         return given

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, create_model, field_validator
 
-from speedlab.config.base import Part
+from speedlab.config.base import ConfigSection
 
 
-class DataConfig(Part):
+class DataConfig(ConfigSection):
     """Where the text comes from and how it is cut."""
 
     source: str | tuple[str, ...] = Field(
@@ -41,7 +41,7 @@ class DataConfig(Part):
         return source
 
 
-class ParallelConfig(Part):
+class ParallelConfig(ConfigSection):
     """The layout islands × pp × dp × cp × tp, and how a pipeline works."""
 
     dp: int | None = Field(
@@ -94,7 +94,7 @@ class ParallelConfig(Part):
         return self.chunks if self.pp > 1 and self.schedule in ("interleaved", "zero-bubble") else 1
 
 
-class ZeroConfig(Part):
+class ZeroConfig(ConfigSection):
     """Which of optimizer states, gradients and parameters are partitioned over the dp ranks (arXiv:1910.02054)."""
 
     stage: Literal[0, 1, 2, 3] = Field(
@@ -139,7 +139,7 @@ class ZeroConfig(Part):
         return ", ".join(word for word, is_on in words.items() if is_on)
 
 
-class PrecisionConfig(Part):
+class PrecisionConfig(ConfigSection):
     """In which dtype the model computes, and as what masters and moments are kept between two steps."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -171,7 +171,7 @@ class PrecisionConfig(Part):
     )
 
 
-class ActivationConfig(Part):
+class ActivationConfig(ConfigSection):
     """What is kept of the forward pass for the backward pass."""
 
     checkpointing: Literal["none", "selective", "block"] = Field(
@@ -190,7 +190,7 @@ Away = Literal["none", "host", "disk"]
 """Where a state lies between two uses, other than on the device."""
 
 
-class OffloadConfig(Part):
+class OffloadConfig(ConfigSection):
     """Which model states leave the device between two uses (arXiv:2101.06840, arXiv:2104.07857)."""
 
     optimizer: Away = Field(
@@ -225,21 +225,21 @@ class OffloadConfig(Part):
         return (self.optimizer, self.parameters, self.activations) != ("none",) * 3
 
 
-class EvalConfig(Part):
+class EvalConfig(ConfigSection):
     """Loss on held-out text."""
 
     every_steps: int = Field(default=50, ge=0, description="Steps between evaluations; 0 never evaluates")
     batches: int = Field(default=4, ge=1, description="Global batches in one evaluation")
 
 
-class CheckpointConfig(Part):
+class CheckpointConfig(ConfigSection):
     """When the run's state is written to its folder."""
 
     every_steps: int = Field(default=0, ge=0, description="Steps between checkpoints; 0 saves only when asked")
     keep: int = Field(default=3, ge=1, description="How many of the newest checkpoints stay")
 
 
-class _Recovering(Part):
+class _Recovering(ConfigSection):
     attempts: int = Field(
         default=0,
         ge=0,
@@ -264,7 +264,7 @@ else:  # A field called `from` cannot be written down in a class.
     )
 
 
-class TelemetryConfig(Part):
+class TelemetryConfig(ConfigSection):
     """What is recorded and how often it is sent."""
 
     stream_hz: float = Field(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from speedlab.config.base import Part
+from speedlab.config.base import ConfigSection
 from speedlab.config.errors import ConfigError
 from speedlab.config.model import ModelConfig
 
@@ -57,7 +57,7 @@ def yaml_text(data: Any) -> str:
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
-def annotated_yaml(part: Part) -> str:
+def annotated_yaml(part: ConfigSection) -> str:
     """`part` as YAML with each field's description as a comment; reading it gives the same configuration again.
 
     Model fields that are the preset's own are commented out, so that changing the preset changes them.
@@ -65,7 +65,7 @@ def annotated_yaml(part: Part) -> str:
     return "\n".join(_annotated(part, indent="")) + "\n"
 
 
-def _annotated(part: Part, indent: str) -> list[str]:
+def _annotated(part: ConfigSection, indent: str) -> list[str]:
     lines: list[str] = []
     kept = {"preset", *part.changes()} if isinstance(part, ModelConfig) else type(part).model_fields
     for name, value in part.model_dump(mode="json").items():

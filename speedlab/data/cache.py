@@ -20,7 +20,7 @@ from speedlab.data.token_file import TokenHeader, verify
 _POLL_SECONDS = 0.02
 
 
-class Progress:
+class SlowProgress:
     """Says what is going on, but only once it has taken a second, and at most once a second."""
 
     def __init__(self, say: Callable[[str], object] | None) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import speedlab.data.sources as found
 from speedlab.config import ConfigError, DataConfig
 from speedlab.data.cache import (
-    Progress,
+    SlowProgress,
     default_cache,
     explain_disk_errors,
     fingerprint,
@@ -121,7 +121,7 @@ def prepare(
     """
     if task := task_of(config):
         return _of_task(config, task)
-    report = Progress(progress)
+    report = SlowProgress(progress)
     cache = default_cache() if cache is None else Path(cache)
     token_files = _token_files(config)
     corpus = _from_token_files(config, token_files, cache) if token_files else _from_text(config, cache, report)
@@ -196,7 +196,7 @@ def _tokenizer_of(config: DataConfig, path: Path, vocabulary: int) -> Tokenizer:
     return FileTokenizer(beside) if beside.is_file() else NumberTokenizer(vocabulary)
 
 
-def _from_text(config: DataConfig, cache: Path, report: Progress) -> Corpus:
+def _from_text(config: DataConfig, cache: Path, report: SlowProgress) -> Corpus:
     files = found.find(config)
     own = Path(config.tokenizer).expanduser() if config.tokenizer not in ("bpe", "bytes") else None
     # A tokenizer.json is known by what is in it, and must be read before anything else could fail on it.
@@ -227,7 +227,7 @@ def _from_text(config: DataConfig, cache: Path, report: Progress) -> Corpus:
 
 
 def _load(
-    config: DataConfig, folder: Path, tokenizer: Tokenizer | None, cache: Path, report: Progress
+    config: DataConfig, folder: Path, tokenizer: Tokenizer | None, cache: Path, report: SlowProgress
 ) -> Corpus | None:
     """The corpus in a folder of the cache; None when there is none, or when it is damaged and must be made again."""
     if not folder.exists():

@@ -10,7 +10,7 @@ import numpy as np
 
 import speedlab.data.sources as found
 from speedlab.config import ConfigError, DataConfig
-from speedlab.data.cache import Progress
+from speedlab.data.cache import SlowProgress
 from speedlab.data.sources import NotTextError, TextFile, describe
 from speedlab.data.token_file import write_tokens
 from speedlab.data.tokenizer import Tokenizer, train_bpe
@@ -22,7 +22,7 @@ _LONG_LINE = 4096
 
 
 def build(
-    config: DataConfig, files: list[TextFile], tokenizer: Tokenizer | None, folder: Path, report: Progress
+    config: DataConfig, files: list[TextFile], tokenizer: Tokenizer | None, folder: Path, report: SlowProgress
 ) -> None:
     """Write train.tokens, heldout.tokens and, when no tokenizer is given, tokenizer.json into `folder`.
 
@@ -41,7 +41,7 @@ def build(
     total, done = sum(take for _, take in chosen), 0
     for name, parts in (("train", train), ("heldout", heldout)):
 
-        def encoded(parts: list[Part] = parts) -> Iterator[np.ndarray]:
+        def encoded(parts: list[TextShare] = parts) -> Iterator[np.ndarray]:
             nonlocal done
             for ids, characters in _encode(_texts(parts, left_out), tokenizer):
                 yield ids
@@ -55,7 +55,7 @@ def build(
 
 
 @dataclass(frozen=True)
-class Part:
+class TextShare:
     """A share of a file's text: [0, 1) is the whole of its first `take` bytes."""
 
     file: TextFile
@@ -64,7 +64,7 @@ class Part:
     stop: float = 1.0
 
 
-def split(chosen: list[tuple[TextFile, int]], share: float) -> tuple[list[Part], list[Part]]:
+def split(chosen: list[tuple[TextFile, int]], share: float) -> tuple[list[TextShare], list[TextShare]]:
     """(train, held-out): whole files are held out, in the given order, until they make `share` of the bytes.
 
     Where the files are too few or too large for that, the end of every file is held out instead.
@@ -78,12 +78,14 @@ def split(chosen: list[tuple[TextFile, int]], share: float) -> tuple[list[Part],
             held_bytes += take
     if held_bytes < 0.5 * budget:
         cut = 1 - share
-        return [Part(file, take, 0, cut) for file, take in chosen], [Part(file, take, cut, 1) for file, take in chosen]
-    parts = [Part(file, take) for file, take in chosen]
+        return [TextShare(file, take, 0, cut) for file, take in chosen], [
+            TextShare(file, take, cut, 1) for file, take in chosen
+        ]
+    parts = [TextShare(file, take) for file, take in chosen]
     return [p for p in parts if p.file.path not in heldout], [p for p in parts if p.file.path in heldout]
 
 
-def _texts(parts: list[Part], left_out: dict[Path, NotTextError]) -> Iterator[str]:
+def _texts(parts: list[TextShare], left_out: dict[Path, NotTextError]) -> Iterator[str]:
     """The text of each part, cut at the end of a line. Found files that turn out not to be text go to `left_out`."""
     for part in parts:
         try:

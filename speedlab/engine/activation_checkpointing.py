@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 from speedlab.comm import Group
 from speedlab.config import ConfigError, RunConfig
 from speedlab.models.selective_checkpointing import selective_contexts
-from speedlab.offload import Stores
+from speedlab.offload import StoreRegistry
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.zero import Zero
 from speedlab.parallel.zero.units import Unit
@@ -54,7 +54,7 @@ class _Kept:
 class KeptInputs:
     """How inputs of checkpointed blocks wait."""
 
-    def __init__(self, *, ranks: Group | None, stores: Stores | None) -> None:
+    def __init__(self, *, ranks: Group | None, stores: StoreRegistry | None) -> None:
         """`ranks`: those over which they are cut; `stores`: of the host's memory; None where there is no such thing."""
         self._ranks, self._stores = ranks, stores
         self._compared: set[nn.Module] = set()
@@ -115,7 +115,7 @@ class KeptInputs:
         return self._ranks.gather_along(here, 0)[: packed.shape.numel()].view(packed.shape)
 
 
-def kept_inputs_of(config: RunConfig, mesh: Mesh, stores: Stores) -> KeptInputs | None:
+def kept_inputs_of(config: RunConfig, mesh: Mesh, stores: StoreRegistry) -> KeptInputs | None:
     """How inputs of checkpointed blocks wait under this configuration; None where they stay as they are."""
     # Under sequence parallelism each tensor rank has its own tokens of them.
     cut = config.activation.partition_inputs and mesh.layout.tp > 1 and not config.parallel.sequence

@@ -45,7 +45,7 @@ from speedlab.comm import Group
 from speedlab.layout import ALWAYS_NAMED, AXES, KINDS
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.tensor import PlanError
-from speedlab.parallel.zero import Flat, Unit, Zero, map_tensors
+from speedlab.parallel.zero import FlatParam, Unit, Zero, map_tensors
 
 _ONE_BATCH = tuple(axis for axis in reversed(AXES) if not KINDS[axis].sees_other_data)
 """Axes along which ranks compute one batch."""
@@ -66,7 +66,7 @@ _ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
 """Odd numbers of 61 or 62 bits without a pattern."""
 
 
-class SameData:
+class DataConsistencyCheck:
     """What this rank was given since the last `forget`, as one number."""
 
     def __init__(self, mesh: Mesh, *, compare_first: bool = True) -> None:
@@ -183,7 +183,7 @@ _TOLERANCE = 0.03
 """Of a gradient's norm. What sums in bfloat16 in another order differ by is less."""
 
 
-class SameGradients:
+class GradientConsistencyCheck:
     """What tensor peers must have alike of the gradients of the present step."""
 
     def __init__(self, mesh: Mesh, zeros: Iterable[Zero]) -> None:
@@ -270,7 +270,7 @@ _WRITE_CHECK_STEPS = 2
 """A loop that clamps weights behind its update is seen in the second."""
 
 
-class UnseenWrites:
+class UntrackedWriteCheck:
     """What was written in the present step past the engine, on this rank."""
 
     def __init__(self, zeros: Iterable[Zero], everyone: Group, *, compares_masters: bool) -> None:
@@ -351,12 +351,12 @@ class UnseenWrites:
     # ---- inside ------------------------------------------------------------------------------------------------------
 
     @property
-    def _flats(self) -> list[Flat]:
+    def _flats(self) -> list[FlatParam]:
         return [flat for unit in self._units for flat in unit.flats]
 
-    def _compare_masters(self, flat: Flat) -> None:
+    def _compare_masters(self, flat: FlatParam) -> None:
         narrow = flat.narrow
-        stays = not (flat.residency.parameters_come or flat.lies_away or flat.rounded or flat.ahead)
+        stays = not (flat.zero_policy.params_unsharded_on_demand or flat.lies_away or flat.rounded or flat.ahead)
         # What torch has counted, in parameters or masters, will be that of both.
         if narrow is None or not stays or flat.written() or flat.master._version != self._versions[flat.name]:
             return
@@ -367,12 +367,12 @@ class UnseenWrites:
         here = [differs[own].any() if own.start < own.stop else differs.new_zeros(()) for own in ranges]
         self._add(flat, torch.stack(here))
 
-    def _add(self, flat: Flat, written: Tensor) -> None:
+    def _add(self, flat: FlatParam, written: Tensor) -> None:
         before = self._written.get(flat.name)
         self._written[flat.name] = written if before is None else before | written
 
 
-def _numbers(full: Tensor, flat: Flat) -> Tensor:
+def _numbers(full: Tensor, flat: FlatParam) -> Tensor:
     words, size = full.view(torch.int64), full.element_size()  # No wider type has to be made of them for a sum.
     ends = [(slot.range.start * size // _WORD, -(-slot.range.stop * size // _WORD)) for slot in flat.slots]
     return torch.stack([words[start:stop].sum() for start, stop in ends])

@@ -14,9 +14,9 @@ import torch
 
 from speedlab.engine.checkpoint.single_file import write_weights
 from speedlab.engine.entry_points import entry_point
-from speedlab.engine.full_state_dict import whole_state
+from speedlab.engine.full_state_dict import full_state_dict
 from speedlab.engine.state import TrainingState
-from speedlab.placement import Holders
+from speedlab.placement import Replication
 
 
 class DeepSpeedNames(TrainingState):
@@ -96,14 +96,14 @@ class DeepSpeedNames(TrainingState):
         `keep_vars` then.
         """
         self.finish_update()
-        self.make_one()
+        self.average_replicas()
         state = OrderedDict() if destination is None else destination
         if self._whole_here:
             self.module.state_dict(destination=state, prefix=prefix, keep_vars=keep_vars)
         else:
             if keep_vars:
                 raise ValueError("module_state_dict: keep_vars, but no rank holds the whole parameters; leave it out")
-            whole = whole_state(self.model_parts, self.mesh["pp"], masters=False)
+            whole = full_state_dict(self.model_parts, self.mesh["pp"], masters=False)
             state.update({f"{prefix}{name}": value for name, value in whole.items()})
         for name in self._frozen() if exclude_frozen_parameters else ():
             state.pop(f"{prefix}{name}", None)
@@ -130,12 +130,12 @@ class DeepSpeedNames(TrainingState):
     def _whole_here(self) -> bool:
         """Whether this rank holds the whole module between steps."""
         alone = self.layout.tp == self.layout.pp == 1
-        return alone and not any(zero.parameters_come for zero in self.zeros)
+        return alone and not any(zero.params_unsharded_on_demand for zero in self.zeros)
 
     @property
     def _masters_here(self) -> bool:
         """Whether this rank holds the whole module and its masters, so that nothing has to come from others."""
-        held = all(zero.residency.optimizer_states is Holders.REPLICATED for zero in self.zeros)
+        held = all(zero.zero_policy.optimizer_states is Replication.REPLICATED for zero in self.zeros)
         return held and self._whole_here and not (self.apart or self.partitioned_optimizer.late)
 
     def _frozen(self) -> set[str]:

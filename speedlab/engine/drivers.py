@@ -16,7 +16,7 @@ from speedlab.engine.loss_weights import TARGETS, Count, targets_of, with_one_co
 from speedlab.engine.phase_timer import PhaseClock
 from speedlab.engine.pipeline_batches import pipeline_parts
 from speedlab.engine.state import TrainingState
-from speedlab.engine.train_step import Step
+from speedlab.engine.train_step import StepState
 from speedlab.layout import LayoutError
 from speedlab.models.gpt import FeedForward
 from speedlab.models.hf_attention import keep_separate, without_cache
@@ -86,7 +86,7 @@ class WholeModel:
     timeline: list[Span] = []  # noqa: RUF012  # nothing ever writes to it
 
     def __init__(
-        self, state: TrainingState, step: Step, clock: PhaseClock, *, dtype: torch.dtype, loss: LossFunction | None
+        self, state: TrainingState, step: StepState, clock: PhaseClock, *, dtype: torch.dtype, loss: LossFunction | None
     ) -> None:
         """`dtype`: what floating-point inputs are cast to. `loss`: the user's; None takes what the forward gives."""
         self._state, self._step, self._clock, self._dtype, self._loss_function = state, step, clock, dtype, loss
@@ -119,7 +119,7 @@ class WholeModel:
         return args, kwargs if targets is None else with_one_counted(kwargs, targets)
 
     def _backward(self, loss: Tensor, count: Count, *, again: bool = False, retain_graph: bool = False) -> None:
-        due = self._step.sync and (self._step.at_boundary or self._zero.residency.gradients_go)
+        due = self._step.sync and (self._step.at_boundary or self._zero.zero_policy.grads_sharded)
         with self._clock.phase("backward"):
             (scale,) = self._step.scales([count], again=again)
             self._zero.begin_backward(sync=due)
@@ -191,7 +191,7 @@ class PipelineStages:
     def __init__(
         self,
         state: TrainingState,
-        step: Step,
+        step: StepState,
         clock: PhaseClock,
         *,
         dtype: torch.dtype,
@@ -308,7 +308,7 @@ class PipelineStages:
         self._pipeline.reconnect()
 
 
-def driver_of(state: TrainingState, step: Step, clock: PhaseClock, loss: LossFunction | None) -> Driver:
+def driver_of(state: TrainingState, step: StepState, clock: PhaseClock, loss: LossFunction | None) -> Driver:
     """What computes under this layout. `loss`: the user's; None takes what the forward gives."""
     if state.layout.pp == 1:
         return WholeModel(state, step, clock, dtype=state.dtype, loss=loss)

@@ -7,6 +7,7 @@ what only scripts for DeepSpeed ask for.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,18 +27,18 @@ from speedlab.engine.deepspeed_api import DeepSpeedNames
 from speedlab.engine.drivers import Batch, Driver, driver_of
 from speedlab.engine.entry_points import entry_point
 from speedlab.engine.evaluation import mean_loss
-from speedlab.engine.full_state_dict import remember_parts, whole_state
-from speedlab.engine.kernels import OwnKernels, prepare_small_states
+from speedlab.engine.full_state_dict import full_state_dict, remember_parts
+from speedlab.engine.kernels import CpuKernelOverrides, prepare_small_states
 from speedlab.engine.loss import LossFunction, check_loss
 from speedlab.engine.loss_weights import Count
-from speedlab.engine.memory_ledger import Looking, release_freed_memory, settle_allocator, suit_allocator
+from speedlab.engine.memory_ledger import MemoryProbe, release_freed_memory, settle_allocator, suit_allocator
 from speedlab.engine.phase_timer import PhaseClock
-from speedlab.engine.placement_builder import more_on_disk, needs_of, refuse_without_room, residency_of
-from speedlab.engine.proof import ProofOnRequest, Tokenizer
+from speedlab.engine.placement_builder import more_on_disk, needs_of, refuse_without_room, zero_policy_of
+from speedlab.engine.proof import ProofOnRequest, ProofTokenizer
 from speedlab.engine.rng import RandomStreams
 from speedlab.engine.sparse_attention import BlockSparse
-from speedlab.engine.step_reduction import Totals
-from speedlab.engine.train_step import Step
+from speedlab.engine.step_reduction import StepReduction
+from speedlab.engine.train_step import StepState
 from speedlab.optim.compressed_optimizer import check_whole_gradients
 from speedlab.optim.errors import NonFiniteError, name_module
 from speedlab.parallel.zero import forget, remember
@@ -75,7 +76,7 @@ class Engine(DeepSpeedNames):
         self._prepare_exchanges()
         self.clock = PhaseClock(self.traffic, device)
         streams = RandomStreams(config.seed, device)
-        self._step = Step(
+        self._step = StepState(
             self, streams, accumulation=self.batch.accumulation, around_update=self._around_update, trains=trains
         )
         self._driver: Driver = driver_of(self, self._step, self.clock, loss)
@@ -95,14 +96,14 @@ class Engine(DeepSpeedNames):
             this = weakref.ref(self)
             (zero,) = self.zeros
             zero.finish_update = lambda: engine.finish_update() if (engine := this()) is not None else None
-        self._looking = Looking(self, outside_bytes=outside_bytes)
+        self._looking = MemoryProbe(self, outside_bytes=outside_bytes)
         self.proofs = ProofOnRequest(
             self,
             self._step,
             lambda loss: self._driver if loss is None else driver_of(self, self._step, self.clock, loss),
         )
         self._settled = not config.offload.used  # Whether lasting memory has its place, as far as somebody cares.
-        self._kernels = OwnKernels(self.modules, config.precision, device, self.dtype)
+        self._kernels = CpuKernelOverrides(self.modules, config.precision, device, self.dtype)
         self._watch_zero_grad()
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -318,7 +319,7 @@ class Engine(DeepSpeedNames):
         self._step.micro_batches.boundary = is_boundary
 
     @property
-    def totals(self) -> Totals | None:
+    def totals(self) -> StepReduction | None:
         """What the ranks found together in the last step; None before the first."""
         return self._step.totals
 
@@ -366,8 +367,8 @@ class Engine(DeepSpeedNames):
         if zero not in (0, 1, 2, 3):
             raise ValueError(f"reshape: zero is {zero}; it is 0, 1, 2 or 3")
         config = self.config.replace(offload=offload or {}, zero=zero)
-        before, device = self.zeros[0].residency, self.world.device.type
-        wanted = residency_of(config, dp=self.group.size, device=device)
+        before, device = self.zeros[0].zero_policy, self.world.device.type
+        wanted = zero_policy_of(config, dp=self.group.size, device=device)
         check_whole_gradients(type(self.optimizer), wanted, zero)
         forms, needs = self.partitioned_optimizer.forms, needs_of(config, self.mesh)
         if problem := forms.problem(type(self.optimizer).__name__, needs):
@@ -390,14 +391,19 @@ class Engine(DeepSpeedNames):
         release_freed_memory(self.world.device)
         self._looking.start_anew()
 
-    def make_one(self) -> None:
+    def average_replicas(self) -> None:
         """As of `TrainingState`. Raises RuntimeError inside a step, and where an update was cut off."""
         if self.apart:
-            self._make_one()
+            self._average_replicas()
 
-    @entry_point("make_one", refuse=lambda engine: engine._refuse_between("make_one"))
-    def _make_one(self) -> None:
-        super().make_one()
+    def make_one(self) -> None:
+        """The former name of `average_replicas`."""
+        warnings.warn("engine.make_one is now engine.average_replicas", DeprecationWarning, stacklevel=2)
+        self.average_replicas()
+
+    @entry_point("average_replicas", refuse=lambda engine: engine._refuse_between("average_replicas"))
+    def _average_replicas(self) -> None:
+        super().average_replicas()
 
     @entry_point(alone=lambda engine: engine._masters_here)
     def state_dict(self) -> dict[str, Any]:
@@ -406,8 +412,8 @@ class Engine(DeepSpeedNames):
         Islands that have trained apart take the mean first, and ranks whose optimizer lets them exchange early; they go
         on from there."""
         self.finish_update()
-        self.make_one()
-        return whole_state(self.model_parts, self.mesh["pp"])
+        self.average_replicas()
+        return full_state_dict(self.model_parts, self.mesh["pp"])
 
     @entry_point(refuse=lambda engine: engine._refuse_between("save_checkpoint"))
     def save_checkpoint(
@@ -480,7 +486,7 @@ class Engine(DeepSpeedNames):
             self._step.only_looked_at = False
 
     def proof(
-        self, batch: Batch | None = None, *, loss: LossFunction | None = None, tokenizer: Tokenizer | None = None
+        self, batch: Batch | None = None, *, loss: LossFunction | None = None, tokenizer: ProofTokenizer | None = None
     ) -> Proof:
         """Check what training on a batch does: which tokens count, whether documents are separate, which parameters get
         gradients, and more (`speedlab guide proof`). It trains nothing and leaves no trace. Collective, between two
@@ -582,7 +588,7 @@ class Engine(DeepSpeedNames):
         try:
             if self.apart:
                 self._step.reset()
-                super().make_one()
+                super().average_replicas()
         except (PeerLost, NonFiniteError) as error:
             return error
         return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from speedlab.engine.consistency_checks import SAME, SameData
+from speedlab.engine.consistency_checks import SAME, DataConsistencyCheck
 from speedlab.engine.drivers import Batch
 from speedlab.engine.loss_weights import Count
 from speedlab.parallel.mesh import Mesh
@@ -29,7 +29,7 @@ def mean_loss(
     counts, and where some numbers are known and others not."""
     modes = [(module, module.training) for part in modules for module in part.modules()]
     found: list[tuple[Tensor, Count]] = []
-    data = SameData(mesh, compare_first=False)
+    data = DataConsistencyCheck(mesh, compare_first=False)
     try:
         for part in modules:
             part.eval()

@@ -18,7 +18,7 @@ from speedlab.parallel.zero import Zero
 
 
 @torch.no_grad()
-def whole_state(model_parts: Sequence[ModelPart], pipeline: Group, *, masters: bool = True) -> dict[str, Any]:
+def full_state_dict(model_parts: Sequence[ModelPart], pipeline: Group, *, masters: bool = True) -> dict[str, Any]:
     """Parameters, persistent buffers, extra states and quantised parameters by full name, in the order of
     `module.state_dict`. Collective over all ranks.
 

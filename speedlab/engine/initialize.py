@@ -16,10 +16,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from cuda_ops import cpu_sdpa, warm
-from speedlab.comm import Traffic, World, join
+from speedlab.comm import CommStats, World, join
 from speedlab.comm.shared.memfd import host_identity
 from speedlab.comm.timeouts import Timeout, checked_seconds
-from speedlab.config import ConfigError, GivenConfig, OuterConfig, RunConfig, ScheduleConfig, config_of
+from speedlab.config import ConfigError, ConfigLike, OuterConfig, RunConfig, ScheduleConfig, as_config
 from speedlab.config.batch import Batch
 from speedlab.config.validation import host_problem
 from speedlab.data import Epochs
@@ -28,17 +28,17 @@ from speedlab.engine.kernels import prepare_optimizer, prepare_small_states
 from speedlab.engine.loss import LossFunction, check_loss
 from speedlab.engine.memory_ledger import PeakMemory, suit_allocator
 from speedlab.engine.parallelize import build_model_part, plan_model_parts
-from speedlab.engine.placement_builder import away_folder, needs_of, residency_of
+from speedlab.engine.placement_builder import needs_of, offload_folder, zero_policy_of
 from speedlab.engine.precision import LossScale, compute_dtype
 from speedlab.engine.sparse_attention import BlockSparse, check_attention
 from speedlab.engine.state import ModelPart
 from speedlab.layout import Layout
-from speedlab.models.gpt import Attend
-from speedlab.offload import Stores
+from speedlab.models.gpt import CausalAttention
+from speedlab.offload import StoreRegistry
 from speedlab.optim.compressed_optimizer import check_whole_gradients, kept_by, steps_apart
-from speedlab.optim.diloco import kept_by_islands
-from speedlab.optim.factory import Groups, OptimizerChoice, Recipe, asked_groups
-from speedlab.optim.fused import FusedOptimizer, LooksAtParameters
+from speedlab.optim.diloco import kept_by_diloco
+from speedlab.optim.factory import Groups, OptimizerChoice, OptimizerFactory, param_groups_from
+from speedlab.optim.fused import FusedOptimizer, LayerwiseOptimizer
 from speedlab.optim.lr_schedule import make_schedule
 from speedlab.optim.sharded_optimizer import PartitionedOptimizer
 from speedlab.parallel.mesh import Mesh
@@ -58,7 +58,7 @@ def initialize(
     model_parameters: Any = None,
     training_data: Dataset[Any] | None = None,
     lr_scheduler: Any = None,
-    config: GivenConfig | None = None,
+    config: ConfigLike | None = None,
     *,
     loss: LossFunction | None = None,
     units: UnitChoice | None = None,
@@ -113,7 +113,7 @@ def initialize(
     check_loss(loss, layout)
     groups = None
     if isinstance(model, nn.Module) and (optimizer is None or isinstance(optimizer, type)):
-        groups = asked_groups(model, model_parameters)
+        groups = param_groups_from(model, model_parameters)
     batch = config.batch.resolve(layout.data_size)
     if isinstance(model, nn.Module):
         check_attention(model, config.model.attention)
@@ -154,7 +154,7 @@ def _build(
     with ExitStack() as on_failure:
         on_failure.callback(attention.undo)
         model = attention.within(model)
-        traffic = Traffic()
+        traffic = CommStats()
         mesh = Mesh(layout, world, traffic)
         _check_islands(mesh, config)
         plans = plan_model_parts(model, config, layout, world, mesh.everyone, dtype, tp_plan)
@@ -165,7 +165,7 @@ def _build(
         if mesh.rank == 0:
             _tell_of_no_use(optimizer, recipe.kind, config)
         _check_masters(recipe.kind, [plan.module for plan in plans], mesh)
-        stores = Stores(away_folder(config), rank=world.rank, traffic=traffic, device=world.device)
+        stores = StoreRegistry(offload_folder(config), rank=world.rank, traffic=traffic, device=world.device)
         parts = [
             build_model_part(
                 plan,
@@ -176,8 +176,8 @@ def _build(
                 groups=recipe.group_of,
                 compute_dtype=dtype,
                 accumulation=batch.accumulation,
-                kept=kept_by(recipe.kind) or kept_by_islands(config.outer, layout.islands),
-                left_to_optimizer=kept_by(recipe.kind) is not None,
+                kept=kept_by(recipe.kind) or kept_by_diloco(config.outer, layout.islands),
+                optimizer_reduces=kept_by(recipe.kind) is not None,
                 stores=stores,
                 moments=config.optimizer.moments if optimizer is None else 2,
             )
@@ -226,12 +226,12 @@ def _recipe(
     config: RunConfig,
     groups: Groups | None,
     mesh: Mesh,
-) -> Recipe:
+) -> OptimizerFactory:
     """How to make the optimizer. Raises on all ranks, which may have other parameters, what is against it on one.
     Collective."""
     recipe, error, problem = None, None, ""
     try:
-        recipe = Recipe(optimizer, modules, config.optimizer, groups, trial_on=mesh.device)
+        recipe = OptimizerFactory(optimizer, modules, config.optimizer, groups, trial_on=mesh.device)
         problem = recipe.forms.problem(recipe.kind.__name__, needs_of(config, mesh))
     except Exception as raised:
         error, problem = raised, str(raised) or type(raised).__name__
@@ -251,7 +251,7 @@ def _timeout(seconds: float | None) -> Timeout | None:
         raise ConfigError(str(error)) from None
 
 
-def _partitioned(recipe: Recipe, parts: Sequence[ModelPart], mesh: Mesh) -> PartitionedOptimizer:
+def _partitioned(recipe: OptimizerFactory, parts: Sequence[ModelPart], mesh: Mesh) -> PartitionedOptimizer:
     """The optimizer over the flats of all parts. Collective."""
     partitioned = PartitionedOptimizer(
         [flat for part in parts for flat in part.zero.flats],
@@ -259,19 +259,19 @@ def _partitioned(recipe: Recipe, parts: Sequence[ModelPart], mesh: Mesh) -> Part
         mesh.summed_first,
         recipe.build,
         group_count=recipe.group_count,
-        apart=issubclass(recipe.kind, LooksAtParameters) or recipe.forms.whole_only,
+        apart=issubclass(recipe.kind, LayerwiseOptimizer) or recipe.forms.whole_only,
         forms=recipe.forms,
     )
     partitioned.prepare()
     return partitioned
 
 
-def _config(config: GivenConfig | None) -> RunConfig:
+def _config(config: ConfigLike | None) -> RunConfig:
     """The caller's configuration. A RunConfig counts with its defaults, which the caller could see; anything else is
     taken at its word: what it does not name, clipping and a schedule, is not done."""
     if isinstance(config, RunConfig):
         return config
-    named = config_of({} if config is None else config)
+    named = as_config({} if config is None else config)
     unasked = {"clip_norm": None, "schedule": ScheduleConfig(kind="constant", warmup_steps=0)}
     return named.model_copy(update={key: value for key, value in unasked.items() if key not in named.model_fields_set})
 
@@ -298,7 +298,7 @@ def _prepare_attention(engine: Engine) -> None:
 def _asks_for_attention(module: nn.Module) -> bool:
     """Of torch's `scaled_dot_product_attention`, as far as is known: the built-in GPT, torch's layer, transformers."""
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    return chosen == "sdpa" or isinstance(module, Attend | nn.MultiheadAttention)
+    return chosen == "sdpa" or isinstance(module, CausalAttention | nn.MultiheadAttention)
 
 
 def _check_islands(mesh: Mesh, config: RunConfig) -> None:
@@ -358,8 +358,8 @@ def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -
     if kept_by(kind) is not None and config.optimizer.in_backward:
         raise ConfigError(f"optimizer.in_backward: {kind.__name__} sums gradients itself, whole ones; set it to false")
     try:
-        residency = residency_of(config, dp=mesh.gather.size, device=mesh.device.type)
-        check_whole_gradients(kind, residency, config.zero.stage)
+        zero_policy = zero_policy_of(config, dp=mesh.gather.size, device=mesh.device.type)
+        check_whole_gradients(kind, zero_policy, config.zero.stage)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if kept_by(kind) is not None and config.clip_norm is not None and mesh.rank == 0:

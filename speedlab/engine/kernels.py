@@ -48,7 +48,7 @@ def prepare_optimizer(config: RunConfig, device: torch.device) -> None:
     warm.warm_up(lambda line: print(line, flush=True), steps=tuple(dict.fromkeys(steps)))
 
 
-class OwnKernels:
+class CpuKernelOverrides:
     """Products and attention of the models of one engine, until `undo`. Nothing of another engine, or of one that this
     process had before, changes which kernels these are."""
 

@@ -36,7 +36,7 @@ Count = float | Tensor | None
 """How many targets of a micro-batch count: a number, a scalar on a device, or None if nothing says so."""
 
 
-class Counted(NamedTuple):
+class TargetCount(NamedTuple):
     """The targets of this rank in a step, for the reduction that ends it."""
 
     losses: list[Count]
@@ -130,13 +130,13 @@ class LossWeights:
             return [1.0] * len(counts)
         return [1.0 if each is None else each / reference for each in counts]
 
-    def take(self, micro_batches: int) -> Counted | None:
+    def take(self, micro_batches: int) -> TargetCount | None:
         """What the reduction that ends the step takes; None if the step is a mean over micro-batches."""
         reference, alone = self._state.counted_per_micro_batch, self._is_alone(micro_batches)
         if not self.is_on or not (alone or reference):
             return None
         factor = None if alone else (reference or 0.0) * micro_batches
-        return Counted(list(self._losses), list(self._added), factor)
+        return TargetCount(list(self._losses), list(self._added), factor)
 
     def _is_alone(self, micro_batches: int) -> bool:
         """Whether the step has one loss, which weighs 1. In a loop of one's own several backwards may add up."""

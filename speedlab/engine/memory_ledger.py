@@ -32,10 +32,10 @@ from torch.utils._pytree import tree_leaves
 from speedlab.comm.shared import arena
 from speedlab.engine.state import TrainingState
 from speedlab.hardware import memory_bytes
-from speedlab.offload import Kept
+from speedlab.offload import OffloadedState
 from speedlab.optim.sharded_optimizer import PartitionedOptimizer
-from speedlab.parallel.zero import Flat, Zero
-from speedlab.placement import EIGHT_BITS, STATE_CATEGORIES, Home, Where
+from speedlab.parallel.zero import FlatParam, Zero
+from speedlab.placement import EIGHT_BITS, STATE_CATEGORIES, MemoryKind, StatePlacement
 from speedlab.telemetry.records import Ledger, MemoryMark
 
 
@@ -241,7 +241,7 @@ def storage_bytes(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
 
 
-def known_storages(buffers: Iterable[Tensor], flats: Iterable[Flat], optimizer: PartitionedOptimizer) -> set[int]:
+def known_storages(buffers: Iterable[Tensor], flats: Iterable[FlatParam], optimizer: PartitionedOptimizer) -> set[int]:
     """Identities of the storages that other ledger categories count; those of `buffers`, and what flats hold."""
     tensors: list[Tensor | None] = [*buffers]
     for flat in flats:
@@ -259,7 +259,7 @@ def measure_states(buffers: Iterable[Tensor], zeros: Iterable[Zero], optimizer: 
     sizes = dict.fromkeys(STATE_CATEGORIES.values(), 0)
     sizes["parameters"] = sum(buffer.nbytes for buffer in buffers)
     for flat, state, home in _homes(zeros):
-        if home.where is Where.DEVICE:
+        if home.where is MemoryKind.DEVICE:
             tensors = _tensors_of(state, flat, optimizer)
             nbytes = sum(storage_bytes(tensor) for tensor in tensors)
             if home.form == EIGHT_BITS:  # The tensors have values in an update only.
@@ -268,7 +268,7 @@ def measure_states(buffers: Iterable[Tensor], zeros: Iterable[Zero], optimizer: 
     return sizes
 
 
-def measure_away(zeros: Iterable[Zero], where: Where) -> dict[str, int]:
+def measure_offloaded(zeros: Iterable[Zero], where: MemoryKind) -> dict[str, int]:
     """Bytes of the same categories that this rank keeps at a place other than its device; {} where it keeps nothing."""
     sizes: dict[str, int] = {}
     for flat, state, home in _homes(zeros):
@@ -280,26 +280,28 @@ def measure_away(zeros: Iterable[Zero], where: Where) -> dict[str, int]:
     return sizes
 
 
-def _homes(zeros: Iterable[Zero]) -> Iterator[tuple[Flat, str, Home]]:
+def _homes(zeros: Iterable[Zero]) -> Iterator[tuple[FlatParam, str, StatePlacement]]:
     for zero in zeros:
         for flat in zero.flats:
             for state, home in zero.placement.flats[flat.name][0].states.items():
                 yield flat, state, home
 
 
-def _kept(state: str, flat: Flat) -> Iterable[Kept]:
+def _kept(state: str, flat: FlatParam) -> Iterable[OffloadedState]:
     """What keeps a state of a flat that lies away."""
     if state == "gradient":
-        return [flat.gradient.away.kept] if flat.gradient is not None and flat.gradient.away is not None else []
+        return (
+            [flat.gradient.offloaded.kept] if flat.gradient is not None and flat.gradient.offloaded is not None else []
+        )
     if state == "moments":
         # A copy: an update beside this step may make the first ones now.
-        return [away.kept for name, away in list(flat.away.items()) if name not in ("parameter", "master")]
+        return [away.kept for name, away in list(flat.offloaded.items()) if name not in ("parameter", "master")]
     if state == "waiting":
         return [flat.gradient.waiting.kept] if flat.gradient is not None and flat.gradient.waiting is not None else []
-    return [flat.away[state].kept]
+    return [flat.offloaded[state].kept]
 
 
-def _tensors_of(state: str, flat: Flat, optimizer: PartitionedOptimizer) -> Iterable[Tensor]:
+def _tensors_of(state: str, flat: FlatParam, optimizer: PartitionedOptimizer) -> Iterable[Tensor]:
     """What holds a state of a flat between steps. A partition may be a slice of a whole that is kept: its storage."""
     if state == "parameter":
         return [flat.shard]
@@ -321,8 +323,8 @@ def make_ledger(
     peak: tuple[int, int | None],
     outside: int,
     device: torch.device,
-    away: Mapping[Where, dict[str, int]] | None = None,
-    capacities: Mapping[Where, int] | None = None,
+    away: Mapping[MemoryKind, dict[str, int]] | None = None,
+    capacities: Mapping[MemoryKind, int] | None = None,
 ) -> Ledger:
     """The ledger at the peak of a step: categories that sum to what was reported, the rest as other framework memory.
     `away`: what lies at other places, with the `capacities` of these; on a CPU the host's is no longer the device's.
@@ -338,7 +340,7 @@ def make_ledger(
         reported += outside
     else:
         capacity = memory_bytes()[0] // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    host, disk = ((away or {}).get(where, {}) for where in (Where.HOST, Where.DISK))
+    host, disk = ((away or {}).get(where, {}) for where in (MemoryKind.HOST, MemoryKind.DISK))
     counted = sum(states.values()) + activations + buffers + outside
     if device.type == "cpu":
         reported -= sum(host.values())
@@ -352,12 +354,12 @@ def make_ledger(
         capacity_bytes=capacity,
         host=host,
         disk=disk,
-        host_capacity_bytes=(capacities or {}).get(Where.HOST, 0),
-        disk_capacity_bytes=(capacities or {}).get(Where.DISK, 0),
+        host_capacity_bytes=(capacities or {}).get(MemoryKind.HOST, 0),
+        disk_capacity_bytes=(capacities or {}).get(MemoryKind.DISK, 0),
     )
 
 
-class Looking:
+class MemoryProbe:
     """The memory of one rank, and what was last measured of its activations."""
 
     def __init__(self, state: TrainingState, *, outside_bytes: int) -> None:
@@ -388,9 +390,9 @@ class Looking:
     def ledger(self) -> Ledger:
         """Bytes by category at the peak since the last call."""
         state = self._state
-        away = {where: measure_away(state.zeros, where) for where in state.stores.made}
+        away = {where: measure_offloaded(state.zeros, where) for where in state.stores.made}
         if staging := state.stores.take_staging_peak():
-            away.setdefault(Where.HOST, {})["communication_buffers"] = staging
+            away.setdefault(MemoryKind.HOST, {})["communication_buffers"] = staging
         return make_ledger(
             measure_states(state.buffers, state.zeros, state.partitioned_optimizer),
             activations=self._activation_bytes,

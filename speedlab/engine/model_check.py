@@ -47,21 +47,21 @@ from speedlab.engine.activation_checkpointing import BlockWrapper
 from speedlab.engine.loss import CONTRACT, LossFunction, check_loss, loss_of
 from speedlab.engine.memory_ledger import activation_trace
 from speedlab.engine.model_construction import ModelSource, make_whole, name_of
-from speedlab.engine.placement_builder import residency_of
+from speedlab.engine.placement_builder import zero_policy_of
 from speedlab.engine.precision import compute_dtype, dtypes_of
 from speedlab.engine.sparse_attention import BlockSparse
 from speedlab.layout import Layout, layer_counts, padded_numel
 from speedlab.models import GPT
 from speedlab.models.hf_attention import packed_if_given
 from speedlab.optim.errors import words_on_dtypes
-from speedlab.optim.factory import Recipe
+from speedlab.optim.factory import OptimizerFactory
 from speedlab.parallel import Materializer
 from speedlab.parallel.context import check_model
 from speedlab.parallel.pipeline import block_costs
 from speedlab.parallel.tensor import TensorParallel
 from speedlab.parallel.zero import UnitChoice, UnitPlan, Zero, map_tensors, plan_units
 from speedlab.parallel.zero.flat_param import trainable_in_low_precision
-from speedlab.placement import EIGHT_BITS, ITEM_BYTES, Holders, Where
+from speedlab.placement import EIGHT_BITS, ITEM_BYTES, MemoryKind, Replication
 from speedlab.planner.memory.buffers import Passing, sent_by_update
 from speedlab.planner.memory.offload import PAGE_BYTES, state_places
 from speedlab.planner.memory.predict import borrowed_bytes, flat_elements, passing_bytes
@@ -147,7 +147,7 @@ def _flats(
     module: nn.Module, config: RunConfig, units: UnitChoice | None, dtypes: Mapping[int, torch.dtype], dp: int
 ) -> list[_Flat]:
     """As `Zero` makes them of the same units."""
-    group_of = Recipe(None, [module], config.optimizer).group_of
+    group_of = OptimizerFactory(None, [module], config.optimizer).group_of
     flats = []
     for number, plan in enumerate(plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)):
         sizes: dict[tuple[torch.dtype, bool], list[int]] = defaultdict(list)
@@ -163,45 +163,45 @@ def _flats(
 def _memory(
     flats: list[_Flat], config: RunConfig, dp: int, *, summed: bool, buffers: int, activations: int
 ) -> RankMemory:
-    residency, moments = residency_of(config, dp=dp, device="cpu"), config.optimizer.moments
+    zero_policy, moments = zero_policy_of(config, dp=dp, device="cpu"), config.optimizer.moments
     states: Counter[str] = Counter()
     borrowed: Counter[int] = Counter()
     of_units: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
     decoded = 0
     for flat in flats:
         low = trainable_in_low_precision(flat.dtype)
-        states["parameters"] += residency.parameters.share(flat.elements * flat.dtype.itemsize, dp)
-        if residency.secondary_ranks:
-            again = Holders.SECONDARY.share(flat.elements, residency.secondary_ranks)
+        states["parameters"] += zero_policy.parameters.share(flat.elements * flat.dtype.itemsize, dp)
+        if zero_policy.secondary_ranks:
+            again = Replication.SECONDARY.share(flat.elements, zero_policy.secondary_ranks)
             states["parameters"] += again * flat.dtype.itemsize
         of_units[flat.unit].append((flat.elements, flat.dtype.itemsize, flat.trainable))
         if flat.trainable:
             gradient = flat.elements * (_FLOAT32 if summed and low else flat.dtype.itemsize)
             borrowed[gradient] += 1
-            states["gradients"] += 0 if residency.gradients_used else residency.gradients.share(gradient, dp)
-            owned = residency.optimizer_states.share(flat.elements, dp)
+            states["gradients"] += 0 if zero_policy.update_in_backward else zero_policy.gradients.share(gradient, dp)
+            owned = zero_policy.optimizer_states.share(flat.elements, dp)
             rounded = flat.dtype == torch.bfloat16 and config.precision.masters == "none"
-            apart = residency.separate_masters or (low and not rounded)
+            apart = zero_policy.separate_masters or (low and not rounded)
             states["master_weights"] += max(_FLOAT32, flat.dtype.itemsize) * owned if apart else 0
             coded = config.precision.moments == EIGHT_BITS and flat.dtype.itemsize <= _FLOAT32
             width = ITEM_BYTES[EIGHT_BITS] if coded else max(_FLOAT32, flat.dtype.itemsize)
             states["optimizer_moments"] += round(moments * width * owned)
             decoded = max(decoded, padded_numel(_FLOAT32 * owned, PAGE_BYTES) * (moments * coded + rounded))
-    communication = borrowed_bytes(borrowed, kept=False) if residency.gradients_go else 0
-    root, *blocks = [Passing.of(of_units[unit], residency, dp) for unit in range(max(of_units) + 1)]
-    gathered, sent = passing_bytes([(root, blocks)], residency), sent_by_update((root, *blocks), residency)
-    communication += gathered + decoded if residency.gradients_used else max(gathered, decoded, sent)
-    held: dict[Where, dict[str, int]] = {where: {} for where in Where}
-    for state, where in state_places(residency).items():
+    communication = borrowed_bytes(borrowed, kept=False) if zero_policy.grads_sharded else 0
+    root, *blocks = [Passing.of(of_units[unit], zero_policy, dp) for unit in range(max(of_units) + 1)]
+    gathered, sent = passing_bytes([(root, blocks)], zero_policy), sent_by_update((root, *blocks), zero_policy)
+    communication += gathered + decoded if zero_policy.update_in_backward else max(gathered, decoded, sent)
+    held: dict[MemoryKind, dict[str, int]] = {where: {} for where in MemoryKind}
+    for state, where in state_places(zero_policy).items():
         held[where][state] = states[state]
-    here = held[Where.DEVICE]
+    here = held[MemoryKind.DEVICE]
     return RankMemory(
         parameters=here.get("parameters", 0) + buffers,
         gradients=here.get("gradients", 0),
         master_weights=here.get("master_weights", 0),
         optimizer_moments=here.get("optimizer_moments", 0),
-        host=held[Where.HOST],
-        disk=held[Where.DISK],
+        host=held[MemoryKind.HOST],
+        disk=held[MemoryKind.DISK],
         ranks=dp,
         activations=activations,
         communication_buffers=communication,
@@ -277,7 +277,7 @@ _MOST_REAL_BYTES = 1 << 30
 _BYTES_TOKENS = 256
 
 
-def try_model(
+def validate_model(
     config: RunConfig,
     engines: int,
     *,

@@ -25,15 +25,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from speedlab.comm import Group, World
 from speedlab.config import ConfigError, ModelConfig, PrecisionConfig, RunConfig
-from speedlab.engine.kernels import OwnKernels
+from speedlab.engine.kernels import CpuKernelOverrides
 from speedlab.engine.model_construction import ModelSource, make_everywhere
 from speedlab.engine.module_state import NotEncodable, check_state, frozen_tensors
-from speedlab.engine.placement_builder import place_parameters, refuse_without_room, residency_of, ways_of
+from speedlab.engine.placement_builder import comm_groups_of, place_parameters, refuse_without_room, zero_policy_of
 from speedlab.engine.precision import dtypes_of
 from speedlab.engine.state import ModelPart
 from speedlab.layout import Layout
 from speedlab.models import GPT
-from speedlab.offload import Stores
+from speedlab.offload import StoreRegistry
 from speedlab.parallel import Construction, Materializer
 from speedlab.parallel.context import ContextParallel
 from speedlab.parallel.mesh import Mesh
@@ -41,7 +41,7 @@ from speedlab.parallel.pipeline import block_costs, cut_model, layer_counts
 from speedlab.parallel.tensor import TensorParallel, check_plan, within
 from speedlab.parallel.zero import UnitChoice, UnitPlan, Zero, plan_units
 from speedlab.parallel.zero.parameter import stays_whole
-from speedlab.placement import Home, Where
+from speedlab.placement import MemoryKind, StatePlacement
 
 _REPEATS = 5
 
@@ -77,7 +77,7 @@ def measured_costs(
 
     x = sample.embed(tokens).detach().requires_grad_()
     rotation = sample.rotation(x)
-    kernels = OwnKernels([sample], precision, device, dtype)  # Those of the training.
+    kernels = CpuKernelOverrides([sample], precision, device, dtype)  # Those of the training.
     try:
         with kernels.under_way():
             block = _seconds(lambda: sample.blocks[0](x, rotation).sum(), device)
@@ -262,15 +262,15 @@ def build_model_part(
     groups: Mapping[int, int],
     compute_dtype: torch.dtype,
     accumulation: int,
-    kept: Mapping[str, Home] | None,
-    left_to_optimizer: bool,
-    stores: Stores,
+    kept: Mapping[str, StatePlacement] | None,
+    optimizer_reduces: bool,
+    stores: StoreRegistry,
     moments: int,
 ) -> ModelPart:
     """Flats, hooks and tensor parallelism for one pipeline stage. Collective over the ranks that hold it.
 
     `stores`: the places beside the device; `moments`: at most so many does the optimizer keep. `kept`,
-    `left_to_optimizer`: see `place_parameters`.
+    `optimizer_reduces`: see `place_parameters`.
     """
     module, layout = plan.module, mesh.layout
     unit_plans = plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)
@@ -292,19 +292,21 @@ def build_model_part(
         mesh,
         tied=plan.tied,
         groups=groups,
-        residency=residency_of(config, dp=mesh.gather.size, device=mesh.device.type),
+        zero_policy=zero_policy_of(config, dp=mesh.gather.size, device=mesh.device.type),
         dtypes=dtypes_of(module, compute_dtype),
         precision=config.precision,
         accumulation=accumulation,
         kept=kept,
-        left_to_optimizer=left_to_optimizer,
+        optimizer_reduces=optimizer_reduces,
     )
-    refuse_without_room(placement.bytes_at(Where.DISK, dp=mesh.gather.size, moments=moments), stores, mesh.everyone)
+    refuse_without_room(
+        placement.bytes_at(MemoryKind.DISK, dp=mesh.gather.size, moments=moments), stores, mesh.everyone
+    )
     zero = Zero(
         module,
         unit_plans,
         placement,
-        ways=ways_of(config, mesh),
+        ways=comm_groups_of(config, mesh),
         stores=stores,
         axes=mesh.summed_first,
         reductions_in_flight=config.zero.reductions_in_flight,

@@ -12,8 +12,8 @@ import torch
 from torch.autograd.profiler import record_function
 
 from cuda_ops.meter import meter
-from speedlab.comm import Traffic
-from speedlab.comm.transfers import Counted
+from speedlab.comm import CommStats
+from speedlab.comm.transfers import CommCounts
 from speedlab.engine.memory_ledger import MemoryMarks
 from speedlab.telemetry.records import MemoryMark
 
@@ -40,7 +40,7 @@ class PhaseClock:
     read when their events have passed, so they may show up in the next step's record.
     """
 
-    def __init__(self, traffic: Traffic, device: torch.device) -> None:
+    def __init__(self, traffic: CommStats, device: torch.device) -> None:
         self._traffic, self._device = traffic, device
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -121,7 +121,7 @@ class PhaseClock:
         )
 
 
-def _exchange(counted: Counted) -> dict[str, float]:
+def _exchange(counted: CommCounts) -> dict[str, float]:
     """What was sent compressed, as the step record tells it; {} where nothing was."""
     if not counted.float32_bytes:
         return {}

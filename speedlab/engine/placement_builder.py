@@ -14,26 +14,35 @@ from pathlib import Path
 
 import torch
 
-from speedlab.comm import Group, Rails, hosts_of
+from speedlab.comm import Group, HierarchicalGroups, hosts_of
 from speedlab.config import ConfigError, PrecisionConfig, RunConfig
 from speedlab.config.validation import secondary_problem, unequal_problem
 from speedlab.layout import REPLICATED, Layout
-from speedlab.offload import OffloadError, Stores
-from speedlab.optim.parameter_forms import Needs
+from speedlab.offload import OffloadError, StoreRegistry
+from speedlab.optim.parameter_forms import RequiredForms
 from speedlab.parallel.mesh import ENDS, Mesh
 from speedlab.parallel.tensor import TensorParallel
-from speedlab.parallel.zero import UnitPlan, Ways
+from speedlab.parallel.zero import UnitPlan, ZeroCommGroups
 from speedlab.parallel.zero.flat_param import trainable_in_low_precision
-from speedlab.placement import EIGHT_BITS, Holders, Home, Placement, Residency, Row, Where, homes
+from speedlab.placement import (
+    EIGHT_BITS,
+    MemoryKind,
+    ParamPlacement,
+    Placement,
+    Replication,
+    StatePlacement,
+    ZeroPolicy,
+    state_placements,
+)
 
 
-def residency_of(config: RunConfig, *, dp: int, device: str) -> Residency:
+def zero_policy_of(config: RunConfig, *, dp: int, device: str) -> ZeroPolicy:
     """Who holds the states of a run's flats, and where, with `dp` ranks on devices of a kind."""
-    return Residency.of_stage(
+    return ZeroPolicy.of_stage(
         config.zero.stage,
         dp,
-        optimizer=Where.of_choice(config.offload.optimizer),
-        parameters=Where.of_choice(config.offload.parameters),
+        optimizer=MemoryKind.of_choice(config.offload.optimizer),
+        parameters=MemoryKind.of_choice(config.offload.parameters),
         in_backward=config.optimizer.in_backward,
         delayed=config.offload.delayed_update is not None,
         device=device,
@@ -43,18 +52,18 @@ def residency_of(config: RunConfig, *, dp: int, device: str) -> Residency:
     )
 
 
-def needs_of(config: RunConfig, mesh: Mesh) -> Needs:
+def needs_of(config: RunConfig, mesh: Mesh) -> RequiredForms:
     """What a run asks of the forms in which its optimizer is given parameters."""
-    residency = residency_of(config, dp=mesh.gather.size, device=mesh.device.type)
+    zero_policy = zero_policy_of(config, dp=mesh.gather.size, device=mesh.device.type)
     settings = {
-        f"offload.optimizer {config.offload.optimizer!r}": residency.states_at is not Where.DEVICE,
-        f"offload.parameters {config.offload.parameters!r}": residency.parameters_at is not Where.DEVICE,
+        f"offload.optimizer {config.offload.optimizer!r}": zero_policy.states_at is not MemoryKind.DEVICE,
+        f"offload.parameters {config.offload.parameters!r}": zero_policy.parameters_at is not MemoryKind.DEVICE,
         f"precision.moments {config.precision.moments!r}": config.precision.moments == EIGHT_BITS,
         f"precision.masters {config.precision.masters!r}": config.precision.masters != "float32",
     }
-    return Needs(
+    return RequiredForms(
         stage=config.zero.stage,
-        ranks=mesh.gather.size if residency.optimizer_states is Holders.PARTITIONED else 1,
+        ranks=mesh.gather.size if zero_policy.optimizer_states is Replication.PARTITIONED else 1,
         tp=mesh.layout.tp,
         pp=mesh.layout.pp,
         offload=next((setting for setting, is_used in settings.items() if is_used), ""),
@@ -69,12 +78,12 @@ def place_parameters(
     *,
     tied: frozenset[str],
     groups: Mapping[int, int],
-    residency: Residency,
+    zero_policy: ZeroPolicy,
     dtypes: Mapping[int, torch.dtype],
     precision: PrecisionConfig,
     accumulation: int,
-    kept: Mapping[str, Home] | None = None,
-    left_to_optimizer: bool = False,
+    kept: Mapping[str, StatePlacement] | None = None,
+    optimizer_reduces: bool = False,
 ) -> Placement:
     """The rows of one pipeline stage on this rank; its parameters are still whole, and may be on meta.
 
@@ -85,7 +94,7 @@ def place_parameters(
         precision: as what masters and moments are kept.
         accumulation: micro-batches of a step. The gradients of several are summed in float32.
         kept: what stays beside gradients from step to step.
-        left_to_optimizer: whether the optimizer may sum gradients itself; these are in float32.
+        optimizer_reduces: whether the optimizer may sum gradients itself; these are in float32.
     """
     layout = mesh.layout
     rows = []
@@ -93,11 +102,11 @@ def place_parameters(
         for name, parameter in plan.parameters.items():
             part = tensor.parts.get(name)
             first = (("tp",) if name in tensor.partial else ()) + ((ENDS,) if name in tied else ())
-            wide = accumulation > 1 or left_to_optimizer
+            wide = accumulation > 1 or optimizer_reduces
             forms = _forms(dtypes[id(parameter)], parameter.requires_grad, precision, wide=wide)
             holder = _answering(layout, mesh.rank, tensor.first_holder(name), name in tied)
             rows.append(
-                Row(
+                ParamPlacement(
                     name=name,
                     unit=plan.name,
                     group=groups.get(id(parameter), 0),
@@ -108,12 +117,12 @@ def place_parameters(
                     scale=1.0 / (accumulation * layout.replicas),
                     answered_by=holder,
                     answers=holder == mesh.rank,
-                    left_to_optimizer=left_to_optimizer,
+                    optimizer_reduces=optimizer_reduces,
                     trainable=parameter.requires_grad,
-                    states=homes(residency, **forms, kept=kept),
+                    states=state_placements(zero_policy, **forms, kept=kept),
                 )
             )
-    return Placement(rank=mesh.rank, residency=residency, rows=tuple(rows))
+    return Placement(rank=mesh.rank, zero_policy=zero_policy, rows=tuple(rows))
 
 
 def _spread(layout: Layout) -> tuple[str]:
@@ -143,21 +152,23 @@ def _forms(dtype: torch.dtype, trainable: bool, precision: PrecisionConfig, *, w
     return forms
 
 
-def away_folder(config: RunConfig) -> Path:
+def offload_folder(config: RunConfig) -> Path:
     """Where states on disk have their files: beside the runs, unless the caller says. They have no names."""
     if config.offload.folder is not None:
         return config.offload.folder.expanduser()
     return config.folder if config.folder.is_dir() else Path.cwd()
 
 
-def more_on_disk(placement: Placement, wanted: Residency, *, dp: int, moments: int) -> int:
+def more_on_disk(placement: Placement, wanted: ZeroPolicy, *, dp: int, moments: int) -> int:
     """Bytes that this rank will have on disk, where states are placed as `wanted`, beyond what it has there.
     `moments`: how many an element has."""
-    needed, had = (table.bytes_at(Where.DISK, dp=dp, moments=moments) for table in (placement.moved(wanted), placement))
+    needed, had = (
+        table.bytes_at(MemoryKind.DISK, dp=dp, moments=moments) for table in (placement.moved(wanted), placement)
+    )
     return max(0, needed - had)
 
 
-def refuse_without_room(needed: int, stores: Stores, everyone: Group) -> None:
+def refuse_without_room(needed: int, stores: StoreRegistry, everyone: Group) -> None:
     """Raises ConfigError, on all ranks alike, where so many bytes more of this rank's states find no room on its disk,
     or the folder is of no use. Collective."""
     if not any(everyone.collect(needed)):
@@ -176,20 +187,20 @@ def refuse_without_room(needed: int, stores: Stores, everyone: Group) -> None:
             )
 
 
-def _own(stores: Stores, needed: int) -> list[object]:
+def _own(stores: StoreRegistry, needed: int) -> list[object]:
     """[host, disk, folder, bytes needed, bytes free, what is wrong] of this rank."""
     host = os.uname().nodename
     if not needed:
         return [host, -1, "", 0, 0, ""]
     try:
-        store = stores.of(Where.DISK)
+        store = stores.of(MemoryKind.DISK)
     except OffloadError as error:
         return [host, -1, "", 0, 0, str(error)]
     folder = stores.folder
     return [host, folder.stat().st_dev, str(folder), needed, store.capacity_bytes - store.nbytes, ""]
 
 
-def ways_of(config: RunConfig, mesh: Mesh) -> Ways:
+def comm_groups_of(config: RunConfig, mesh: Mesh) -> ZeroCommGroups:
     """The groups of this rank's flats. Collective over all ranks.
 
     Raises ConfigError, on all ranks, where the ranks of a group lie on hosts in a way that does not go with what is
@@ -197,7 +208,7 @@ def ways_of(config: RunConfig, mesh: Mesh) -> Ways:
     """
     zero = config.zero
     if mesh.gather.size == 1 or not (zero.quantized_gradients or zero.secondary_partition):
-        return Ways(gather=mesh.gather, reduce=mesh.reduce)
+        return ZeroCommGroups(gather=mesh.gather, reduce=mesh.reduce)
     hosts = hosts_of(mesh.gather)
     # All ranks make equally many groups, or none.
     every = [list(map(len, each)) for each in mesh.everyone.collect(hosts)]
@@ -215,7 +226,7 @@ def ways_of(config: RunConfig, mesh: Mesh) -> Ways:
             f"different ways ({', '.join(' + '.join(map(str, counts)) for counts in every)} ranks a host); choose "
             "parallel.tp and parallel.pp so that they divide the ranks of a host, or set both to their defaults"
         )
-    return Ways(
+    return ZeroCommGroups(
         gather=mesh.gather,
         reduce=mesh.reduce,
         hosts=_exchanging(mesh, hosts) if zero.quantized_gradients else None,
@@ -223,12 +234,12 @@ def ways_of(config: RunConfig, mesh: Mesh) -> Ways:
     )
 
 
-def _exchanging(mesh: Mesh, hosts: Sequence[Sequence[int]]) -> Rails[Group]:
+def _exchanging(mesh: Mesh, hosts: Sequence[Sequence[int]]) -> HierarchicalGroups[Group]:
     own = mesh.gather.index
     inside = next(ranks for ranks in hosts if own in ranks)
     place = inside.index(own)
     columns = list(zip(*hosts, strict=True))
-    return Rails(
+    return HierarchicalGroups(
         inside=_group(mesh, "reduce inside", inside),
         across=_group(mesh, "reduce between", columns[place]),
         places=tuple(columns),

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from speedlab.parallel import seed_generators
 from speedlab.parallel.zero import Zero
 from speedlab.parallel.zero.module_hooks import hook_of
-from speedlab.parallel.zero.units import Pass
+from speedlab.parallel.zero.units import UnitPhase
 
 
 class RandomStreams:
@@ -48,7 +48,7 @@ class RandomStreams:
         def seed_for(name: str) -> Callable[..., None]:
             def hook(driver: Zero, block: nn.Module, args: Any) -> None:
                 if block.training:
-                    self._seed_for(name, again=driver.current is Pass.BACKWARD)
+                    self._seed_for(name, again=driver.current is UnitPhase.BACKWARD)
 
             return hook
 

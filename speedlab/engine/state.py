@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedlab.comm import Group, HostCopies, Traffic, World
+from speedlab.comm import CommStats, Group, HostCopies, World
 from speedlab.config import RunConfig
 from speedlab.config.batch import Batch
 from speedlab.data import Epochs
 from speedlab.engine.precision import LossScale
 from speedlab.layout import Layout
-from speedlab.offload import Stores
-from speedlab.optim.compressed_optimizer import Communicating, StepsApart, keeps_now
-from speedlab.optim.diloco import Islands
+from speedlab.offload import StoreRegistry
+from speedlab.optim.compressed_optimizer import CommunicatingOptimizer, LocalStepOptimizer, keeps_now
+from speedlab.optim.diloco import DiLoCo
 from speedlab.optim.sharded_optimizer import PartitionedOptimizer
 from speedlab.parallel.context import ContextParallel
 from speedlab.parallel.mesh import Mesh
 from speedlab.parallel.tensor import TensorParallel
-from speedlab.parallel.zero import Flat, Zero
+from speedlab.parallel.zero import FlatParam, Zero
 from speedlab.placement import Placement
 
 
@@ -61,8 +61,8 @@ class TrainingState:
         batch: Batch,
         world: World,
         mesh: Mesh,
-        traffic: Traffic,
-        stores: Stores,
+        traffic: CommStats,
+        stores: StoreRegistry,
         loss_scale: LossScale,
         dtype: torch.dtype,
     ) -> None:
@@ -75,7 +75,7 @@ class TrainingState:
         """The places beside the device in which states of this rank lie."""
         self.loss_scale, self.dtype = loss_scale, dtype
         self._copies = HostCopies(world.device, traffic)
-        self.islands = Islands(optimizer, mesh, config.outer, before_change=self.before_change)
+        self.islands = DiLoCo(optimizer, mesh, config.outer, before_change=self.before_change)
         """What meets with other islands."""
         self.zero_stage: int = config.zero.stage
         """The row of ZeRO's table that the flats are placed by. It is told, and asked by nothing here."""
@@ -135,7 +135,7 @@ class TrainingState:
         return [part.zero for part in self.model_parts]
 
     @property
-    def flats(self) -> list[Flat]:
+    def flats(self) -> list[FlatParam]:
         """All flats of this rank."""
         return [flat for zero in self.zeros for flat in zero.flats]
 
@@ -157,9 +157,9 @@ class TrainingState:
     @property
     def apart(self) -> bool:
         """Whether ranks that train one model have parameters or moments of their own now."""
-        return self.islands.apart or (isinstance(self.optimizer, StepsApart) and self.optimizer.apart)
+        return self.islands.apart or (isinstance(self.optimizer, LocalStepOptimizer) and self.optimizer.apart)
 
-    def make_one(self) -> None:
+    def average_replicas(self) -> None:
         """Between two steps: give islands that have trained apart the mean of their parameters and moments, and ranks
         whose optimizer has let them an early exchange, as whoever wants one model does by itself. Collective of all
         ranks; the step behind it begins there."""
@@ -167,7 +167,7 @@ class TrainingState:
             self.tell_of_writes_apart()
             self.updating = True  # Where a peer is lost, ranks differ.
             if self.islands.apart:
-                self.islands.make_one()
+                self.islands.average_replicas()
             else:
                 self.before_change()
                 self.partitioned_optimizer.meet()
@@ -175,17 +175,17 @@ class TrainingState:
             self.updating = False
 
     @property
-    def keeper(self) -> Islands | Communicating | None:
+    def keeper(self) -> DiLoCo | CommunicatingOptimizer | None:
         """What keeps something beside gradients now, that a checkpoint has to have."""
         if self.islands.several:
             return self.islands
         inner = self.optimizer
-        return inner if isinstance(inner, Communicating) and keeps_now(inner) else None
+        return inner if isinstance(inner, CommunicatingOptimizer) and keeps_now(inner) else None
 
     def begin_anew(self) -> None:
         """Parameters came from elsewhere: what was kept beside gradients would mislead."""
         self.islands.begin_anew()
-        if isinstance(self.optimizer, Communicating):
+        if isinstance(self.optimizer, CommunicatingOptimizer):
             self.optimizer.begin_anew()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -200,9 +200,9 @@ class TrainingState:
         """Before a load: where a place has lost some of what this rank has there, all of it begins anew, as zeros."""
         if all(store.sound for store in self.stores.made.values()):
             return
-        states = [state for flat in self.flats for state in flat.away.values()]
+        states = [state for flat in self.flats for state in flat.offloaded.values()]
         for gradient in (flat.gradient for flat in self.flats if flat.gradient is not None):
-            states += filter(None, (gradient.away, gradient.waiting))
+            states += filter(None, (gradient.offloaded, gradient.waiting))
         for state in states:
             state.kept.drop()
         for state in states:
@@ -261,14 +261,14 @@ class TrainingState:
     def tell_of_writes_apart(self) -> None:
         """Warn of each parameter once that the caller has written into while the optimizer lets ranks train apart: no
         momentum has it, so that the next exchange loses it. (Not refused: only the ranks that were written on know.)"""
-        if not (isinstance(self.optimizer, StepsApart) and self.optimizer.apart):
+        if not (isinstance(self.optimizer, LocalStepOptimizer) and self.optimizer.apart):
             return
         written = [name for flat in self.partitioned_optimizer.flats for name in flat.written()]
         if new := [name for name in written if name not in self._told_apart]:
             self._told_apart.update(new)
             log.warning(
-                "%s: written into between two exchanges of %s, the next of which loses it; call engine.make_one() "
-                "on all ranks before such a write",
+                "%s: written into between two exchanges of %s, the next of which loses it; call "
+                "engine.average_replicas() on all ranks before such a write",
                 _first_of(new),
                 type(self.optimizer).__name__,
             )

@@ -12,14 +12,14 @@ from torch import Tensor
 from speedlab.comm import Group, check_peers
 from speedlab.config.errors import more_in
 from speedlab.engine.consistency_checks import SAME
-from speedlab.engine.loss_weights import Counted
+from speedlab.engine.loss_weights import TargetCount
 from speedlab.offload import visit
 from speedlab.optim.errors import NonFiniteError
-from speedlab.parallel.zero import Flat
+from speedlab.parallel.zero import FlatParam
 
 
 @dataclass(frozen=True, kw_only=True)
-class Totals:
+class StepReduction:
     """What one reduction over the ranks told about a step."""
 
     loss: float
@@ -46,14 +46,14 @@ class Totals:
     same_data: bool
     """Whether ranks that compute one batch together were given the same."""
     differing: int
-    """In the gradients of how many parameters tensor peers differ that should not: as of `SameGradients`."""
+    """In the gradients of how many parameters tensor peers differ that should not: as of `GradientConsistencyCheck`."""
     unseen: int
     """Of how many of those there was no gradient."""
     lost: int
-    """How many parameters were written into where the values are lost: as of `UnseenWrites`."""
+    """How many parameters were written into where the values are lost: as of `UntrackedWriteCheck`."""
 
 
-def sum_totals(
+def reduce_step(
     everyone: Group,
     losses: Sequence[Tensor],
     squares: Tensor,
@@ -66,12 +66,12 @@ def sum_totals(
     difference: Tensor | None,
     gradients: Tensor | None,
     lost: Tensor | None,
-    counted: Counted | None,
-) -> Totals:
+    counted: TargetCount | None,
+) -> StepReduction:
     """`losses`: of this rank's micro-batches, as far as they count; `squares`: the sum over its own elements of the
     gradient, which is `scale` times too large; `island`: this rank's, and of how many, each with a gradient of its own;
-    `unused`, `written`: as of `Totals`, on this rank; `difference`: as `SameData.take` gives it;
-    `gradients`: as `SameGradients.take` does; `lost`: as `UnseenWrites.take` does;
+    `unused`, `written`: as of `StepReduction`, on this rank; `difference`: as `DataConsistencyCheck.take` gives it;
+    `gradients`: as `GradientConsistencyCheck.take` does; `lost`: as `UntrackedWriteCheck.take` does;
     `counted`: as `LossWeights.take` does."""
     device = squares.device
     own_island, islands = island
@@ -95,7 +95,7 @@ def sum_totals(
     total, own_count = totals[own_island], counts[own_island]
     factor = None if counted is None or not known else counted.factor
     weight = 1.0 if factor is None else factor / max(1.0, own_count)
-    return Totals(
+    return StepReduction(
         loss=loss_sum / max(1.0, sum(counts) if known else count),
         counted=int(sum(counts)),
         none_counts=known == count > 0 and min(counts) == 0,
@@ -113,7 +113,7 @@ def sum_totals(
     )
 
 
-def _weighted(losses: Sequence[Tensor], counted: Counted | None, like: Tensor) -> tuple[int, Tensor, Tensor]:
+def _weighted(losses: Sequence[Tensor], counted: TargetCount | None, like: Tensor) -> tuple[int, Tensor, Tensor]:
     """(of how many losses the targets are counted, how many targets count, the sum of losses by what they weigh), the
     last two on the device of `like`."""
     if not losses:
@@ -134,7 +134,9 @@ def _vector(numbers: Sequence[float | Tensor], like: Tensor) -> Tensor:
     return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True)
 
 
-def find_non_finite(everyone: Group, losses: Sequence[Tensor], flats: Iterable[Flat], *, step: int) -> NonFiniteError:
+def find_non_finite(
+    everyone: Group, losses: Sequence[Tensor], flats: Iterable[FlatParam], *, step: int
+) -> NonFiniteError:
     """The error that says in which losses and gradients of step `step` it was. Collective."""
     flats = list(flats)
     # Ranges of the partitions do not overlap, so every bad element is named by the rank that owns it.
@@ -197,9 +199,9 @@ def _whose_loss(everyone: Group, losses: Sequence[Tensor], tensors: list[str]) -
     return ranks, [report["tensors"] for report in reports]
 
 
-def _read_elsewhere(flats: Sequence[Flat]) -> str:
+def _read_elsewhere(flats: Sequence[FlatParam]) -> str:
     """What else it may be, where parameters come and go."""
-    if not any(flat.residency.parameters_come for flat in flats):
+    if not any(flat.zero_policy.params_unsharded_on_demand for flat in flats):
         return ""
     return (
         ". A loss that reads parameters itself (a penalty on weights, a weight of a layer that is not called) reads "
@@ -213,11 +215,11 @@ def _where(ranks: Sequence[int]) -> str:
     return f"the loss is not finite on rank {', '.join(map(str, ranks))}"
 
 
-def _non_finite_slots(flat: Flat) -> list[str]:
+def _non_finite_slots(flat: FlatParam) -> list[str]:
     found: list[str] = []
     if flat.gradient is None:
         return found
-    with visit([] if flat.gradient.away is None else [flat.gradient.away]):
+    with visit([] if flat.gradient.offloaded is None else [flat.gradient.offloaded]):
         start, gradient = flat.gradient.counted
         if bool(torch.isfinite(gradient).all()):
             return found

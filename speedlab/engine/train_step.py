@@ -24,22 +24,22 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from speedlab.engine.consistency_checks import SameData, SameGradients, UnseenWrites
+from speedlab.engine.consistency_checks import DataConsistencyCheck, GradientConsistencyCheck, UntrackedWriteCheck
 from speedlab.engine.gradient_accumulation import Accumulation
 from speedlab.engine.loss_weights import Count, LossWeights, none_counts, some_unknown
 from speedlab.engine.rng import RandomStreams
 from speedlab.engine.state import TrainingState
 from speedlab.engine.step_reduction import (
-    Totals,
+    StepReduction,
     find_non_finite,
     loss_of_no_targets,
-    sum_totals,
+    reduce_step,
     too_large_to_exchange,
     updated_non_finite,
 )
 from speedlab.optim.compressed_optimizer import kept_by, sums_itself, updates_unused
-from speedlab.parallel.zero import Flat, Gradient, used_by_any
-from speedlab.parallel.zero.units import Pass
+from speedlab.parallel.zero import FlatParam, Gradient, used_by_any
+from speedlab.parallel.zero.units import UnitPhase
 
 Update = Callable[[], AbstractContextManager[object]]
 
@@ -48,7 +48,7 @@ _MOST_EXCHANGED = 1e30
 of a pipeline or a tensor would find out."""
 
 
-class Step:
+class StepState:
     """Where this rank stands in its step."""
 
     def __init__(
@@ -61,15 +61,15 @@ class Step:
         """Which of the step's micro-batches is the present one."""
         self.sync = True
         """Whether gradients are summed over the ranks when they are due."""
-        self.totals: Totals | None = None
+        self.totals: StepReduction | None = None
         """Of the last step."""
         self._state, self._streams = state, streams
         self.weights = LossWeights(state)
         """What the losses of the present step weigh."""
-        self.data = SameData(state.mesh)
+        self.data = DataConsistencyCheck(state.mesh)
         """What the micro-batches of the present step were made of."""
-        self._same_gradients = SameGradients(state.mesh, state.zeros)
-        self._unseen_writes = UnseenWrites(
+        self._same_gradients = GradientConsistencyCheck(state.mesh, state.zeros)
+        self._unseen_writes = UntrackedWriteCheck(
             state.zeros,
             state.everyone,
             # What an optimizer keeps apart, or updates in backward, is of another update then.
@@ -85,7 +85,7 @@ class Step:
         self._around_update = around_update
         self._in_backward = state.config.optimizer.in_backward
         for zero in state.zeros:
-            zero.reductions.left_to_optimizer = partial(sums_itself, state.optimizer)
+            zero.reductions.optimizer_reduces = partial(sums_itself, state.optimizer)
         if self._in_backward:
             for flat, gradient in zip(
                 state.partitioned_optimizer.flats, state.partitioned_optimizer.gradients, strict=True
@@ -138,7 +138,7 @@ class Step:
                 f"the update of step {number} was cut off and has changed some parameters only; go back with "
                 "load_checkpoint"
             )
-        if any(zero.current is Pass.BACKWARD for zero in self._state.zeros):
+        if any(zero.current is UnitPhase.BACKWARD for zero in self._state.zeros):
             raise RuntimeError(
                 f"a backward of step {self._state.global_step + 1} was cut off on this rank, and other ranks may stand "
                 "elsewhere; let all ranks meet anew and call engine.reconnect(), or set up the engine again"
@@ -261,7 +261,7 @@ class Step:
         state.partitioned_optimizer.refuse_hooks()
         with self._around_update():
             try:
-                self.totals = totals = self._sum_totals(signals)  # 2
+                self.totals = totals = self._reduce_step(signals)  # 2
                 self._refuse(totals)
                 exchanged = sums_itself(state.optimizer)
                 if not totals.finite or (exchanged and totals.grad_norm > _MOST_EXCHANGED):
@@ -301,7 +301,7 @@ class Step:
 
     def _update(self, factor: float, unused: Mapping[str, Collection[int]]) -> None:
         state = self._state
-        if not state.zeros[0].residency.gradients_wait:
+        if not state.zeros[0].zero_policy.grads_double_buffered:
             state.partitioned_optimizer.step(factor, unused, number=state.global_step)
             return
         state.partitioned_optimizer.step_late(factor, unused, number=state.global_step)
@@ -309,7 +309,7 @@ class Step:
         if first is None or state.global_step + 1 < first:
             state.partitioned_optimizer.publish()
 
-    def _use(self, flat: Flat, gradient: Gradient) -> None:
+    def _use(self, flat: FlatParam, gradient: Gradient) -> None:
         """Update a flat whose gradient is there, in the middle of a backward."""
         self.refuse_in_a_look("backward, which updates with optimizer.in_backward")
         state = self._state
@@ -327,7 +327,7 @@ class Step:
                 unused={flat.name: unused}, number=state.global_step, flats=[flat], ahead=self._next(flat)
             )
 
-    def _next(self, flat: Flat) -> Flat | None:
+    def _next(self, flat: FlatParam) -> FlatParam | None:
         """The one whose gradient comes next. Its backward is over: its reduction is under way when this is asked."""
         order = [
             each for zero in self._state.zeros for unit in zero.backward_order for each in unit.flats if each.trainable
@@ -335,7 +335,7 @@ class Step:
         place = order.index(flat)
         return order[place + 1] if place + 1 < len(order) else None
 
-    def _factor(self, totals: Totals, clip_norm: float | None) -> float:
+    def _factor(self, totals: StepReduction, clip_norm: float | None) -> float:
         factor = totals.weight / self._state.loss_scale.value
         if sums_itself(self._state.optimizer):
             return factor
@@ -343,7 +343,7 @@ class Step:
             factor *= clip_norm / (totals.grad_norm + 1e-6)
         return factor
 
-    def _sum_totals(self, signals: Sequence[float]) -> Totals:
+    def _reduce_step(self, signals: Sequence[float]) -> StepReduction:
         state = self._state
         losses = self._losses if state.mesh.counts_losses else []
         counted = self.weights.take(self._whole_step)
@@ -351,7 +351,7 @@ class Step:
         squares = torch.zeros((), dtype=torch.float64, device=state.world.device)
         if self._fed:  # Else what stands there are the gradients of the step before.
             squares += state.partitioned_optimizer.sum_of_squares()
-        return sum_totals(
+        return reduce_step(
             state.everyone,
             losses,
             squares,
@@ -366,7 +366,7 @@ class Step:
             counted=counted,
         )
 
-    def _refuse(self, totals: Totals) -> None:
+    def _refuse(self, totals: StepReduction) -> None:
         """Raises, on all ranks, what no update shall be made of."""
         if not totals.same_data:
             raise self.data.error()
@@ -395,7 +395,7 @@ class Step:
             for flat, own in zip(optimizer.flats, found, strict=True)
         }
 
-    def _overflow(self, totals: Totals) -> None:
+    def _overflow(self, totals: StepReduction) -> None:
         """Skip the update; float16 goes on with a smaller scale, anything else stops."""
         state, error = self._state, None
         if self._in_backward:

@@ -1,6 +1,6 @@
 """The GPT in plain PyTorch and sampling from it. Nothing here knows of ranks."""
 
 from speedlab.models.generate import generate
-from speedlab.models.gpt import GPT, Block, GPTOutput
+from speedlab.models.gpt import GPT, GPTBlock, GPTOutput
 
-__all__ = ["GPT", "Block", "GPTOutput", "generate"]
+__all__ = ["GPT", "GPTBlock", "GPTOutput", "generate"]

@@ -4,8 +4,8 @@ Shapes: B sequences, T tokens, C = hidden, H heads of D = C / H, V = vocabulary.
 
 Several documents may stand in one sequence: their `positions` (B, T) say so (see `documents`).
 
-What parallelism changes are modules, some without parameters (`Attend`, `Dropout`, `Positions`, `Rotary`,
-`Prediction`), whose methods others may replace; nothing here reads the number of heads or the length of a sequence
+What parallelism changes are modules, some without parameters (`CausalAttention`, `Dropout`, `Positions`, `Rotary`,
+`LMHead`), whose methods others may replace; nothing here reads the number of heads or the length of a sequence
 where another value would do.
 
 Every module that owns parameters has `reset_parameters()`, and there are no buffers, so that a model built on `meta` is
@@ -105,7 +105,7 @@ class Dropout(nn.Dropout):
         return x * (mask / (1 - self.p))
 
 
-class Attend(nn.Module):
+class CausalAttention(nn.Module):
     """Causal attention of any number of heads, probabilities dropped in training: q, k, v (B, H, T, D) each -> the
     same. With `starts` (B, T) int32, no query sees a key before its own, the first of its document.
 
@@ -178,7 +178,7 @@ class Attention(nn.Module):
         self.head_size = config.hidden // config.heads
         self.qkv = Linear(config.hidden, 3 * config.hidden, bias=config.bias)
         dense = config.attention.kind == "dense"
-        self.attend = Attend(config.dropout) if dense else SparseAttend(config.attention)
+        self.attend = CausalAttention(config.dropout) if dense else SparseAttend(config.attention)
         self.out = Linear(config.hidden, config.hidden, bias=config.bias, std=_residual_std(config))
         self.dropout = Dropout(config.dropout)
 
@@ -211,8 +211,8 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))  # (B, T, C) -> (B, T, ffn_hidden) -> (B, T, C)
 
 
-class Block(nn.Module):
-    """One transformer block, normalised before each part: (B, T, C) -> (B, T, C). `starts`: see `Attend`."""
+class GPTBlock(nn.Module):
+    """One transformer block, normalised before each part: (B, T, C) -> (B, T, C). `starts`: see `CausalAttention`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ class Rotary(nn.Module):
         return rotation_table(self.positions(x.shape[1], x.device, positions), self.head_size)
 
 
-class Prediction(nn.Module):
+class LMHead(nn.Module):
     """The head and the loss together, without parameters: the head's weight is an argument."""
 
     def __init__(self, *, chunked: bool) -> None:
@@ -293,10 +293,10 @@ class GPT(nn.Module):
         self.places = Positions()
         self.rotary = None if learned else Rotary(config.hidden // config.heads, self.places)
         self.dropout = Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
         self.norm = _norm(config)
         self.head = None if config.tied else Linear(config.hidden, config.vocab_size, bias=False)
-        self.prediction = Prediction(chunked=config.loss == "chunked")
+        self.prediction = LMHead(chunked=config.loss == "chunked")
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> GPTOutput:
         """Logits of `tokens` (B, T) int64, or, with `targets` (B, T) int64, the loss; targets of -100 do not count.

@@ -3,23 +3,23 @@
 from speedlab.offload.disk_benchmark import DiskSpeed, measure_disk
 from speedlab.offload.disk_store import DiskStore
 from speedlab.offload.host_store import HostStore
-from speedlab.offload.offloaded_tensor import AwayState, visit
-from speedlab.offload.page_pool import Coming
-from speedlab.offload.staging_buffers import Buffers
-from speedlab.offload.store import Kept, OffloadError, Store
-from speedlab.offload.store_registry import Stores
+from speedlab.offload.offloaded_tensor import OffloadedTensor, visit
+from speedlab.offload.page_pool import RepinnableTensor
+from speedlab.offload.staging_buffers import BufferPool
+from speedlab.offload.store import OffloadedState, OffloadError, StateStore
+from speedlab.offload.store_registry import StoreRegistry
 
 __all__ = [
-    "AwayState",
-    "Buffers",
-    "Coming",
+    "BufferPool",
     "DiskSpeed",
     "DiskStore",
     "HostStore",
-    "Kept",
     "OffloadError",
-    "Store",
-    "Stores",
+    "OffloadedState",
+    "OffloadedTensor",
+    "RepinnableTensor",
+    "StateStore",
+    "StoreRegistry",
     "measure_disk",
     "visit",
 ]

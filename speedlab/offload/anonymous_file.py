@@ -32,7 +32,7 @@ _NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
-class NamelessFile:
+class AnonymousFile:
     """Reads and writes pieces of it, from any thread. Its room is reserved before it is used."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -44,7 +44,7 @@ class NamelessFile:
             )
         try:
             remove_leftovers(folder)
-            self._descriptor = _open_nameless(folder, rank)
+            self._descriptor = _open_unlinked(folder, rank)
         except OSError as error:
             raise self._failed("make a file in", error, "name a folder that this user may write to") from error
         self.close = weakref.finalize(self, os.close, self._descriptor)
@@ -175,7 +175,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
     return removed
 
 
-def _open_nameless(folder: Path, rank: int) -> int:
+def _open_unlinked(folder: Path, rank: int) -> int:
     try:
         return os.open(folder, os.O_TMPFILE | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:

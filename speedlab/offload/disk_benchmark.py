@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from speedlab.comm import Traffic
+from speedlab.comm import CommStats
 from speedlab.offload.disk_store import CHUNK_BYTES, THREADS, DiskStore
 
 _WAYS = ((THREADS, CHUNK_BYTES), (2, 4 << 20), (4, 4 << 20), (8, 1 << 20), (16, 1 << 20))
@@ -73,7 +73,7 @@ def _measure(folder: Path, seconds: float) -> DiskSpeed:
 def _speed(folder: Path, threads: int, chunk_bytes: int, nbytes: int) -> DiskSpeed:
     """Of a state of `nbytes`, a multiple of 1 MiB."""
     store = DiskStore(
-        folder, rank=0, traffic=Traffic(), device=torch.device("cpu"), threads=threads, chunk_bytes=chunk_bytes
+        folder, rank=0, traffic=CommStats(), device=torch.device("cpu"), threads=threads, chunk_bytes=chunk_bytes
     )
     try:
         kept = store.keep(nbytes, torch.uint8)

@@ -6,7 +6,7 @@
 3. `read` and `write` go straight between the file and memory that O_DIRECT takes; other memory, and stretches that
    begin or end inside a page, go through staging chunk by chunk. Of a page that is written in part, the rest is read
    first.
-4. What is started of one state runs in the order in which it was started (its `Chain`); states run side by side.
+4. What is started of one state runs in the order in which it was started (its `IOQueue`); states run side by side.
 5. A write that failed spoils its state: everything later says so, also the next `fetch`, `read` or `flush` of any
    other, until the state is dropped.
 """
@@ -24,13 +24,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from speedlab.comm import Traffic, Transfer
-from speedlab.offload.anonymous_file import NamelessFile
-from speedlab.offload.file_allocator import Room
-from speedlab.offload.io_queue import Chain, Job, Piece, Pool
-from speedlab.offload.staging_buffers import PAGE_BYTES, Buffers, DeviceMemory, HostMemory, Memory, Zeros, rounded
-from speedlab.offload.store import Kept, OffloadError, Store
-from speedlab.placement import Where
+from speedlab.comm import CommStats, Transfer
+from speedlab.offload.anonymous_file import AnonymousFile
+from speedlab.offload.file_allocator import FileAllocator
+from speedlab.offload.io_queue import IOQueue, IORequest, IOThreadPool, Piece
+from speedlab.offload.staging_buffers import (
+    PAGE_BYTES,
+    BufferPool,
+    DeviceMemory,
+    HostMemory,
+    StagedMemory,
+    Zeros,
+    rounded,
+)
+from speedlab.offload.store import OffloadedState, OffloadError, StateStore
+from speedlab.placement import MemoryKind
 
 READ, WRITE = "disk read", "disk write"
 """The links under which bytes are counted."""
@@ -41,17 +49,17 @@ THREADS, CHUNK_BYTES = 4, 1 << 20
 _CPU = torch.device("cpu")
 
 
-class DiskStore(Store):
+class DiskStore(StateStore):
     """The states that a rank keeps on disk."""
 
-    where = Where.DISK
+    where = MemoryKind.DISK
 
     def __init__(
         self,
         folder: Path,
         *,
         rank: int,
-        traffic: Traffic,
+        traffic: CommStats,
         device: torch.device,
         threads: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
@@ -66,22 +74,22 @@ class DiskStore(Store):
         super().__init__()
         self.folder, self.chunk_bytes = folder, chunk_bytes
         self._traffic = traffic
-        self.file = NamelessFile(folder, rank)
-        self._room = Room(self.file)
+        self.file = AnonymousFile(folder, rank)
+        self._room = FileAllocator(self.file)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.buffers = Buffers(self.staging_meter, pinned=self._stream is not None)
+        self.buffers = BufferPool(self.staging_meter, pinned=self._stream is not None)
         threads = threads or THREADS
         self.chunks: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         """One chunk for each thread, so that none ever waits for it."""
         for _ in range(threads):
             self.chunks.put(self.buffers.take(chunk_bytes))
-        self._kept: list[DiskKept] = []
+        self._kept: list[DiskState] = []
         self._closed = False
-        self._pool = Pool(threads, f"offload-{rank}")
+        self._pool = IOThreadPool(threads, f"offload-{rank}")
 
-    def keep(self, numel: int, dtype: torch.dtype) -> DiskKept:
+    def keep(self, numel: int, dtype: torch.dtype) -> DiskState:
         self.check()
-        kept = DiskKept(self, self._room, Chain(self._pool), numel, dtype)
+        kept = DiskState(self, self._room, IOQueue(self._pool), numel, dtype)
         self._kept.append(kept)
         return kept
 
@@ -128,10 +136,10 @@ class DiskStore(Store):
             if kept.spoiled is not None:
                 raise OffloadError(str(kept.spoiled)) from kept.spoiled
 
-    def forget(self, kept: DiskKept) -> None:
+    def forget(self, kept: DiskState) -> None:
         self._kept.remove(kept)
 
-    def memory(self, tensor: Tensor, start_bytes: int) -> Memory:
+    def memory(self, tensor: Tensor, start_bytes: int) -> StagedMemory:
         """`tensor` as the bytes of a state from `start_bytes` on."""
         if tensor.device.type == "cpu":
             return HostMemory(tensor, start_bytes)
@@ -139,7 +147,7 @@ class DiskStore(Store):
             raise ValueError(f"offload: a tensor on {tensor.device}, in a store that was made for CPU tensors")
         return DeviceMemory(tensor, start_bytes, self._stream)
 
-    def transfer(self, job: Job, link: str, nbytes: int) -> Transfer:
+    def transfer(self, job: IORequest, link: str, nbytes: int) -> Transfer:
         # The host waits for the disk, so it is timed by the clock on every device.
         return Transfer(job.wait, self._traffic, _CPU, link=link, nbytes=nbytes, over=lambda: job.over)
 
@@ -147,27 +155,27 @@ class DiskStore(Store):
         self._traffic.sent("", link, nbytes)
 
 
-class _Turn(NamedTuple):
+class _DiskVisit(NamedTuple):
     buffer: Tensor
-    fetched: Job
-    left: Job
+    fetched: IORequest
+    left: IORequest
 
 
-class DiskKept(Kept):
+class DiskState(OffloadedState):
     """A state in a stretch of the file."""
 
-    where = Where.DISK
+    where = MemoryKind.DISK
 
-    def __init__(self, store: DiskStore, room: Room, chain: Chain, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, store: DiskStore, room: FileAllocator, chain: IOQueue, numel: int, dtype: torch.dtype) -> None:
         self.numel, self.dtype = numel, dtype
         self._store, self._room, self._chain = store, room, chain
         self._extent = room.take(self.nbytes)
         self._dropped = False
         self._blank = True
         """Nothing has been written since `keep`: it is zeros, whatever stands in the file. Asked when a job begins."""
-        self._turns: deque[_Turn] = deque()
+        self._turns: deque[_DiskVisit] = deque()
         """Those that are open; more than one where somebody has fetched ahead of a `leave`."""
-        self._last_write: Job | None = None
+        self._last_write: IORequest | None = None
         self.spoiled: OffloadError | None = None
         """Why it is lost."""
 
@@ -177,9 +185,9 @@ class DiskKept(Kept):
         self._check()
         buffer = self._store.buffers.take(self._extent.nbytes)
         memory = HostMemory(buffer)
-        fetched = Job(partial(self._reading, memory, 0, self._extent.nbytes) if values else list)
-        left = Job(None, ended=partial(self._left, buffer))
-        self._turns.append(_Turn(buffer, fetched, left))
+        fetched = IORequest(partial(self._reading, memory, 0, self._extent.nbytes) if values else list)
+        left = IORequest(None, ended=partial(self._left, buffer))
+        self._turns.append(_DiskVisit(buffer, fetched, left))
         self._chain.add(fetched, left)
         return self._store.transfer(fetched, READ, self.nbytes if values else 0)
 
@@ -203,7 +211,7 @@ class DiskKept(Kept):
             self._chain.release(turn.left, list)
         self._turns.popleft()
 
-    def _turn(self) -> _Turn:
+    def _turn(self) -> _DiskVisit:
         if not self._turns:
             raise RuntimeError("offload: the state is not here; `fetch` it first")
         return self._turns[0]
@@ -217,14 +225,14 @@ class DiskKept(Kept):
     def read(self, into: Tensor, start: int = 0) -> Transfer:
         low, high = self._stretch(into, start)
         self._check()
-        job = Job(partial(self._reading, self._store.memory(into, low), low, high))
+        job = IORequest(partial(self._reading, self._store.memory(into, low), low, high))
         self._chain.add(job)
         return self._store.transfer(job, READ, into.nbytes)
 
     def write(self, source: Tensor, start: int = 0) -> Transfer:
         low, high = self._stretch(source, start)
         self._check()
-        job = Job(partial(self._writing, self._store.memory(source, low), low, high), ended=self._written)
+        job = IORequest(partial(self._writing, self._store.memory(source, low), low, high), ended=self._written)
         self._last_write = job
         self._chain.add(job)
         return self._store.transfer(job, WRITE, source.nbytes)
@@ -264,12 +272,12 @@ class DiskKept(Kept):
 
     # ---- on the threads of the store ---------------------------------------------------------------------------------
 
-    def _reading(self, memory: Memory, low: int, high: int) -> Iterator[Piece]:
+    def _reading(self, memory: StagedMemory, low: int, high: int) -> Iterator[Piece]:
         if self._blank:
             return self._pieces(partial(_put_zeros, memory), low, high)
         return self._pieces(partial(self._load, memory), low, high)
 
-    def _writing(self, memory: Memory, low: int, high: int) -> Iterator[Piece]:
+    def _writing(self, memory: StagedMemory, low: int, high: int) -> Iterator[Piece]:
         blank, self._blank = self._blank, False
         yield from self._pieces(partial(self._save, memory, blank), low, high)
         if blank and not self._extent.fresh:  # Around it, the file still has what somebody else left there.
@@ -291,7 +299,7 @@ class DiskKept(Kept):
             yield partial(move, low, stop)
             low = stop
 
-    def _load(self, memory: Memory, low: int, high: int) -> None:
+    def _load(self, memory: StagedMemory, low: int, high: int) -> None:
         """From the file: at most a chunk."""
         file, at = self._store.file, self._extent.offset
         straight = memory.straight(low, high, direct=file.direct)
@@ -306,7 +314,7 @@ class DiskKept(Kept):
         finally:
             self._store.chunks.put(staged)
 
-    def _save(self, memory: Memory, blank: bool, low: int, high: int) -> None:
+    def _save(self, memory: StagedMemory, blank: bool, low: int, high: int) -> None:
         """To the file: at most a chunk. `blank`: what else is in its pages becomes zeros."""
         file, at = self._store.file, self._extent.offset
         straight = memory.straight(low, high, direct=file.direct or blank)
@@ -331,7 +339,7 @@ class DiskKept(Kept):
             self._store.chunks.put(staged)
 
 
-def _put_zeros(memory: Memory, low: int, high: int) -> None:
+def _put_zeros(memory: StagedMemory, low: int, high: int) -> None:
     memory.put(low, high, torch.zeros(high - low, dtype=torch.uint8))
 
 

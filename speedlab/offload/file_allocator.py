@@ -16,17 +16,17 @@ class Extent(NamedTuple):
     fresh: bool
 
 
-class Growing(Protocol):
+class GrowingFile(Protocol):
     """The file."""
 
     def grow(self, size: int, grown: int) -> None: ...
     def shrink(self, size: int) -> None: ...
 
 
-class Room:
+class FileAllocator:
     """Extents of one file, which grows when none that is free fits and shrinks when its last ones are given back."""
 
-    def __init__(self, file: Growing) -> None:
+    def __init__(self, file: GrowingFile) -> None:
         self._file, self._size = file, 0
         self._free: list[tuple[int, int]] = []
         """(start, stop), sorted, none beside another and none at the end of the file."""

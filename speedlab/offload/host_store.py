@@ -9,36 +9,36 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from speedlab.comm import HostCopies, Traffic, Transfer
+from speedlab.comm import CommStats, HostCopies, Transfer
 from speedlab.hardware import memory_bytes
-from speedlab.offload.store import Kept, OffloadError, Store
-from speedlab.placement import Where
+from speedlab.offload.store import OffloadedState, OffloadError, StateStore
+from speedlab.placement import MemoryKind
 
 _CPU = torch.device("cpu")
 _WAKE_SECONDS = 0.05
 """A wait is back in Python this often, so that signals are heard."""
 
 
-class HostStore(Store):
+class HostStore(StateStore):
     """The states that a rank keeps in the host's memory."""
 
-    where = Where.HOST
+    where = MemoryKind.HOST
 
-    def __init__(self, traffic: Traffic, device: torch.device) -> None:
+    def __init__(self, traffic: CommStats, device: torch.device) -> None:
         """`device`: whose tensors are read and written beside those of the host."""
         super().__init__()
         self.traffic, self.device = traffic, device
         self.copies = HostCopies(device, traffic)
-        self._kept: list[HostKept] = []
+        self._kept: list[HostState] = []
 
-    def keep(self, numel: int, dtype: torch.dtype) -> HostKept:
+    def keep(self, numel: int, dtype: torch.dtype) -> HostState:
         needed, available = numel * dtype.itemsize, memory_bytes()[1]
         if needed > available:
             raise OffloadError(
                 f"offload: the host has {available / 2**30:,.3f} GiB of memory left and {needed / 2**30:,.3f} GiB are "
                 f"needed for one more state; keep it on disk, or use more hosts"
             )
-        kept = HostKept(self, torch.zeros(numel, dtype=dtype, pin_memory=self.device.type == "cuda"))
+        kept = HostState(self, torch.zeros(numel, dtype=dtype, pin_memory=self.device.type == "cuda"))
         self._kept.append(kept)
         return kept
 
@@ -66,14 +66,14 @@ class HostStore(Store):
         for kept in list(self._kept):
             kept.drop()
 
-    def forget(self, kept: HostKept) -> None:
+    def forget(self, kept: HostState) -> None:
         self._kept.remove(kept)
 
 
-class HostKept(Kept):
+class HostState(OffloadedState):
     """A state that is at home where turns use it, so that a turn moves nothing."""
 
-    where = Where.HOST
+    where = MemoryKind.HOST
 
     def __init__(self, store: HostStore, values: Tensor) -> None:
         self.numel, self.dtype = values.numel(), values.dtype
@@ -174,7 +174,7 @@ class HostKept(Kept):
 class _Later(Transfer):
     """A transfer that begins when the turn that is open ends."""
 
-    def __init__(self, start: Callable[[], Transfer], opens: bool, traffic: Traffic) -> None:
+    def __init__(self, start: Callable[[], Transfer], opens: bool, traffic: CommStats) -> None:
         super().__init__(self._until_begun, traffic, _CPU)
         self.opens = opens
         self._start, self._begun = start, threading.Event()

@@ -20,7 +20,7 @@ _WAKE_SECONDS = 0.05
 """A wait is back in Python this often, so that signals are heard."""
 
 
-class Job:
+class IORequest:
     """Pieces that run side by side."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Job:
             pass
 
 
-class Pool:
+class IOThreadPool:
     """Daemon threads that take pieces off one queue, first come, first served."""
 
     def __init__(self, threads: int, name: str) -> None:
@@ -81,23 +81,23 @@ def _work(pieces: queue.SimpleQueue[Piece | None]) -> None:
         del piece  # Waiting for the next one, it would hold the memory of this one.
 
 
-class Chain:
+class IOQueue:
     """Jobs of which one runs at a time, in the order in which they were added."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: IOThreadPool) -> None:
         self._pool = pool
-        self._jobs: deque[Job] = deque()
-        self._running: Job | None = None
+        self._jobs: deque[IORequest] = deque()
+        self._running: IORequest | None = None
         self._lock = threading.Lock()
         self.error: Exception | None = None
         """Where set, all jobs that have not begun fail with it."""
         self._given_up = False
 
-    def add(self, *jobs: Job) -> None:
+    def add(self, *jobs: IORequest) -> None:
         self._jobs.extend(jobs)
         self.kick()
 
-    def release(self, job: Job, plan: Callable[[], Iterable[Piece]]) -> None:
+    def release(self, job: IORequest, plan: Callable[[], Iterable[Piece]]) -> None:
         """Give a job that holds the chain up its plan."""
         if job._plan is None:
             job._plan = plan
@@ -110,7 +110,7 @@ class Chain:
     def give_up(self, error: Exception) -> None:
         """All jobs that have not begun fail with `error`, also one that holds the chain up; wait until none is left."""
         self.error, self._given_up = error, True
-        last = Job(list)
+        last = IORequest(list)
         self.add(last)
         last.settle()
 
@@ -136,7 +136,7 @@ class Chain:
         for piece in pieces:
             self._pool.put(partial(self._do, job, piece))
 
-    def _do(self, job: Job, piece: Piece) -> None:
+    def _do(self, job: IORequest, piece: Piece) -> None:
         try:
             if job.error is None and not self._given_up:
                 piece()
@@ -150,7 +150,7 @@ class Chain:
                 job.error = self.error
             self._end(job)
 
-    def _end(self, job: Job) -> None:
+    def _end(self, job: IORequest) -> None:
         try:
             job._ended(job.error)
         except Exception as error:

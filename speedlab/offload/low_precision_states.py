@@ -12,22 +12,22 @@ import torch
 from torch import Tensor
 
 from cuda_ops.blockwise8 import BLOCK, blockwise8_decode, blockwise8_encode
-from speedlab.comm import BufferMeter, HostCopies, Traffic, Transfer
-from speedlab.offload.staging_buffers import Buffers
-from speedlab.offload.store import Kept
-from speedlab.placement import Where
+from speedlab.comm import BufferMeter, CommStats, HostCopies, Transfer
+from speedlab.offload.staging_buffers import BufferPool
+from speedlab.offload.store import OffloadedState
+from speedlab.placement import MemoryKind
 
 _SCALE_BYTES = 4
 _MAGNITUDES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf"})
 """States of torch's optimizers that are never negative: all 8 bits are for their magnitude."""
 
 
-class Scratch:
+class DecodeBuffer:
     """Float32 memory for the visits of coded states, used again until `trim`."""
 
     def __init__(self, device: BufferMeter, host: BufferMeter) -> None:
         """The meters of the device's memory and of the host's; of a rank on CPU cores they are one."""
-        self._meter, self._buffers = device, Buffers(host)
+        self._meter, self._buffers = device, BufferPool(host)
 
     def take(self, numel: int, device: torch.device) -> Tensor:
         """(numel,) float32 with any values."""
@@ -52,12 +52,12 @@ class Scratch:
         self._buffers.trim()
 
 
-class OnDevice(Kept):
+class DeviceState(OffloadedState):
     """Bytes that are where they are used: a turn moves nothing."""
 
-    where = Where.DEVICE
+    where = MemoryKind.DEVICE
 
-    def __init__(self, numel: int, device: torch.device, traffic: Traffic) -> None:
+    def __init__(self, numel: int, device: torch.device, traffic: CommStats) -> None:
         self.numel, self.dtype, self.device = numel, torch.uint8, device
         self._values, self._traffic = torch.zeros(numel, dtype=torch.uint8, device=device), traffic
 
@@ -86,7 +86,7 @@ class OnDevice(Kept):
         return Transfer(None, self._traffic, torch.device("cpu"))
 
 
-class EightBits(Kept):
+class EightBitState(OffloadedState):
     """A float32 state as codes and scales of blocks of 256 elements, which begin where the state does.
 
     They are kept as bytes, the codes first. On disk or on the host the host's kernels work on them, else the device's.
@@ -94,7 +94,7 @@ class EightBits(Kept):
 
     dtype = torch.float32
 
-    def __init__(self, name: str, numel: int, keep: Callable[[int], Kept], scratch: Scratch) -> None:
+    def __init__(self, name: str, numel: int, keep: Callable[[int], OffloadedState], scratch: DecodeBuffer) -> None:
         """`name`: of the state; `keep` makes room for so many bytes."""
         self.numel, self._scratch = numel, scratch
         self._blocks = -(-numel // BLOCK)
@@ -176,7 +176,7 @@ class EightBits(Kept):
         self._bytes.drop()
 
 
-class Widened(Kept):
+class UpcastMaster(OffloadedState):
     """Masters that are the parameters themselves: float32 in a turn, and nothing between two.
 
     What a turn changes is `Flat.publish`'s to round and to write back.
@@ -187,12 +187,12 @@ class Widened(Kept):
     def __init__(
         self,
         narrow: Tensor,
-        where: Where,
+        where: MemoryKind,
         device: torch.device,
         *,
         copies: HostCopies,
-        traffic: Traffic,
-        scratch: Scratch,
+        traffic: CommStats,
+        scratch: DecodeBuffer,
     ) -> None:
         """`narrow`: the parameters, which have values when a turn's transfer is waited for. `where` the optimizer's
         states lie, and the `device` on which the update is computed."""

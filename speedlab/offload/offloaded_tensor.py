@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import Transfer
-from speedlab.offload.store import Kept
+from speedlab.offload.store import OffloadedState
 
 
-class AwayState:
+class OffloadedTensor:
     """`tensor` (numel,) stands for what is `kept`. It is one object for good; outside a visit it has the true shape and
     the memory of one element. Views of it have to be taken anew in each visit."""
 
-    def __init__(self, keep: Callable[[], Kept]) -> None:
+    def __init__(self, keep: Callable[[], OffloadedState]) -> None:
         """`keep` makes room for it."""
         self._keep = keep
         self.kept = kept = keep()
@@ -55,7 +55,7 @@ class AwayState:
 
 
 @contextmanager
-def visit(states: Iterable[AwayState], *, changed: bool = False) -> Iterator[None]:
+def visit(states: Iterable[OffloadedTensor], *, changed: bool = False) -> Iterator[None]:
     """Inside, all `states` have their values; `changed` ones go back. What an exception broke off does not."""
     states = list(states)
     whole = False

@@ -30,7 +30,7 @@ _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 """Flags of mmap(2) and mremap(2); the last one came with Linux 5.7."""
 
 
-class Coming(ABC):
+class RepinnableTensor(ABC):
     """`tensor`, whose values may be used while it is `here`. It is not at first; it comes with any values.
 
     Whoever reads it at other times finds other values, or none, and may not be told.
@@ -40,13 +40,13 @@ class Coming(ABC):
     here = False
 
     @abstractmethod
-    def come(self) -> None: ...
+    def materialize(self) -> None: ...
 
     @abstractmethod
-    def go(self) -> None: ...
+    def free(self) -> None: ...
 
 
-class Pages:
+class PagePool:
     """The pages of tensors of one rank that come and go."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Pages:
         self._can_move = True
         """Whether the system has not refused it yet."""
 
-    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> Coming:
+    def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> RepinnableTensor:
         """For a tensor (numel,)."""
         if device.type == "cpu" and sys.platform == "linux" and numel:
             with suppress(OSError):  # No addresses left: where the system counts them as memory, say.
@@ -95,10 +95,10 @@ class Pages:
             each.drop_pages()
 
 
-class _Moved(Coming):
+class _Moved(RepinnableTensor):
     """Whole pages at addresses of its own."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, pages: Pages) -> None:
+    def __init__(self, numel: int, dtype: torch.dtype, pages: PagePool) -> None:
         self._pages = pages
         self.nbytes = rounded(numel * dtype.itemsize)
         self._huge = self.nbytes // _HUGE_BYTES * _HUGE_BYTES
@@ -110,12 +110,12 @@ class _Moved(Coming):
         self.tensor = whole[start : start + numel * dtype.itemsize].view(dtype)
         self._advise()
 
-    def come(self) -> None:
+    def materialize(self) -> None:
         if not self.here:
             self.here = True
             self._pages.fill(self)
 
-    def go(self) -> None:
+    def free(self) -> None:
         if self.here:
             self.here = False
             self._pages.leave(self)
@@ -149,18 +149,18 @@ class _Moved(Coming):
         _libc().madvise(self.tensor.data_ptr(), self.nbytes, mmap.MADV_DONTNEED)
 
 
-class _Resized(Coming):
+class _Resized(RepinnableTensor):
     """Memory of the device's own allocator."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self.go()
+        self.free()
 
-    def come(self) -> None:
+    def materialize(self) -> None:
         self.here = True
         self.tensor.untyped_storage().resize_(self.tensor.nbytes)
 
-    def go(self) -> None:
+    def free(self) -> None:
         self.here = False
         self.tensor.untyped_storage().resize_(0)
 

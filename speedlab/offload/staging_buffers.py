@@ -28,7 +28,7 @@ def rounded(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
-class Buffers:
+class BufferPool:
     """Memory that is taken and given back. What it has mapped, in use or idle, counts as live bytes of `meter`.
 
     What is idle never grows beside what is asked for: where no idle buffer fits, as many bytes of them are unmapped as
@@ -111,7 +111,7 @@ def _mapped(nbytes: int, pinned: bool) -> Tensor:
     return made
 
 
-class Memory(ABC):
+class StagedMemory(ABC):
     """Bytes [start, start + n) of a state. Everything is told in bytes of the state, [low, high) among these."""
 
     def straight(self, low: int, high: int, *, direct: bool) -> memoryview | None:
@@ -127,7 +127,7 @@ class Memory(ABC):
         """Copy from `source` (high - low,) uint8 on the host."""
 
 
-class HostMemory(Memory):
+class HostMemory(StagedMemory):
     """A contiguous tensor on the host."""
 
     def __init__(self, tensor: Tensor, start: int = 0) -> None:
@@ -149,7 +149,7 @@ class HostMemory(Memory):
         np.copyto(self._bytes[low - self._start : high - self._start], source.numpy())
 
 
-class DeviceMemory(Memory):
+class DeviceMemory(StagedMemory):
     """A contiguous tensor on a GPU: copied on a stream of the store, after what was enqueued when this was made."""
 
     def __init__(self, tensor: Tensor, start: int, stream: torch.cuda.Stream) -> None:
@@ -172,7 +172,7 @@ class DeviceMemory(Memory):
         copied.synchronize()  # On a thread of the store: staging is used again at once.
 
 
-class Zeros(Memory):
+class Zeros(StagedMemory):
     """Zeros, as many as are asked for."""
 
     def take(self, low: int, high: int, into: Tensor) -> None:

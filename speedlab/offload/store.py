@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from speedlab.comm import BufferMeter, Transfer
-from speedlab.placement import Where
+from speedlab.placement import MemoryKind
 
 
-class Kept(ABC):
+class OffloadedState(ABC):
     """One state of one flat (`numel` elements), away from the device.
 
     It is used in turns: `fetch`, then `tensor` and what is done with it, then `leave`. Whoever needs no more than a
@@ -19,7 +19,7 @@ class Kept(ABC):
     ended, in the order in which they were started; no caller has to wait for that.
     """
 
-    where: Where
+    where: MemoryKind
     numel: int
     dtype: torch.dtype
     device: torch.device = torch.device("cpu")
@@ -58,10 +58,10 @@ class Kept(ABC):
         """Give up its room; it is of no use afterwards."""
 
 
-class Store(ABC):
+class StateStore(ABC):
     """A place in which a rank keeps states."""
 
-    where: Where
+    where: MemoryKind
 
     def __init__(self) -> None:
         self.staging_meter = BufferMeter()
@@ -73,7 +73,7 @@ class Store(ABC):
         return []
 
     @abstractmethod
-    def keep(self, numel: int, dtype: torch.dtype) -> Kept:
+    def keep(self, numel: int, dtype: torch.dtype) -> OffloadedState:
         """Room for so many elements, zeros at first. Raises OffloadError where there is none."""
 
     @abstractmethod

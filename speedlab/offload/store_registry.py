@@ -9,58 +9,58 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from speedlab.comm import BufferMeter, HostCopies, Traffic, Transfer
+from speedlab.comm import BufferMeter, CommStats, HostCopies, Transfer
 from speedlab.offload.disk_store import DiskStore
 from speedlab.offload.host_store import HostStore
-from speedlab.offload.low_precision_states import EightBits, OnDevice, Scratch, Widened
-from speedlab.offload.page_pool import Pages
-from speedlab.offload.store import Kept, Store
-from speedlab.placement import Where
+from speedlab.offload.low_precision_states import DecodeBuffer, DeviceState, EightBitState, UpcastMaster
+from speedlab.offload.page_pool import PagePool
+from speedlab.offload.store import OffloadedState, StateStore
+from speedlab.placement import MemoryKind
 
 
-class Stores:
+class StoreRegistry:
     """The host's memory and the disk, as places for states of one rank."""
 
-    def __init__(self, folder: Path, *, rank: int, traffic: Traffic, device: torch.device) -> None:
+    def __init__(self, folder: Path, *, rank: int, traffic: CommStats, device: torch.device) -> None:
         """`folder`: where a file of states on disk is made."""
         self.folder = folder
         self._rank, self._traffic, self._device = rank, traffic, device
-        self._made: dict[Where, Store] = {}
+        self._made: dict[MemoryKind, StateStore] = {}
         self._under_way: list[Transfer] = []
         self._decoded = BufferMeter()
-        self.scratch = Scratch(traffic.buffers, traffic.buffers if device.type == "cpu" else self._decoded)
+        self.scratch = DecodeBuffer(traffic.buffers, traffic.buffers if device.type == "cpu" else self._decoded)
         """Of the visits of coded states."""
-        self.pages = Pages()
+        self.pages = PagePool()
         """Of parameters that come to the device for a while."""
 
-    def of(self, where: Where) -> Store:
+    def of(self, where: MemoryKind) -> StateStore:
         """The store of a place other than the device. Raises OffloadError where there can be none."""
         if where not in self._made:
             self._made[where] = self._make(where)
         return self._made[where]
 
-    def eight_bits(self, name: str, numel: int, where: Where) -> Kept:
+    def eight_bits(self, name: str, numel: int, where: MemoryKind) -> OffloadedState:
         """Room for the float32 state `name` of an optimizer in blocks of 8 bits, on the device or away from it."""
 
-        def keep(nbytes: int) -> Kept:
-            if where is Where.DEVICE:
-                return OnDevice(nbytes, self._device, self._traffic)
+        def keep(nbytes: int) -> OffloadedState:
+            if where is MemoryKind.DEVICE:
+                return DeviceState(nbytes, self._device, self._traffic)
             return self.of(where).keep(nbytes, torch.uint8)
 
-        return EightBits(name, numel, keep, self.scratch)
+        return EightBitState(name, numel, keep, self.scratch)
 
-    def widened(self, narrow: Tensor, where: Where) -> Kept:
-        """Masters that are the parameters themselves, see `Widened`, for an update where states lie at `where`."""
-        device = self._device if where is Where.DEVICE else torch.device("cpu")
-        return Widened(narrow, where, device, copies=self.copies, traffic=self._traffic, scratch=self.scratch)
+    def widened(self, narrow: Tensor, where: MemoryKind) -> OffloadedState:
+        """Masters that are the parameters themselves, see `UpcastMaster`, for an update where states lie at `where`."""
+        device = self._device if where is MemoryKind.DEVICE else torch.device("cpu")
+        return UpcastMaster(narrow, where, device, copies=self.copies, traffic=self._traffic, scratch=self.scratch)
 
-    def _make(self, where: Where) -> Store:
-        if where is Where.HOST:
+    def _make(self, where: MemoryKind) -> StateStore:
+        if where is MemoryKind.HOST:
             return HostStore(self._traffic, self._device)
         return DiskStore(self.folder, rank=self._rank, traffic=self._traffic, device=self._device)
 
     @property
-    def made(self) -> Mapping[Where, Store]:
+    def made(self) -> Mapping[MemoryKind, StateStore]:
         """Those that something was kept in."""
         return self._made
 

@@ -27,7 +27,7 @@ _WAKE_SECONDS = 0.05
 """A wait is back in Python this often, so that signals are heard."""
 
 
-class LateUpdate:
+class DelayedUpdate:
     """Work on a thread of its own, from `start` on. Who starts it has it at hand already: an interrupt may come while
     the thread begins, which then has to be waited for all the same."""
 
@@ -80,7 +80,7 @@ class LateUpdate:
         return None if self._told else self._error
 
 
-class Twin:
+class OptimizerSnapshot:
     """The same optimizer over the same states, with the options that its groups have now: what a scheduler sets while
     this one updates is for the next step."""
 

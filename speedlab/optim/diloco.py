@@ -2,7 +2,7 @@
 
 All islands begin with the same parameters, the *anchor*. Each makes `outer.every_steps` steps of its own; then:
 
-1. The outer gradient is the anchor minus an island's parameters, in the mean over the islands (`Meeting`).
+1. The outer gradient is the anchor minus an island's parameters, in the mean over the islands (`OuterStep`).
 2. An SGD with (Nesterov) momentum takes it: momentum = outer.momentum × momentum + gradient, and the new anchor is the
    anchor minus outer.lr × (gradient + outer.momentum × momentum). All islands compute the same bits.
 3. The anchor is every island's parameters: the next steps begin there. Inner moments stay each island's own.
@@ -11,9 +11,9 @@ With `outer.fragments` every k-th flat meets by itself, in turn (streaming DiLoC
 longer all at once. With `outer.delay_steps` 2 and 3 come so many steps behind 1, which those steps hide, and a share
 `outer.mixing` of an island's own parameters stays.
 
-A save needs one model: `make_one` ends the meetings under way, and gives all islands the mean of their parameters and
-moments, in float32. Anchor, outer momentum and the count of steps go on as they were, so that the next meeting comes
-when it would have come.
+A save needs one model: `average_replicas` ends the meetings under way, and gives all islands the mean of their
+parameters and moments, in float32. Anchor, outer momentum and the count of steps go on as they were, so that the next
+meeting comes when it would have come.
 
 One meeting of islands: the mean outer gradient of some flats, on its way, and the outer update that takes it.
 
@@ -35,30 +35,30 @@ from speedlab.layout import padded_numel
 from speedlab.optim.errors import NonFiniteError
 from speedlab.optim.sharded_optimizer import PartitionedOptimizer
 from speedlab.parallel.mesh import Mesh
-from speedlab.parallel.zero import Flat, Gradient
-from speedlab.placement import Holders, Home
+from speedlab.parallel.zero import FlatParam, Gradient
+from speedlab.placement import Replication, StatePlacement
 
 ANCHOR, MOMENTUM, ERROR = "anchor", "outer_momentum", "outer_error"
 
 _FLOAT32 = 4
 
 
-def kept_by_islands(outer: OuterConfig, islands: int) -> Mapping[str, Home] | None:
+def kept_by_diloco(outer: OuterConfig, islands: int) -> Mapping[str, StatePlacement] | None:
     """What islands keep beside each gradient, over a rank's partition; None where there is but one."""
     if islands == 1:
         return None
-    kept = {ANCHOR: Home(holders=Holders.OWN_PART, form="float32")}
+    kept = {ANCHOR: StatePlacement(holders=Replication.OWN_PART, form="float32")}
     if outer.momentum:
-        kept[MOMENTUM] = Home(holders=Holders.OWN_PART, form="float32")
+        kept[MOMENTUM] = StatePlacement(holders=Replication.OWN_PART, form="float32")
     if outer.compression != "none":
-        kept[ERROR] = Home(holders=Holders.ISLANDS_PART, form="float32")
+        kept[ERROR] = StatePlacement(holders=Replication.ISLANDS_PART, form="float32")
     return kept
 
 
-class Meeting:
+class OuterStep:
     """Outer gradients of `flats` on their way; all ranks begin and end meetings in one order."""
 
-    def __init__(self, group: Group, flats: Sequence[tuple[Flat, Gradient]], outer: OuterConfig) -> None:
+    def __init__(self, group: Group, flats: Sequence[tuple[FlatParam, Gradient]], outer: OuterConfig) -> None:
         """`flats` with their gradients. Nothing is sent before `send`."""
         self._group, self._flats, self._outer = group, flats, outer
         self._sizes = [partition_size(flat) for flat, _ in flats]
@@ -128,7 +128,7 @@ class Meeting:
         kept[ANCHOR].add_(mean, alpha=-outer.lr)
 
 
-def partition_size(flat: Flat) -> int:
+def partition_size(flat: FlatParam) -> int:
     """Elements of a rank's partition."""
     return flat.end - flat.start
 
@@ -148,7 +148,7 @@ def sum_bytes(group: Group, numel: int) -> float:
     return 2 * (group.size - 1) * numel * _FLOAT32 / group.size
 
 
-class Islands:
+class DiLoCo:
     """The meetings of this rank's island with the others. With one island nothing is ever exchanged or kept."""
 
     def __init__(
@@ -161,7 +161,7 @@ class Islands:
         self._optimizer, self._everyone, self._outer = optimizer, mesh.everyone, outer
         self._before_change = before_change
         self._told: dict[str, float | Tensor] = {}
-        self._under_way: dict[int, tuple[int, Meeting]] = {}
+        self._under_way: dict[int, tuple[int, OuterStep]] = {}
         """By fragment: the step behind which its meeting ends. They end in the order in which they began, which is this
         one: transfers count what peers have read of them."""
         self._cut = False
@@ -187,9 +187,9 @@ class Islands:
         return ""
 
     @property
-    def kept(self) -> Mapping[str, Home]:
+    def kept(self) -> Mapping[str, StatePlacement]:
         """What is kept beside gradients, in checkpoints too."""
-        return kept_by_islands(self._outer, self.group.size) or {}
+        return kept_by_diloco(self._outer, self.group.size) or {}
 
     @torch.no_grad()
     def begin_anew(self) -> None:
@@ -264,7 +264,7 @@ class Islands:
 
     def _begin(self, number: int, step: int) -> None:  # 1
         outer = self._outer
-        meeting = Meeting(self.group, self._with_gradients()[number :: outer.fragments], outer)
+        meeting = OuterStep(self.group, self._with_gradients()[number :: outer.fragments], outer)
         self._refuse_non_finite(meeting, step)
         meeting.send()
         self._told["sent_bytes"] += meeting.sent_bytes
@@ -284,7 +284,7 @@ class Islands:
         if self._outer.compression != "none":
             self._told["error_norm"] = squares.sqrt()
 
-    def _refuse_non_finite(self, meeting: Meeting, step: int) -> None:
+    def _refuse_non_finite(self, meeting: OuterStep, step: int) -> None:
         """Before anything that is not a number comes into a momentum or a feedback, from where it would never leave."""
         counts = torch.zeros(self.group.size, dtype=torch.float64)
         counts[self.index] = float(not meeting.finite)
@@ -302,7 +302,7 @@ class Islands:
     # ---- one model ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def make_one(self) -> None:
+    def average_replicas(self) -> None:
         """End the meetings under way, and give all islands the mean of their parameters and moments. Collective."""
         self._before_change()
         self._end(list(self._under_way))
@@ -325,7 +325,7 @@ class Islands:
         self.apart = False
 
     @staticmethod
-    def _publish(flats: Iterable[Flat]) -> None:
+    def _publish(flats: Iterable[FlatParam]) -> None:
         """Bring this rank's partition of the masters to the masters and parameters of its island."""
         for flat in flats:
             _whole(flat, flat.master)
@@ -333,11 +333,11 @@ class Islands:
             if sent is not None:
                 sent.wait()
 
-    def _with_gradients(self) -> list[tuple[Flat, Gradient]]:
+    def _with_gradients(self) -> list[tuple[FlatParam, Gradient]]:
         return list(zip(self._optimizer.flats, self._optimizer.gradients, strict=True))
 
 
-def _whole(flat: Flat, state: Tensor) -> None:
+def _whole(flat: FlatParam, state: Tensor) -> None:
     """Where every rank of the island has a whole state, fill it from the ranks' own partitions."""
     if flat.state_range == (0, flat.padded) and flat.gather_group.size > 1:
         flat.gather_group.all_gather(state, state[flat.start : flat.end]).wait()

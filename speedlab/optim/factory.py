@@ -21,16 +21,16 @@ from speedlab.optim.lamb import Lamb
 from speedlab.optim.onebit_adam import OneBitAdam
 from speedlab.optim.onebit_lamb import OneBitLamb
 from speedlab.optim.optimizer_state import has_kernels
-from speedlab.optim.optimizer_trial import Subject, require_base, try_optimizer
-from speedlab.optim.parameter_forms import EVERY_FORM, Forms
-from speedlab.optim.sign_compression import SendsSigns
+from speedlab.optim.optimizer_trial import OptimizerMaker, require_base, try_optimizer
+from speedlab.optim.parameter_forms import EVERY_FORM, ParameterForms
+from speedlab.optim.sign_compression import SignCompressedOptimizer
 from speedlab.optim.zero_one_adam import ZeroOneAdam
 
 Groups = list[dict[str, Any]]
 """As torch's optimizers take them: "params" of each, and options of its own."""
 
 
-def asked_groups(model: nn.Module, model_parameters: Any) -> Groups | None:
+def param_groups_from(model: nn.Module, model_parameters: Any) -> Groups | None:
     """The groups, where one has options of its own; None where the optimizer's usual ones hold.
 
     `model_parameters`: None, parameters, pairs of names and parameters, or groups of either. Raises ConfigError where
@@ -78,7 +78,7 @@ OptimizerChoice = type[Optimizer] | Callable[..., Optimizer] | Optimizer | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Chosen:
+class _ChosenOptimizer:
     """What the caller's choice comes to."""
 
     kind: type[Optimizer]
@@ -96,7 +96,7 @@ class _Chosen:
     """Whether a fused class will take its place."""
 
 
-class Recipe:
+class OptimizerFactory:
     """How to make the user's optimizer once there are segments, and which parameter is in which of its groups.
 
     Nothing but ids of parameters is kept of the model, so that a model on meta can be materialised in between.
@@ -129,20 +129,24 @@ class Recipe:
         self.group_of = _numbers_of_groups(chosen.groups, trainable)
         """By id of a parameter."""
         self._options = [{key: value for key, value in group.items() if key != "params"} for group in chosen.groups]
-        self.forms = Forms()
+        self.forms = ParameterForms()
         """The forms in which the optimizer may have parameters."""
         if trial_on is not None:
             is_ours = choice is None or chosen.is_ours or issubclass(self.kind, FusedOptimizer)
             self.forms = EVERY_FORM if is_ours else self._tried(chosen, models, trainable, trial_on)
 
     def _tried(
-        self, chosen: _Chosen, models: Sequence[nn.Module], trainable: Sequence[nn.Parameter], device: torch.device
-    ) -> Forms:
+        self,
+        chosen: _ChosenOptimizer,
+        models: Sequence[nn.Module],
+        trainable: Sequence[nn.Parameter],
+        device: torch.device,
+    ) -> ParameterForms:
         names = {id(p): name for model in models for name, p in model.named_parameters()}
         own = [group["params"] for group in chosen.groups]
         dimensions = [frozenset(p.ndim for p in group) for group in own]
         make, instance = chosen.make, chosen.instance
-        subject = Subject(
+        subject = OptimizerMaker(
             self._options,
             make=None if make is None else lambda groups: make(groups, False),
             instance=instance,
@@ -165,7 +169,7 @@ class Recipe:
         fusible = all(has_kernels(tensor) for tensors in segments for tensor in tensors)
         if self._make is not None:
             return self._make(groups, fusible)
-        assert self.instance is not None  # See `_Chosen`.
+        assert self.instance is not None  # See `_ChosenOptimizer`.
         replaceable = fusible and not self._is_theirs and not _is_hung_on(self.instance)
         fused = fused_kind(type(self.instance), self._options) if replaceable else None
         if fused is not None:
@@ -175,7 +179,7 @@ class Recipe:
         return self.instance
 
 
-def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig, groups: Groups | None) -> _Chosen:
+def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig, groups: Groups | None) -> _ChosenOptimizer:
     """The optimizer that the configuration describes; without `groups`, without decay of what is no matrix."""
     kind = _kind_of(config)
     if groups is None:
@@ -185,7 +189,7 @@ def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig, groups: G
     else:
         groups = _within(groups, kind, trainable)
     options = _options_of(kind, config, set(OptimizerConfig.model_fields))
-    return _Chosen(
+    return _ChosenOptimizer(
         kind=kind,
         groups=[group for group in groups if group["params"]] or groups,
         make=lambda segments, fusible: _construct(kind, segments, options, fusible),
@@ -194,12 +198,12 @@ def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig, groups: G
 
 def _of_class(
     kind: type[Optimizer], trainable: list[nn.Parameter], config: OptimizerConfig, groups: Groups | None
-) -> _Chosen:
+) -> _ChosenOptimizer:
     """One of the user's class, whose own defaults hold for what the configuration does not name; one that sends signs
     has the configuration's."""
     named = _options_of(kind, config, config.model_fields_set)
     _refuse_unknown(kind, named)
-    return _Chosen(
+    return _ChosenOptimizer(
         kind=kind,
         groups=[{"params": trainable}] if groups is None else _within(groups, kind, trainable),
         make=lambda segments, fusible: _construct(kind, segments, named, fusible),
@@ -216,7 +220,7 @@ def _all_in_float32(trainable: Iterable[nn.Parameter]) -> bool:
 
 def _within(groups: Groups, kind: type[Optimizer], trainable: list[nn.Parameter]) -> Groups:
     """What of the caller's groups this rank trains. Raises ConfigError for an option that the class has not."""
-    takes = FusedAdamW if issubclass(kind, SendsSigns) else kind
+    takes = FusedAdamW if issubclass(kind, SignCompressedOptimizer) else kind
     for group in groups:
         _refuse_unknown(takes, group.keys() - {"params"})
     known = {id(p) for p in trainable}
@@ -225,14 +229,14 @@ def _within(groups: Groups, kind: type[Optimizer], trainable: list[nn.Parameter]
 
 def _options_of(kind: type[Optimizer], config: OptimizerConfig, named: set[str]) -> dict[str, Any]:
     """What a class may be given of a configuration: those settings that are `named`, or all in one."""
-    if issubclass(kind, SendsSigns):
+    if issubclass(kind, SignCompressedOptimizer):
         return {"settings": config}
     return config.model_dump(include=named - _NOT_ARGUMENTS)
 
 
 def _of_instance(
     choice: Optimizer | Callable[..., Optimizer], trainable: list[nn.Parameter], frozen: Collection[int]
-) -> _Chosen:
+) -> _ChosenOptimizer:
     """The user's instance, or what a callable makes of the parameters. `frozen`: ids of those that are not trained,
     which torch's optimizers leave alone, and which are in nobody's flats that train."""
     nothing = nn.Parameter(torch.zeros(0))  # torch's optimizers refuse an empty list.
@@ -251,11 +255,13 @@ def _of_instance(
         for group in instance.param_groups
     ]
     if not instance.state:
-        return _Chosen(kind=kind, groups=groups, instance=instance, is_theirs=isinstance(choice, Optimizer))
+        return _ChosenOptimizer(kind=kind, groups=groups, instance=instance, is_theirs=isinstance(choice, Optimizer))
     # As Adagrad's: what it holds of whole parameters is made anew, for the partitions.
     options = {key: value for key, value in instance.param_groups[0].items() if key != "params"}
     given = {key: value for key, value in options.items() if _takes(kind, key)}
-    return _Chosen(kind=kind, groups=groups, make=lambda segments, fusible: kind(segments, **given), named=given)
+    return _ChosenOptimizer(
+        kind=kind, groups=groups, make=lambda segments, fusible: kind(segments, **given), named=given
+    )
 
 
 def _numbers_of_groups(groups: list[dict[str, Any]], trainable: list[nn.Parameter]) -> dict[int, int]:
@@ -279,7 +285,7 @@ def _numbers_of_groups(groups: list[dict[str, Any]], trainable: list[nn.Paramete
 
 
 def _key(
-    chosen: _Chosen, options: Sequence[Mapping[str, Any]], dimensions: Sequence[Collection[int]]
+    chosen: _ChosenOptimizer, options: Sequence[Mapping[str, Any]], dimensions: Sequence[Collection[int]]
 ) -> Hashable | None:
     """What the forms of an optimizer depend on, so that they are found once; None for an instance with attributes that
     are no plain values."""

@@ -22,7 +22,7 @@ _LONG = 2**40
 """After so many updates the factors 1 - betaᵗ are 1, in float64, for every beta that is less than 1 in float32."""
 
 
-class Given(NamedTuple):
+class UpdateInput(NamedTuple):
     """What the update of a `segment` uses: `gradient` in any floating dtype, multiplied by `factor`; `copy` takes the
     new values in the compute dtype, where that is narrower."""
 
@@ -38,7 +38,7 @@ class FusedOptimizer(Optimizer):
     """An optimizer over float32 segments. `given` says which to update, and with what, whose gradients may be narrower
     than the segments; what it does between two of them is done between their updates."""
 
-    given: Iterable[Given]
+    given: Iterable[UpdateInput]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         # torch wraps this method into one that imports its compiler, which takes every rank half a second.
@@ -52,18 +52,18 @@ class FusedOptimizer(Optimizer):
         for given in self.given:
             self._update(given.segment, group_of[given.segment], given)
 
-    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+    def _update(self, segment: Tensor, group: dict[str, Any], given: UpdateInput) -> None:
         raise NotImplementedError
 
 
-class LooksAtParameters(FusedOptimizer):
+class LayerwiseOptimizer(FusedOptimizer):
     """One whose update of an element looks at sums over its whole parameter, of which this rank may have a part. Each
     of its segments is of one parameter."""
 
     sums: ClassVar[int]
     """How many there are of each parameter."""
 
-    def measure(self, given: Given, group: dict[str, Any]) -> Tensor:
+    def measure(self, given: UpdateInput, group: dict[str, Any]) -> Tensor:
         """What comes before an update of these elements, and (sums,) float64: what is to be summed over their
         parameter, as far as it lies here."""
         raise NotImplementedError
@@ -103,7 +103,7 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(segment), torch.zeros_like(segment)
         return state
 
-    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+    def _update(self, segment: Tensor, group: dict[str, Any], given: UpdateInput) -> None:
         state = self._state_of(segment, group)
         state["step"] += 1
         adamw(
@@ -135,7 +135,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay)
         self.given = ()
 
-    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+    def _update(self, segment: Tensor, group: dict[str, Any], given: UpdateInput) -> None:
         state = self.state[segment]
         first = "momentum_buffer" not in state
         if first:
@@ -174,7 +174,7 @@ def fused_kind(kind: type[Optimizer], options: Iterable[Mapping[str, Any]]) -> C
     return None
 
 
-class _EachByItself(Optimizer):
+class _PerTensor(Optimizer):
     """Updates one parameter after the other, each element by itself."""
 
     @torch.no_grad()
@@ -190,7 +190,7 @@ class _EachByItself(Optimizer):
         raise NotImplementedError
 
 
-class Lion(_EachByItself):
+class Lion(_PerTensor):
     """The sign of a moment, with decoupled decay (arXiv:2302.06675, algorithm 2). One state, "exp_avg"."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"exp_avg"})
@@ -208,7 +208,7 @@ class Lion(_EachByItself):
         moment.lerp_(gradient, 1 - kept)
 
 
-class UncorrectedAdamW(_EachByItself):
+class UncorrectedAdamW(_PerTensor):
     """AdamW (arXiv:1711.05101) without the factors 1 / (1 - betaᵗ), as DeepSpeed's `bias_correction: false` and the
     first BERT have it."""
 

@@ -29,12 +29,12 @@ from torch import Tensor
 from cuda_ops.adam_frozen_variance import adam_frozen
 from cuda_ops.lamb import lamb_moments
 from speedlab.comm import Group
-from speedlab.optim.fused import FusedAdamW, Given, LooksAtParameters
-from speedlab.parallel.zero import Flat
-from speedlab.placement import Holders, Placement
+from speedlab.optim.fused import FusedAdamW, LayerwiseOptimizer, UpdateInput
+from speedlab.parallel.zero import FlatParam
+from speedlab.placement import Placement, Replication
 
 
-class Lamb(LooksAtParameters, FusedAdamW):
+class Lamb(LayerwiseOptimizer, FusedAdamW):
     """Adam with a trust ratio for each parameter."""
 
     sums: ClassVar[int] = 2
@@ -56,7 +56,7 @@ class Lamb(LooksAtParameters, FusedAdamW):
         self._corrects, self._bounds = bias_correction, (min_coeff, max_coeff)
         self._ratios: Sequence[float] = ()
 
-    def measure(self, given: Given, group: dict[str, Any]) -> Tensor:  # 1
+    def measure(self, given: UpdateInput, group: dict[str, Any]) -> Tensor:  # 1
         """Moments; the squares of the parameter's elements here, and of their update."""
         state = self._state_of(given.segment, group)
         state["step"] += 1
@@ -86,7 +86,7 @@ class Lamb(LooksAtParameters, FusedAdamW):
             for of_param, of_update in totals.tolist()
         ]
 
-    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:  # 2
+    def _update(self, segment: Tensor, group: dict[str, Any], given: UpdateInput) -> None:  # 2
         state, (first, second) = self.state[segment], group["betas"]
         step = self._counted(int(state["step"]))
         root = math.sqrt(1 - second**step)
@@ -106,7 +106,7 @@ class Lamb(LooksAtParameters, FusedAdamW):
 class ParameterSums:
     """The parameters of a rank's flats, numbered, and how sums over them come together."""
 
-    def __init__(self, flats: Sequence[Flat], placement: Placement, axes: Mapping[str, Group]) -> None:
+    def __init__(self, flats: Sequence[FlatParam], placement: Placement, axes: Mapping[str, Group]) -> None:
         """`axes`: groups by the names that rows of the table have for them."""
         self._flats = list(flats)
         self.first: dict[str, int] = {}
@@ -137,7 +137,7 @@ class ParameterSums:
             return own
         total, flat = own, self._flats[0]
         every = _of_all(flat.gather_group, total)  # 2
-        total = combine(every) if flat.residency.optimizer_states is Holders.PARTITIONED else every[0]
+        total = combine(every) if flat.zero_policy.optimizer_states is Replication.PARTITIONED else every[0]
         for group, numbers in self._cut.items():  # 3
             total[numbers] = combine(_of_all(group, total[numbers]))
         for group, numbers in self._copies.items():  # 4

@@ -31,23 +31,23 @@ from torch import Tensor
 from cuda_ops.adam_frozen_variance import adam_frozen
 from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
-from speedlab.optim.compressed_optimizer import Exchanged
-from speedlab.optim.fused import Given, step_device
-from speedlab.optim.sharded_sign_compression import ToOwners
+from speedlab.optim.compressed_optimizer import ExchangedState
+from speedlab.optim.fused import UpdateInput, step_device
+from speedlab.optim.sharded_sign_compression import ShardedSignCompression
 from speedlab.optim.sign_compression import SERVER_ERROR
-from speedlab.placement import Holders, Home
+from speedlab.placement import Replication, StatePlacement
 
 CARRIED = "carried"
 
 
-class TwoPhases(ToOwners):
+class WarmupThenCompressed(ShardedSignCompression):
     """An optimizer whose momenta travel as signs once the variance is frozen. The phase is in each of `param_groups`,
     so that checkpoints have it: `updates` so far, `frozen_at` (None: warm-up), and `variance` and `rate` of the last
     look."""
 
-    kept: ClassVar[Mapping[str, Home]] = {
-        CARRIED: Home(holders=Holders.OWN, form="float32"),
-        SERVER_ERROR: Home(holders=Holders.OWN_PART, form="float32"),
+    kept: ClassVar[Mapping[str, StatePlacement]] = {
+        CARRIED: StatePlacement(holders=Replication.OWN, form="float32"),
+        SERVER_ERROR: StatePlacement(holders=Replication.OWN_PART, form="float32"),
     }
     worker: ClassVar[str] = CARRIED
 
@@ -67,7 +67,7 @@ class TwoPhases(ToOwners):
         """The warm-up begins."""
         self._phase(updates=0, frozen_at=None, variance=None, rate=None, partitioned=False)
 
-    def updated(self, flats: Sequence[Exchanged], everyone: Group) -> None:
+    def updated(self, flats: Sequence[ExchangedState], everyone: Group) -> None:
         """Count an update, and freeze the variance where the warm-up is over."""
         self._phase(updates=self.param_groups[0]["updates"] + 1)
         if self.communicates:
@@ -77,7 +77,7 @@ class TwoPhases(ToOwners):
             self._freeze(flats)  # 2
             self._phase(frozen_at=self.param_groups[0]["updates"])
 
-    def _warm(self, flats: Sequence[Exchanged], everyone: Group) -> bool:
+    def _warm(self, flats: Sequence[ExchangedState], everyone: Group) -> bool:
         """Whether the warm-up is over; the same on all ranks."""
         first = self.param_groups[0]
         updates, beta2 = first["updates"], first["betas"][1]
@@ -97,7 +97,7 @@ class TwoPhases(ToOwners):
         return self._told["steadiness"] >= self._steady and float(first["lr"]) <= rate
 
     @torch.no_grad()
-    def _freeze(self, flats: Sequence[Exchanged]) -> None:
+    def _freeze(self, flats: Sequence[ExchangedState]) -> None:
         beta1, beta2 = self.param_groups[0]["betas"]
         for group in self.param_groups:
             for segment in group["params"]:
@@ -113,13 +113,13 @@ class TwoPhases(ToOwners):
             gradient.kept[SERVER_ERROR].zero_()
             self._frozen(each, floors)
 
-    def _frozen(self, each: Exchanged, floors: Sequence[float]) -> None:
+    def _frozen(self, each: ExchangedState, floors: Sequence[float]) -> None:
         """The variance of this flat is frozen, and for each of its slots not below one of `floors`."""
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def exchange(self, flats: Sequence[Exchanged], factor: float) -> None:
+    def exchange(self, flats: Sequence[ExchangedState], factor: float) -> None:
         """The mean momentum of all ranks, from their own gradients."""
         if not flats:
             return
@@ -130,14 +130,14 @@ class TwoPhases(ToOwners):
         self._mean(flats, (1 - beta1) * factor * flats[0].gradient.group.size, beta1 if flats[0].whole else 0.0)
         self._add_missed(flats)
 
-    def _weigh(self, flats: Sequence[Exchanged]) -> None:
+    def _weigh(self, flats: Sequence[ExchangedState]) -> None:
         """Before an exchange: change the terms of gradients as momenta are changed while they travel. Collective."""
 
 
-class OneBitAdam(TwoPhases):
+class OneBitAdam(WarmupThenCompressed):
     """AdamW whose momenta travel as signs once the variance is frozen."""
 
-    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+    def _update(self, segment: Tensor, group: dict[str, Any], given: UpdateInput) -> None:
         if not self.communicates:
             super()._update(segment, group, given)
             return

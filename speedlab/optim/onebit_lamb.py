@@ -23,13 +23,13 @@ from torch import Tensor
 from cuda_ops.adam_frozen_variance import adam_frozen
 from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
-from speedlab.optim.compressed_optimizer import Exchanged
-from speedlab.optim.fused import FusedAdamW, Given
+from speedlab.optim.compressed_optimizer import ExchangedState
+from speedlab.optim.fused import FusedAdamW, UpdateInput
 from speedlab.optim.lamb import Lamb
-from speedlab.optim.onebit_adam import TwoPhases
+from speedlab.optim.onebit_adam import WarmupThenCompressed
 from speedlab.optim.sign_compression import SERVER_ERROR
 from speedlab.parallel.zero import Gradient
-from speedlab.placement import Holders, Home
+from speedlab.placement import Replication, StatePlacement
 
 SCALED = "carried_scaled"
 """What 1-bit Adam calls "carried" (`two_phases`), times each parameter's scale: neither can go on from the other's."""
@@ -38,12 +38,12 @@ _BORN: Mapping[str, float] = {"coeff": 0.0, "factor": 1.0, "scale": 1.0, "floor"
 """Numbers of a parameter, in its state, before its first update; `factor`: f of the last step, `floor`: the least v."""
 
 
-class OneBitLamb(TwoPhases, Lamb):
+class OneBitLamb(WarmupThenCompressed, Lamb):
     """LAMB whose momenta travel as signs once the variance is frozen."""
 
-    kept: ClassVar[Mapping[str, Home]] = {
-        SCALED: Home(holders=Holders.OWN, form="float32"),
-        SERVER_ERROR: Home(holders=Holders.OWN_PART, form="float32"),
+    kept: ClassVar[Mapping[str, StatePlacement]] = {
+        SCALED: StatePlacement(holders=Replication.OWN, form="float32"),
+        SERVER_ERROR: StatePlacement(holders=Replication.OWN_PART, form="float32"),
     }
     worker: ClassVar[str] = SCALED
     sums: ClassVar[int] = 3
@@ -62,20 +62,20 @@ class OneBitLamb(TwoPhases, Lamb):
 
     # ---- the variance is frozen --------------------------------------------------------------------------------------
 
-    def updated(self, flats: Sequence[Exchanged], everyone: Group) -> None:
+    def updated(self, flats: Sequence[ExchangedState], everyone: Group) -> None:
         """Where it freezes the variance, momenta take their scales."""
         before = self.communicates
         super().updated(flats, everyone)
         if self.communicates and not before:
             self._take_scales(flats, everyone)
 
-    def _frozen(self, each: Exchanged, floors: Sequence[float]) -> None:
+    def _frozen(self, each: ExchangedState, floors: Sequence[float]) -> None:
         for index, segment in each.segments:
             if state := self.state.get(segment):
                 state["floor"].fill_(floors[index])
                 state["exp_avg_sq_fresh"].copy_(state["exp_avg_sq"])
 
-    def _take_scales(self, flats: Sequence[Exchanged], everyone: Group) -> None:  # 2
+    def _take_scales(self, flats: Sequence[ExchangedState], everyone: Group) -> None:  # 2
         """Collective."""
         roots = [self._root_mean_squares(each) for each in flats]
         own = [root for each in roots for root in each if root]
@@ -90,7 +90,7 @@ class OneBitLamb(TwoPhases, Lamb):
                 each.gradient.kept[self.worker][slot.range].mul_(scale)
 
     @staticmethod
-    def _root_mean_squares(each: Exchanged) -> list[float]:
+    def _root_mean_squares(each: ExchangedState) -> list[float]:
         """Of the momentum of each slot. Collective where it is partitioned."""
         gradient, moment = each.gradient, each.moments.get("exp_avg")
         sums = torch.zeros(len(gradient.slots), dtype=torch.float64, device=gradient.group.device)
@@ -101,7 +101,7 @@ class OneBitLamb(TwoPhases, Lamb):
         totals = zip(sums.tolist(), gradient.slots, strict=True)
         return [math.sqrt(total / max(1, slot.numel)) for total, slot in totals]
 
-    def _scales_of(self, flats: Sequence[Exchanged]) -> list[list[float]]:
+    def _scales_of(self, flats: Sequence[ExchangedState]) -> list[list[float]]:
         """Of each slot of each flat. One message where states are partitioned: who has the first element knows it."""
         if not flats:
             return []
@@ -120,10 +120,10 @@ class OneBitLamb(TwoPhases, Lamb):
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
-    def _learn_weights(self, flats: Sequence[Exchanged]) -> None:
+    def _learn_weights(self, flats: Sequence[ExchangedState]) -> None:
         self._scales = {each.gradient: own for each, own in zip(flats, self._scales_of(flats), strict=True)}
 
-    def _add_lasting(self, each: Exchanged, values: Tensor) -> Tensor:
+    def _add_lasting(self, each: ExchangedState, values: Tensor) -> Tensor:
         beta1 = self.param_groups[0]["betas"][0]
         if "exp_avg" in each.moments:
             moment, scales = each.moments["exp_avg"], self._scales[each.gradient]
@@ -131,14 +131,14 @@ class OneBitLamb(TwoPhases, Lamb):
                 values[here].add_(moment[here], alpha=beta1 * scales[number])
         return values
 
-    def _weigh(self, flats: Sequence[Exchanged]) -> None:
+    def _weigh(self, flats: Sequence[ExchangedState]) -> None:
         self._learn_weights(flats)
         for gradient, scales in self._scales.items():
             assert gradient.own is not None  # `check_whole_gradients`.
             for slot, scale in zip(gradient.slots, scales, strict=True):
                 gradient.own[slot.range].mul_(scale)
 
-    def _update_of(self, each: Exchanged, moment: Tensor) -> Tensor:
+    def _update_of(self, each: ExchangedState, moment: Tensor) -> Tensor:
         direction = super()._update_of(each, moment)
         for number, here in _parts(each):
             direction[here].div_(self._scales[each.gradient][number])
@@ -156,7 +156,7 @@ class OneBitLamb(TwoPhases, Lamb):
                 state["exp_avg_sq"].fill_(math.inf)
         return state
 
-    def measure(self, given: Given, group: dict[str, Any]) -> Tensor:
+    def measure(self, given: UpdateInput, group: dict[str, Any]) -> Tensor:
         """In the warm-up squares as of LAMB; then those of u and of the whole update, and the largest ratio."""
         if not self.communicates:
             squares = super().measure(given, group)
@@ -188,7 +188,7 @@ class OneBitLamb(TwoPhases, Lamb):
         else:
             super().learn(totals[:, :2])
 
-    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+    def _update(self, segment: Tensor, group: dict[str, Any], given: UpdateInput) -> None:
         state = self.state[segment]
         if not self.communicates:
             super()._update(segment, group, given)
@@ -219,7 +219,7 @@ class OneBitLamb(TwoPhases, Lamb):
         return min(before * (1 + self._threshold), max(before * (1 - self._threshold), factor))
 
 
-def _parts(each: Exchanged) -> Iterator[tuple[int, slice]]:
+def _parts(each: ExchangedState) -> Iterator[tuple[int, slice]]:
     """The slots that have elements in the state range, and where."""
     base, end = (0, math.inf) if each.whole else each.gradient.own_range
     for number, slot in enumerate(each.gradient.slots):

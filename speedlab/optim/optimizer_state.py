@@ -23,9 +23,9 @@ from torch.optim import Optimizer
 
 from speedlab.optim.fused import step_device
 from speedlab.optim.offload_fetch import leave, visit
-from speedlab.parallel.zero import Flat
+from speedlab.parallel.zero import FlatParam
 from speedlab.parallel.zero.parameter import asked_by_torch, gradient_of, refuse_gradient_read, set_gradient
-from speedlab.placement import Holders, Residency
+from speedlab.placement import Replication, ZeroPolicy
 
 _thread = threading.local()
 """`updates`: whether this thread makes an update, next to the backward of another step."""
@@ -76,7 +76,7 @@ class HeldMaster(Tensor):
 
 
 @dataclass(frozen=True)
-class Segment:
+class MasterSegment:
     """Elements [start, end) of a flat, of its slots [first, last); `master` is a view of the flat's master."""
 
     start: int
@@ -87,7 +87,7 @@ class Segment:
     master: Tensor
 
 
-def cut(flat: Flat, begins: Collection[int] = (), *, apart: bool = False) -> list[Segment]:
+def cut(flat: FlatParam, begins: Collection[int] = (), *, apart: bool = False) -> list[MasterSegment]:
     """The flat's state range, cut where its optimizer group changes, and before the slots `begins`. `apart`: before
     each slot; then no segment has the padding behind its parameter, which a mean over elements would count."""
     low, high = flat.state_range
@@ -104,11 +104,11 @@ def cut(flat: Flat, begins: Collection[int] = (), *, apart: bool = False) -> lis
         start, stop = max(begin, low), min(end, high)
         if start < stop:
             master = flat.master[start - low : stop - low]
-            segments.append(Segment(start, stop, flat.slots[first].group, first, last, master))
+            segments.append(MasterSegment(start, stop, flat.slots[first].group, first, last, master))
     return segments
 
 
-def owned_ranges(flat: Flat, within: tuple[int, int], others: Collection[str]) -> list[tuple[int, int]]:
+def owned_ranges(flat: FlatParam, within: tuple[int, int], others: Collection[str]) -> list[tuple[int, int]]:
     """Elements [start, end) of the flat `within` a range without the parameters in `others`; neighbours are one."""
     ranges, (start, stop) = [], within
     for slot in flat.slots:
@@ -119,7 +119,7 @@ def owned_ranges(flat: Flat, within: tuple[int, int], others: Collection[str]) -
     return [(low, min(high, stop)) for low, high in ranges if low < min(high, stop)]
 
 
-def elementwise(value: Any, segment: Segment) -> bool:
+def elementwise(value: Any, segment: MasterSegment) -> bool:
     """Whether an optimizer's state of this segment has a value for each of its elements."""
     return isinstance(value, Tensor) and value.ndim == 1 and value.shape == segment.master.shape
 
@@ -139,7 +139,7 @@ class OptimizerStates:
 
     def __init__(
         self,
-        flats: list[Flat],
+        flats: list[FlatParam],
         build: Callable[[list[list[Tensor]]], Optimizer],
         *,
         group_count: int,
@@ -170,7 +170,7 @@ class OptimizerStates:
         self._in_empty_groups = torch.empty(0)
         """The tensor of a group of which this rank has nothing, while masters are held: ranks refuse alike."""
 
-    def _cut(self, flat: Flat) -> list[Segment]:
+    def _cut(self, flat: FlatParam) -> list[MasterSegment]:
         return cut(flat, self._begins[flat.name], apart=self._apart)
 
     def _by_group(self) -> list[list[Tensor]]:
@@ -205,11 +205,11 @@ class OptimizerStates:
             elif not held and group["params"] and group["params"][0] is self._in_empty_groups:
                 group["params"].clear()
 
-    def of(self, flat: Flat) -> dict[str, Tensor]:
+    def of(self, flat: FlatParam) -> dict[str, Tensor]:
         """Elementwise states of `flat` over its state range, by name ('exp_avg', …). Empty before the first step."""
         return self._states[flat.name]
 
-    def scalars_of(self, flat: Flat) -> Scalars:
+    def scalars_of(self, flat: FlatParam) -> Scalars:
         """The states that are not elementwise, of each parameter of `flat` that has some of its states here."""
         found: Scalars = {}
         for segment in self.segments[flat.name]:
@@ -223,20 +223,20 @@ class OptimizerStates:
     # ---- visits ------------------------------------------------------------------------------------------------------
 
     def visit(
-        self, flat: Flat | None, ahead: Flat | None = None, *, changed: bool = False, update: bool = False
+        self, flat: FlatParam | None, ahead: FlatParam | None = None, *, changed: bool = False, update: bool = False
     ) -> AbstractContextManager[None]:
         """Inside, what `flat` has away from the device has its values; that of `ahead` is on its way. What was
         `changed` goes back. `update`: masters and moments change, from the gradient, which is visited too; narrow
         parameters are written anew."""
         return visit(flat, ahead, changed=changed, update=update, point=self._point)
 
-    def end_visits(self, flats: Iterable[Flat] | None = None) -> None:
+    def end_visits(self, flats: Iterable[FlatParam] | None = None) -> None:
         """Of an update that was broken off, or is not made: nothing of it (or of these `flats`) is under way any
         more."""
         for flat in self.flats if flats is None else flats:
             leave(flat, changed=False, point=self._point)
 
-    def _point(self, flat: Flat) -> None:
+    def _point(self, flat: FlatParam) -> None:
         """The optimizer's tensors of `flat` are views of what its states are in memory now."""
         base, states = flat.state_range[0], self._states.get(flat.name, {})
         for segment in self.segments.get(flat.name, ()):
@@ -250,7 +250,7 @@ class OptimizerStates:
 
     # ---- states that the optimizer has made --------------------------------------------------------------------------
 
-    def adopt(self, flat: Flat) -> None:
+    def adopt(self, flat: FlatParam) -> None:
         """Lay states that the optimizer has newly made of `flat`, which is visited, end to end in one tensor; the
         optimizer keeps views."""
         states, base = self._states[flat.name], flat.state_range[0]
@@ -270,12 +270,12 @@ class OptimizerStates:
                 own[key] = given[key] = here.copy_(own[key])
 
     @staticmethod
-    def new_state(flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+    def new_state(flat: FlatParam, key: str, dtype: torch.dtype) -> Tensor:
         """A state of a `flat` that is visited, zeros over the state range; visited as well."""
         state = flat.states.room(key, dtype)
-        if key in flat.away:
-            flat.away[key].fetch(values=False)
-            flat.away[key].arrive().zero_()
+        if key in flat.offloaded:
+            flat.offloaded[key].fetch(values=False)
+            flat.offloaded[key].arrive().zero_()
         return state
 
     def adopt_anew(self) -> None:
@@ -325,7 +325,7 @@ class OptimizerStates:
         self._adopted.clear()
         self._renew(self.flats, scalars)
 
-    def _renew(self, flats: list[Flat], scalars: Mapping[str, Scalars]) -> None:
+    def _renew(self, flats: list[FlatParam], scalars: Mapping[str, Scalars]) -> None:
         """Segments of `flats` anew, with views of the states that are there, and these scalars."""
         for flat in flats:
             for segment in self.segments[flat.name]:
@@ -364,12 +364,12 @@ class OptimizerStates:
             self.inner.state.update({master: begun[master] for master in without})
             self.adopt_anew()
 
-    def moved(self, before: Residency) -> tuple[dict[str, dict[str, Tensor]], dict[str, Scalars]]:
+    def moved(self, before: ZeroPolicy) -> tuple[dict[str, dict[str, Tensor]], dict[str, Scalars]]:
         """What `rebuild` takes, after flats were placed elsewhere; `before` is where they were. Collective when states
         come together."""
         scalars = {flat.name: self.scalars_of(flat) for flat in self.flats}
         kinds = {flat.name: sorted(self._states[flat.name]) for flat in self.flats}
-        if self.flats and before.optimizer_states is Holders.PARTITIONED:
+        if self.flats and before.optimizer_states is Replication.PARTITIONED:
             # A rank knows nothing of parameters of which it had no part, or of which only others were ever used.
             for theirs, their_kinds in self.flats[0].gather_group.collect([scalars, kinds]):
                 for name, own in scalars.items():
@@ -378,12 +378,12 @@ class OptimizerStates:
         moved = {flat.name: {kind: self._moved(flat, kind, before) for kind in kinds[flat.name]} for flat in self.flats}
         return moved, scalars
 
-    def _moved(self, flat: Flat, kind: str, before: Residency) -> Tensor:
+    def _moved(self, flat: FlatParam, kind: str, before: ZeroPolicy) -> Tensor:
         """An elementwise state where it is now; zeros where no parameter here was ever updated."""
         found = self._states[flat.name].get(kind)
         if found is None:
-            if before.optimizer_states is flat.residency.optimizer_states:
+            if before.optimizer_states is flat.zero_policy.optimizer_states:
                 return flat.states.room(kind, flat.master.dtype)
-            numel = flat.end - flat.start if before.optimizer_states is Holders.PARTITIONED else flat.padded
+            numel = flat.end - flat.start if before.optimizer_states is Replication.PARTITIONED else flat.padded
             found = torch.zeros(numel, dtype=flat.master.dtype, device=flat.master.device)
         return flat.states.moved(kind, found, before)

@@ -29,7 +29,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.optim import Optimizer
 
 from speedlab.config import ConfigError
-from speedlab.optim.parameter_forms import Forms
+from speedlab.optim.parameter_forms import ParameterForms
 
 _SMALL = ((13, 11), (5,), (3, 2, 2, 2), (6, 7))
 """Shapes of a group's parameters: a matrix, a vector, a convolution's, another matrix."""
@@ -57,7 +57,7 @@ _TOLERANCE = 2e-4
 """Of a parameter's movement. Sums over parameters in another order stay below it; blocks of 8 bits do not."""
 
 
-class Subject:
+class OptimizerMaker:
     """An optimizer that can be made again and again over other tensors."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Subject:
         return _raised(optimizer)
 
 
-def try_optimizer(subject: Subject, device: torch.device) -> Forms:
+def try_optimizer(subject: OptimizerMaker, device: torch.device) -> ParameterForms:
     """Train small tensors on `device` in each form. Found once for each `key` in a process."""
     if isinstance(torch.empty(0, device=device), FakeTensor):
         device = torch.device("cpu")  # Fake tensors have no values to compare.
@@ -121,11 +121,11 @@ def try_optimizer(subject: Subject, device: torch.device) -> Forms:
     return found
 
 
-_known: dict[Hashable, Forms] = {}
+_known: dict[Hashable, ParameterForms] = {}
 _MOST_KNOWN = 256
 
 
-def _try(subject: Subject, device: torch.device) -> Forms:
+def _try(subject: OptimizerMaker, device: torch.device) -> ParameterForms:
     with _nothing_changes(device):
         found = _Trial(subject, device, _SMALL, _STEPS).found()
         if not (found.flattened or found.joined):
@@ -154,7 +154,7 @@ class _Small:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _FlatPiece:
     """Elements [start, end) of flattened parameters end to end, each from a multiple of `_ALIGNED` on."""
 
     parameters: tuple[int, ...]
@@ -165,7 +165,7 @@ class _Piece:
 class _Trial:
     """Of parameters of some shapes, over so many steps."""
 
-    def __init__(self, subject: Subject, device: torch.device, shapes: _Shapes, steps: int) -> None:
+    def __init__(self, subject: OptimizerMaker, device: torch.device, shapes: _Shapes, steps: int) -> None:
         self._subject, self._steps = subject, steps
         self._small = list(_small_parameters(subject, device, shapes, steps))
         self._flats = list(_flats(self._small))
@@ -173,39 +173,41 @@ class _Trial:
         self._unsaved = ""
         """A state that no checkpoint could have."""
 
-    def found(self) -> Forms:
+    def found(self) -> ParameterForms:
         before = _random_states()
         try:
             expected = self._reference()
         except ConfigError:
             raise
         except Exception as error:
-            return Forms(failure=f"failed in a trial with small tensors: {type(error).__name__}: {_first_line(error)}")
+            return ParameterForms(
+                failure=f"failed in a trial with small tensors: {type(error).__name__}: {_first_line(error)}"
+            )
         if before != _random_states():
-            return Forms(failure="draws random numbers, of which ranks would have different ones")
+            return ParameterForms(failure="draws random numbers, of which ranks would have different ones")
         if all(torch.equal(value, small.value) for value, small in zip(expected.values, self._small, strict=True)):
-            return Forms(
+            return ParameterForms(
                 failure=f"changed none of the parameters in its param_groups, as {self._name(0)!r}, in {self._steps} "
                 "steps of a trial with small tensors"
             )
-        each = [_Piece((k,), 0, _padded(small.value.numel())) for k, small in enumerate(self._small)]
-        unpadded = [_Piece((k,), 0, small.value.numel()) for k, small in enumerate(self._small)]
+        each = [_FlatPiece((k,), 0, _padded(small.value.numel())) for k, small in enumerate(self._small)]
+        unpadded = [_FlatPiece((k,), 0, small.value.numel()) for k, small in enumerate(self._small)]
         flattened = self._trained([unpadded])
         stuck = self._stuck(flattened, expected)
         if stuck is not None:
-            return Forms(
+            return ParameterForms(
                 failure=f"updates something else than the parameters in its param_groups, as {self._name(stuck)!r}, "
                 "which become parts of flats"
             )
         joined = self._trained([self._flats])
-        forms = Forms(
+        forms = ParameterForms(
             flattened=self._equal(flattened, expected),
             joined=self._equal(joined, expected),
             parts=self._equal(self._trained(_halves(self._flats)), expected),
             pieces=self._equal(self._trained([self._flats], apart=True), joined),
         )
         if self._unsaved and not (forms.flattened or forms.joined):
-            return Forms(
+            return ParameterForms(
                 failure=f"keeps a state, {self._unsaved!r}, that is neither a number nor one value for each element, "
                 "which no checkpoint could hold"
             )
@@ -239,7 +241,7 @@ class _Trial:
         trained.numbers.append(_numbers_of(optimizer))
         return trained
 
-    def _trained(self, ranks: Sequence[Sequence[_Piece]], *, apart: bool = False) -> _Values | None:
+    def _trained(self, ranks: Sequence[Sequence[_FlatPiece]], *, apart: bool = False) -> _Values | None:
         """The parameters after the same steps where each of `ranks` has an optimizer over its pieces; None if that
         raises. `apart`: a step for each piece."""
         trained = _Values(self._small)
@@ -250,7 +252,7 @@ class _Trial:
             return None
         return trained
 
-    def _train(self, pieces: Sequence[_Piece], trained: _Values, *, apart: bool) -> None:
+    def _train(self, pieces: Sequence[_FlatPiece], trained: _Values, *, apart: bool) -> None:
         segments = [self._cut(piece, [small.value for small in self._small]) for piece in pieces]
         groups = [self._small[piece.parameters[0]].group for piece in pieces]
         optimizer = self._subject.over(self._by_group(segments, groups))
@@ -286,12 +288,12 @@ class _Trial:
             found[group].append(tensor)
         return found
 
-    def _cut(self, piece: _Piece, every: Sequence[Tensor]) -> Tensor:
+    def _cut(self, piece: _FlatPiece, every: Sequence[Tensor]) -> Tensor:
         flat = [every[k].flatten() for k in piece.parameters]
         padded = [nn.functional.pad(each, (0, -each.numel() % _ALIGNED)) for each in flat]
         return torch.cat(padded)[piece.start : piece.end].clone()
 
-    def _note(self, step: int, piece: _Piece, segment: Tensor, trained: _Values) -> None:
+    def _note(self, step: int, piece: _FlatPiece, segment: Tensor, trained: _Values) -> None:
         offset = 0
         for k in piece.parameters:
             numel = self._small[k].value.numel()
@@ -343,7 +345,7 @@ class _Values:
         return self._late
 
 
-def _small_parameters(subject: Subject, device: torch.device, shapes: _Shapes, steps: int) -> Iterator[_Small]:
+def _small_parameters(subject: OptimizerMaker, device: torch.device, shapes: _Shapes, steps: int) -> Iterator[_Small]:
     """Magnitudes differ between parameters and inside them, so that norms of parts are not those of wholes."""
     generator = torch.Generator().manual_seed(1)
     kinds = list[str]()
@@ -369,21 +371,21 @@ def _small_parameters(subject: Subject, device: torch.device, shapes: _Shapes, s
             yield _Small(group, value.to(device), gradients)
 
 
-def _flats(small: Sequence[_Small]) -> Iterator[_Piece]:
+def _flats(small: Sequence[_Small]) -> Iterator[_FlatPiece]:
     """What is in a flat together, of one group each."""
     for group in dict.fromkeys(each.group for each in small):
         own = [number for number, each in enumerate(small) if each.group == group]
         for first in range(0, len(own), _IN_A_FLAT):
             together = own[first : first + _IN_A_FLAT]
-            yield _Piece(tuple(together), 0, sum(_padded(small[k].value.numel()) for k in together))
+            yield _FlatPiece(tuple(together), 0, sum(_padded(small[k].value.numel()) for k in together))
 
 
-def _halves(pieces: Sequence[_Piece]) -> list[list[_Piece]]:
+def _halves(pieces: Sequence[_FlatPiece]) -> list[list[_FlatPiece]]:
     """What two ranks have of these."""
     middles = [_padded(piece.end // 2) for piece in pieces]
     return [
-        [_Piece(piece.parameters, 0, middle) for piece, middle in zip(pieces, middles, strict=True)],
-        [_Piece(piece.parameters, middle, piece.end) for piece, middle in zip(pieces, middles, strict=True)],
+        [_FlatPiece(piece.parameters, 0, middle) for piece, middle in zip(pieces, middles, strict=True)],
+        [_FlatPiece(piece.parameters, middle, piece.end) for piece, middle in zip(pieces, middles, strict=True)],
     ]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forms:
+class ParameterForms:
     """The forms in which an optimizer trains as a plain loop does."""
 
     failure: str = ""
@@ -27,7 +27,7 @@ class Forms:
         """Whether each tensor has to be one parameter."""
         return not self.joined
 
-    def problem(self, name: str, needs: Needs) -> str:
+    def problem(self, name: str, needs: RequiredForms) -> str:
         """What is against an optimizer of this class in a run: the rule, the values, the change; "" if nothing is."""
         if self.failure:
             return f"optimizer: {name} {self.failure}. Use an elementwise optimizer, as torch.optim.AdamW"
@@ -44,7 +44,7 @@ class Forms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
+class RequiredForms:
     """What a run does with parameters. `ranks`: over which a stage partitions masters, 1 if it does not."""
 
     stage: int
@@ -55,7 +55,7 @@ class Needs:
     """The setting that makes updates flat by flat, because states are away from the device; "" without one."""
     in_backward: bool
 
-    def found(self, forms: Forms) -> list[tuple[str, str, str]]:
+    def found(self, forms: ParameterForms) -> list[tuple[str, str, str]]:
         """(setting, what it does, what to change) of those that the optimizer cannot follow."""
         several = "an optimizer on each rank has a part of the parameters"
         rules = [
@@ -80,5 +80,5 @@ class Needs:
         return [(setting, does, change) for needed, holds, setting, does, change in rules if needed and not holds]
 
 
-EVERY_FORM = Forms(flattened=True, joined=True, parts=True, shares=True, pieces=True)
+EVERY_FORM = ParameterForms(flattened=True, joined=True, parts=True, shares=True, pieces=True)
 """Of an optimizer that updates each element by itself."""

@@ -1,7 +1,7 @@
 """Any elementwise torch optimizer, over the partitions of flats that a rank owns.
 
 The optimizer sees one-dimensional float32 segments of master weights instead of parameters; what it has of them is
-`OptimizerStates`, and what updates them `Update`. Here is when that is done, and what comes before and behind it.
+`OptimizerStates`, and what updates them `FlatUpdate`. Here is when that is done, and what comes before and behind it.
 
 A parameter that no rank used in a step is left alone, as plain torch leaves one without a gradient: its segment is cut
 out, and from then on has a history of its own (its count of steps, or no state yet).
@@ -20,23 +20,23 @@ from torch.optim import Optimizer
 from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Group
 from speedlab.optim.compressed_optimizer import (
-    Communicating,
-    Exchanged,
-    Prepares,
-    Publishes,
-    StepsApart,
+    CommunicatingOptimizer,
+    ExchangedState,
+    LocalStepOptimizer,
+    NeedsSetup,
+    ParamSyncOptimizer,
     sums_itself,
 )
-from speedlab.optim.delayed_update import LateUpdate, Twin
-from speedlab.optim.fused import FusedOptimizer, LooksAtParameters
+from speedlab.optim.delayed_update import DelayedUpdate, OptimizerSnapshot
+from speedlab.optim.fused import FusedOptimizer, LayerwiseOptimizer
 from speedlab.optim.lamb import ParameterSums
 from speedlab.optim.offload_fetch import publishing
 from speedlab.optim.optimizer_state import OptimizerStates, Scalars, has_kernels, owned_ranges, updating_on_this_thread
-from speedlab.optim.parameter_forms import EVERY_FORM, Forms
-from speedlab.optim.sharded_update import Update, engine_hook, has_hooks
-from speedlab.parallel.zero import Flat, Gradient
-from speedlab.parallel.zero.comm_groups import Waited
-from speedlab.placement import Holders, Placement, Residency
+from speedlab.optim.parameter_forms import EVERY_FORM, ParameterForms
+from speedlab.optim.sharded_update import FlatUpdate, engine_hook, has_hooks
+from speedlab.parallel.zero import FlatParam, Gradient
+from speedlab.parallel.zero.comm_groups import Work
+from speedlab.placement import Placement, Replication, ZeroPolicy
 
 
 class PartitionedOptimizer:
@@ -44,14 +44,14 @@ class PartitionedOptimizer:
 
     def __init__(
         self,
-        flats: list[Flat],
+        flats: list[FlatParam],
         placement: Placement,
         axes: Mapping[str, Group],
         build: Callable[[list[list[Tensor]]], Optimizer],
         *,
         group_count: int,
         apart: bool,
-        forms: Forms = EVERY_FORM,
+        forms: ParameterForms = EVERY_FORM,
     ) -> None:
         """`axes`: groups by the names that rows of the table have for them, beside that of a flat. `build` makes the
         inner optimizer of the segments of each of its groups; `apart`: each segment is of one parameter.
@@ -59,22 +59,22 @@ class PartitionedOptimizer:
         self.forms = forms
         self.flats = [flat for flat in flats if flat.gradient is not None]
         self._gradients = {flat.name: flat.gradient for flat in flats if flat.gradient is not None}
-        self._partitioned = placement.residency.optimizer_states is Holders.PARTITIONED
+        self._partitioned = placement.zero_policy.optimizer_states is Replication.PARTITIONED
         """Whether states are, on every rank; a rank may have no flats that tell."""
         self._others = {row.name for row in placement.rows if not row.answers}
         """Parameters that other tensor or pipeline ranks count."""
         self._sums = ParameterSums(self.flats, placement, axes)
         self._states = OptimizerStates(self.flats, build, group_count=group_count, apart=apart)
         self.inner = self._states.inner
-        self._twin: Twin | None = None
+        self._twin: OptimizerSnapshot | None = None
         """What makes an update that is late."""
-        self._late: LateUpdate | None = None
+        self._late: DelayedUpdate | None = None
         """The update that is under way on a thread, or waits for `publish`."""
         for flat in self.flats:
             self._gradients[flat.name].measure = partial(self._squares, flat)
         self._number = 0
         """Of the present update."""
-        self._update: Update | None = None
+        self._update: FlatUpdate | None = None
         """The present one."""
         self._hooks = [
             self.inner.register_step_pre_hook(self._refuse_others),
@@ -105,14 +105,14 @@ class PartitionedOptimizer:
             squares.append(self._squares(flat, *gradient.counted) if gradient.squares is None else gradient.squares)
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
-    def _squares(self, flat: Flat, start: int, values: Tensor) -> Tensor:
+    def _squares(self, flat: FlatParam, start: int, values: Tensor) -> Tensor:
         """Of `values`, a gradient of `flat` from element `start` on, as far as this rank counts it."""
         total = torch.zeros((), dtype=torch.float64, device=values.device)
         for low, high in owned_ranges(flat, (start, start + values.numel()), self._others):
             total += _squares(flat, values[low - start : high - start])
         gradient = self._gradients[flat.name]
         # Terms that nobody has summed: so their norm is the sum's where all ranks have the same.
-        return total * gradient.group.size if gradient.left_to_optimizer else total
+        return total * gradient.group.size if gradient.optimizer_reduces else total
 
     def refuse_new_groups(self) -> None:
         """Raises RuntimeError where the caller has added groups, whose parameters are in no flat."""
@@ -129,7 +129,7 @@ class PartitionedOptimizer:
         if not has_hooks(self.inner):
             return
         reason = ""
-        if isinstance(self.inner, LooksAtParameters | Communicating):
+        if isinstance(self.inner, LayerwiseOptimizer | CommunicatingOptimizer):
             reason = f"{type(self.inner).__name__} uses gradients before its step"
         elif isinstance(self.inner, FusedOptimizer) and any(flat.lies_away for flat in self.flats):
             reason = "states are away from the device, or in few bits, and gradients are used flat by flat"
@@ -143,7 +143,7 @@ class PartitionedOptimizer:
 
     def prepare(self) -> None:
         """Before the first step: let an optimizer that may sum gradients itself make its connections. Collective."""
-        if isinstance(self.inner, Prepares):
+        if isinstance(self.inner, NeedsSetup):
             self.inner.prepare(self._exchanged())
 
     @torch.no_grad()
@@ -152,10 +152,10 @@ class PartitionedOptimizer:
         `step`, which has the same `unused`. Nothing has changed when it raises. Collective."""
         if not sums_itself(self.inner):
             return factor
-        assert isinstance(self.inner, Communicating)  # See `sums_itself`.
+        assert isinstance(self.inner, CommunicatingOptimizer)  # See `sums_itself`.
         flats = self._exchanged(unused)
         take_back = None
-        if isinstance(self.inner, Publishes):
+        if isinstance(self.inner, ParamSyncOptimizer):
             take_back = self.inner.restage(flats, partitioned=self._partitioned)
         try:
             self.inner.exchange(flats, factor)
@@ -168,16 +168,16 @@ class PartitionedOptimizer:
     @torch.no_grad()
     def tell_updated(self, everyone: Group) -> None:
         """Tell an optimizer that may sum gradients itself that an update was made. Collective over all ranks."""
-        if isinstance(self.inner, Communicating):
+        if isinstance(self.inner, CommunicatingOptimizer):
             flats = self._exchanged()
-            if isinstance(self.inner, Publishes):
+            if isinstance(self.inner, ParamSyncOptimizer):
                 self.inner.restage(flats, partitioned=self._partitioned)
             self.inner.updated(flats, everyone)
 
     @torch.no_grad()
     def meet(self) -> None:
         """Between two steps, where ranks of the inner optimizer are apart: give all of them one model. Collective."""
-        if not isinstance(self.inner, StepsApart):
+        if not isinstance(self.inner, LocalStepOptimizer):
             return
         self.inner.meet(self._exchanged())
         for flat in self.flats:
@@ -187,12 +187,12 @@ class PartitionedOptimizer:
 
     def told(self) -> dict[str, float]:
         """What an optimizer that may sum gradients itself says of the last step's exchange; {} of others."""
-        return self.inner.told() if isinstance(self.inner, Communicating) else {}
+        return self.inner.told() if isinstance(self.inner, CommunicatingOptimizer) else {}
 
-    def _exchanged(self, unused: Mapping[str, Collection[int]] | None = None) -> list[Exchanged]:
+    def _exchanged(self, unused: Mapping[str, Collection[int]] | None = None) -> list[ExchangedState]:
         unused = unused or {}
         return [
-            Exchanged(
+            ExchangedState(
                 gradient,
                 self._states.of(flat),
                 flat.state_range == (0, flat.padded),
@@ -213,8 +213,8 @@ class PartitionedOptimizer:
         unused: Mapping[str, Collection[int]] | None = None,
         *,
         number: int = 0,
-        flats: Sequence[Flat] | None = None,
-        ahead: Flat | None = None,
+        flats: Sequence[FlatParam] | None = None,
+        ahead: FlatParam | None = None,
     ) -> None:
         """Multiply gradients by `factor`, update the masters, and bring the parameters of all ranks up to date.
 
@@ -224,13 +224,13 @@ class PartitionedOptimizer:
         """
         unused = unused or {}
         self._begin(unused, number)
-        publishes = isinstance(self.inner, Publishes) and sums_itself(self.inner) and self.inner.publishes
+        publishes = isinstance(self.inner, ParamSyncOptimizer) and sums_itself(self.inner) and self.inner.publishes
         every = self.flats if flats is None else flats
         self._update = self._update_by(self.inner, every, ahead, publishes=not publishes)
         for work in self._update.make(factor, unused):
             work.wait()
         if publishes:
-            assert isinstance(self.inner, Publishes)  # See above.
+            assert isinstance(self.inner, ParamSyncOptimizer)  # See above.
             self.inner.publish(self._exchanged(unused), number)
 
     def _begin(self, unused: Mapping[str, Collection[int]], number: int) -> None:
@@ -238,9 +238,9 @@ class PartitionedOptimizer:
         self._states.cut_out(unused)
 
     def _update_by(
-        self, optimizer: Optimizer, flats: Sequence[Flat], ahead: Flat | None, *, publishes: bool = True
-    ) -> Update:
-        return Update(
+        self, optimizer: Optimizer, flats: Sequence[FlatParam], ahead: FlatParam | None, *, publishes: bool = True
+    ) -> FlatUpdate:
+        return FlatUpdate(
             self._states,
             self._gradients,
             self._sums,
@@ -268,12 +268,12 @@ class PartitionedOptimizer:
                 moving.wait()  # The next backward writes over what they come from.
         for flat in self.flats:
             flat.ahead = True
-        self._twin = Twin(self.inner)
+        self._twin = OptimizerSnapshot(self.inner)
         self._update = self._update_by(self._twin.optimizer, self.flats, None)
-        self._late = LateUpdate(partial(self._make_late, self._update, factor, unused))
+        self._late = DelayedUpdate(partial(self._make_late, self._update, factor, unused))
         self._late.start()
 
-    def _make_late(self, update: Update, factor: float, unused: Mapping[str, Collection[int]]) -> None:
+    def _make_late(self, update: FlatUpdate, factor: float, unused: Mapping[str, Collection[int]]) -> None:
         """On the thread."""
         if self.flats:
             group = self.flats[0].gather_group
@@ -288,7 +288,7 @@ class PartitionedOptimizer:
         self.wait()
         if self._twin is not None:
             self._twin.take_back()
-        pending: list[Waited] = []
+        pending: list[Work] = []
         following = [*self.flats[1:], None]
         try:
             for flat, ahead in zip(self.flats, following, strict=False):  # Of no flats there is one that follows.
@@ -352,24 +352,24 @@ class PartitionedOptimizer:
 
     # ---- states: what `OptimizerStates` says of them -----------------------------------------------------------------
 
-    def states_of(self, flat: Flat) -> dict[str, Tensor]:
+    def states_of(self, flat: FlatParam) -> dict[str, Tensor]:
         """Elementwise states of `flat` over its state range, by name ('exp_avg', …). Empty before the first step."""
         return self._states.of(flat)
 
-    def scalars_of(self, flat: Flat) -> Scalars:
+    def scalars_of(self, flat: FlatParam) -> Scalars:
         """The states that are not elementwise, of each parameter of `flat` that has some of its states here."""
         return self._states.scalars_of(flat)
 
-    def visit(self, flat: Flat, *, changed: bool = False) -> AbstractContextManager[None]:
+    def visit(self, flat: FlatParam, *, changed: bool = False) -> AbstractContextManager[None]:
         """Inside, what `flat` has away from the device has its values. What was `changed` goes back."""
         return self._states.visit(flat, changed=changed)
 
-    def end_visits(self, flats: Iterable[Flat] | None = None) -> None:
+    def end_visits(self, flats: Iterable[FlatParam] | None = None) -> None:
         """Of an update that was broken off, or is not made: nothing of it (or of these `flats`) is under way any
         more."""
         self._states.end_visits(flats)
 
-    def new_state(self, flat: Flat, key: str, dtype: torch.dtype) -> Tensor:
+    def new_state(self, flat: FlatParam, key: str, dtype: torch.dtype) -> Tensor:
         """A state of a `flat` that is visited, zeros over the state range; visited as well."""
         return self._states.new_state(flat, key, dtype)
 
@@ -378,14 +378,14 @@ class PartitionedOptimizer:
         self._give_late_up()
         self._states.rebuild(flat_states, scalars)
 
-    def move(self, before: Residency, after: Residency) -> None:
+    def move(self, before: ZeroPolicy, after: ZeroPolicy) -> None:
         """Follow flats that were placed elsewhere; `before` is where they were. Collective when states come
         together."""
-        self._partitioned = after.optimizer_states is Holders.PARTITIONED
+        self._partitioned = after.optimizer_states is Replication.PARTITIONED
         self.rebuild(*self._states.moved(before))
 
 
-def _squares(flat: Flat, gradient: Tensor) -> Tensor:
+def _squares(flat: FlatParam, gradient: Tensor) -> Tensor:
     if has_kernels(flat.master):
         return grad_stats(gradient)[0]
     wide = torch.float32 if gradient.dtype.itemsize < 8 else torch.float64

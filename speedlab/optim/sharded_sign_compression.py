@@ -1,6 +1,6 @@
 """Signs where optimizer states are partitioned (ZeRO stage 1). Nobody but its owner knows a momentum and a variance, so
-that no other rank can make an update of the mean momentum (`SendsSigns`), and whole parameters would have to travel.
-Two messages do here, too, as of arXiv:1905.05957: gradients to owners, changes of parameters from them.
+that no other rank can make an update of the mean momentum (`SignCompressedOptimizer`), and whole parameters would have
+to travel. Two messages do here, too, as of arXiv:1905.05957: gradients to owners, changes of parameters from them.
 
 1. Each rank sends the owners signs of its gradients, with error feedback ("worker's error": it keeps what they miss).
 2. The owner adds the mean to beta1 · its momentum, and updates its masters.
@@ -31,11 +31,11 @@ from torch import Tensor
 
 from cuda_ops import stochastic
 from speedlab.config import OptimizerConfig
-from speedlab.optim.compressed_optimizer import Exchanged
+from speedlab.optim.compressed_optimizer import ExchangedState
 from speedlab.optim.errors import NonFiniteError
 from speedlab.optim.sign_compression import (
     SERVER_ERROR,
-    SendsSigns,
+    SignCompressedOptimizer,
     angle_between,
     lift,
     served,
@@ -46,14 +46,14 @@ from speedlab.optim.sign_compression import (
 from speedlab.parallel.zero import Gradient
 
 
-class ToOwners(SendsSigns):
+class ShardedSignCompression(SignCompressedOptimizer):
     """An optimizer whose momenta travel as signs over whole states, and whose gradients and changes over partitioned
     ones. Each of `param_groups` has `partitioned`: as which of both is kept what is kept."""
 
     def __init__(self, params: Any, settings: OptimizerConfig) -> None:
         super().__init__(params, settings)
         self.publishes = False
-        self._before_update: list[_Held] = []
+        self._before_update: list[_FlatBefore] = []
         self._missed: list[Tensor] = []
         """r of all ranks, of each flat, which whole masters have not taken yet."""
 
@@ -62,8 +62,8 @@ class ToOwners(SendsSigns):
         """Whether momenta are compressed in the next step."""
         raise NotImplementedError
 
-    def prepare(self, flats: Sequence[Exchanged]) -> None:
-        """As of `SendsSigns`; narrow parameters are rounded as they move."""
+    def prepare(self, flats: Sequence[ExchangedState]) -> None:
+        """As of `SignCompressedOptimizer`; narrow parameters are rounded as they move."""
         super().prepare(flats)
         for each in flats:
             if not each.whole and each.parameters.device.type == "cpu":
@@ -71,10 +71,10 @@ class ToOwners(SendsSigns):
 
     # ---- momenta while they travel -----------------------------------------------------------------------------------
 
-    def _learn_weights(self, flats: Sequence[Exchanged]) -> None:
+    def _learn_weights(self, flats: Sequence[ExchangedState]) -> None:
         """Before momenta are asked for: by what they are multiplied while they travel. Collective."""
 
-    def _add_lasting(self, each: Exchanged, values: Tensor) -> Tensor:
+    def _add_lasting(self, each: ExchangedState, values: Tensor) -> Tensor:
         """Plus what the next momentum has of the last one, over the state range and as it travels, in place."""
         moment = each.moments.get("exp_avg")
         return values if moment is None else values.add_(moment, alpha=self.param_groups[0]["betas"][0])
@@ -82,7 +82,7 @@ class ToOwners(SendsSigns):
     # ---- partitions that change --------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def restage(self, flats: Sequence[Exchanged], *, partitioned: bool) -> Callable[[], None]:
+    def restage(self, flats: Sequence[ExchangedState], *, partitioned: bool) -> Callable[[], None]:
         """States are partitioned from now on, or whole: what is kept becomes what the next exchange wants. Called on
         all ranks alike, also on those without `flats`. Collective where something changes; where it raises, nothing
         has. What is returned takes it back, for an exchange that fails."""
@@ -105,7 +105,7 @@ class ToOwners(SendsSigns):
 
         return take_back
 
-    def _errors_of(self, each: Exchanged) -> tuple[Tensor, None]:
+    def _errors_of(self, each: ExchangedState) -> tuple[Tensor, None]:
         """Errors without momenta. The mean's is its owner's, times the ranks of the next mean."""
         gradient = each.gradient
         errors, own = gradient.kept[self.worker].clone(), slice(*gradient.own_range)
@@ -115,7 +115,7 @@ class ToOwners(SendsSigns):
         errors[own].add_(gradient.kept[SERVER_ERROR], alpha=gradient.group.size)
         return errors, None
 
-    def _momenta_of(self, each: Exchanged) -> tuple[Tensor, Tensor]:
+    def _momenta_of(self, each: ExchangedState) -> tuple[Tensor, Tensor]:
         """Errors plus momenta, and what changes have missed, which the masters are to take."""
         gradient = each.gradient
         missed = torch.empty_like(gradient.kept[self.worker])
@@ -124,7 +124,9 @@ class ToOwners(SendsSigns):
 
     # ---- gradients to owners -----------------------------------------------------------------------------------------
 
-    def _through_signs(self, flats: Sequence[Exchanged], terms: list[Tensor], factor: float, share: float) -> Tensor:
+    def _through_signs(
+        self, flats: Sequence[ExchangedState], terms: list[Tensor], factor: float, share: float
+    ) -> Tensor:
         """Where states are partitioned, 1: means come to their owners only, and the last momentum into them."""
         if flats[0].whole:
             return super()._through_signs(flats, terms, factor, share)
@@ -149,7 +151,7 @@ class ToOwners(SendsSigns):
         if gradient.group.sum(broken.any().float()[None]).item():
             raise self._not_finite()
 
-    def _as_they_are(self, flats: Sequence[Exchanged], terms: list[Tensor], factor: float, share: float) -> Tensor:
+    def _as_they_are(self, flats: Sequence[ExchangedState], terms: list[Tensor], factor: float, share: float) -> Tensor:
         """The same without compression."""
         if flats[0].whole:
             return super()._as_they_are(flats, terms, factor, share)
@@ -161,7 +163,7 @@ class ToOwners(SendsSigns):
             self._add_lasting(each, term[slice(*each.gradient.own_range)])
         return torch.zeros((), dtype=torch.float64, device=flats[0].gradient.group.device)
 
-    def _add_by_owner(self, each: Exchanged, mean: Tensor) -> None:
+    def _add_by_owner(self, each: ExchangedState, mean: Tensor) -> None:
         if each.whole:
             super()._add_by_owner(each, mean)
         else:
@@ -169,12 +171,12 @@ class ToOwners(SendsSigns):
 
     # ---- changes from them -------------------------------------------------------------------------------------------
 
-    def _hold_masters(self, flats: Sequence[Exchanged]) -> None:
+    def _hold_masters(self, flats: Sequence[ExchangedState]) -> None:
         """Before an exchange: masters and parameters as they are before the update, where changes of them are sent."""
         self.publishes = self._signs and not flats[0].whole
         self._before_update = [_held(each) for each in flats] if self.publishes else []
 
-    def _add_missed(self, flats: Sequence[Exchanged]) -> None:
+    def _add_missed(self, flats: Sequence[ExchangedState]) -> None:
         """Behind an exchange. Where states are partitioned, r is in the masters while they are updated (2); where they
         have been until now, whole masters take it."""
         if self._missed:
@@ -190,17 +192,17 @@ class ToOwners(SendsSigns):
                     if not self.publishes:  # Whole masters travel.
                         missed[here].zero_()
 
-    def _stand_still(self, each: Exchanged) -> set[int]:
+    def _stand_still(self, each: ExchangedState) -> set[int]:
         """Slots that this update does not move: that nobody used, or whose rate is 0."""
         rates = self._learning_rates(each)
         return {*each.unused} | {index for index, rate in enumerate(rates) if not rate}
 
-    def _learning_rates(self, each: Exchanged) -> list[float]:
+    def _learning_rates(self, each: ExchangedState) -> list[float]:
         """Of each slot; every rank knows them."""
         return [float(self.param_groups[slot.group]["lr"]) for slot in each.gradient.slots]
 
     @torch.no_grad()
-    def publish(self, flats: Sequence[Exchanged], number: int) -> None:
+    def publish(self, flats: Sequence[ExchangedState], number: int) -> None:
         """Move the parameters of all ranks as masters were moved in update `number`, as signs, and masters to where
         parameters are (3). Collective. Raises NonFiniteError, on all ranks alike, where a change is not finite; masters
         were updated by then."""
@@ -225,7 +227,7 @@ class ToOwners(SendsSigns):
 
     @staticmethod
     def _changes(
-        flats: Sequence[Exchanged], befores: Sequence[_Held], lifts: Sequence[Mapping[int, float]]
+        flats: Sequence[ExchangedState], befores: Sequence[_FlatBefore], lifts: Sequence[Mapping[int, float]]
     ) -> list[Tensor]:
         """Of masters, as they travel."""
         changes = [each.masters - before for each, (before, _) in zip(flats, befores, strict=True)]
@@ -237,8 +239,8 @@ class ToOwners(SendsSigns):
 
     def _move(
         self,
-        each: Exchanged,
-        held: _Held,
+        each: ExchangedState,
+        held: _FlatBefore,
         decode: Callable[[Tensor], None],
         lifts: Mapping[int, float],
         number: int,
@@ -283,7 +285,7 @@ class ToOwners(SendsSigns):
         )
 
 
-class _Held(NamedTuple):
+class _FlatBefore(NamedTuple):
     """Of a flat, before an update."""
 
     masters: Tensor
@@ -291,14 +293,14 @@ class _Held(NamedTuple):
     """This rank's slice; somebody may have written to narrower ones without the masters' knowing of it."""
 
 
-def _held(each: Exchanged) -> _Held:
+def _held(each: ExchangedState) -> _FlatBefore:
     masters = each.masters.clone()
     if each.parameters.dtype == masters.dtype:
-        return _Held(masters, masters)
-    return _Held(masters, each.parameters[slice(*each.gradient.own_range)].clone())
+        return _FlatBefore(masters, masters)
+    return _FlatBefore(masters, each.parameters[slice(*each.gradient.own_range)].clone())
 
 
-def _take_missed(each: Exchanged, missed: Tensor) -> None:
+def _take_missed(each: ExchangedState, missed: Tensor) -> None:
     """Into whole masters, on all ranks alike."""
     for index, slot in enumerate(each.gradient.slots):
         each.masters[slot.range].add_(missed[slot.range])

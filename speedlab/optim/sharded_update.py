@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from speedlab.optim.fused import FusedOptimizer, Given, LooksAtParameters
+from speedlab.optim.fused import FusedOptimizer, LayerwiseOptimizer, UpdateInput
 from speedlab.optim.lamb import ParameterSums
-from speedlab.optim.optimizer_state import OptimizerStates, Segment
-from speedlab.parallel.zero import Flat, Gradient
-from speedlab.parallel.zero.comm_groups import Waited
+from speedlab.optim.optimizer_state import MasterSegment, OptimizerStates
+from speedlab.parallel.zero import FlatParam, Gradient
+from speedlab.parallel.zero.comm_groups import Work
 
 _CAST_BYTES = 64 * 2**20
 """Gradients in low precision are widened for the update in pieces of this many bytes."""
@@ -36,7 +36,7 @@ def has_hooks(optimizer: Optimizer) -> bool:
     return not all(getattr(hook, "is_engine_hook", False) for hook in hooks)
 
 
-class Update:
+class FlatUpdate:
     """The update of some flats, made once."""
 
     def __init__(
@@ -47,8 +47,8 @@ class Update:
         *,
         optimizer: Optimizer,
         number: int,
-        flats: Sequence[Flat],
-        ahead: Flat | None,
+        flats: Sequence[FlatParam],
+        ahead: FlatParam | None,
         publishes: bool,
         in_pieces: bool = True,
     ) -> None:
@@ -66,7 +66,7 @@ class Update:
         return self._stepping and optimizer is self._optimizer
 
     @torch.no_grad()
-    def make(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Waited]:
+    def make(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Work]:
         """Multiply gradients by `factor` and update the masters, without slots that are `unused`; parameters that are
         on their way to other ranks."""
         fused = isinstance(self._optimizer, FusedOptimizer)
@@ -83,18 +83,18 @@ class Update:
         finally:
             self._stepping = False
 
-    def _published(self, flat: Flat, *, copied: bool = False) -> list[Waited]:
+    def _published(self, flat: FlatParam, *, copied: bool = False) -> list[Work]:
         """The parameters of an updated flat, on their way to the other ranks; an update beside a step sends nothing."""
         work = None if flat.ahead or not self._publishes else flat.publish(copied=copied, update=self._number)
         return [] if work is None else [work]
 
     # ---- fused -------------------------------------------------------------------------------------------------------
 
-    def _make_fused(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Waited]:
+    def _make_fused(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Work]:
         optimizer = self._optimizer
         assert isinstance(optimizer, FusedOptimizer)
-        pending: list[Waited] = []
-        if isinstance(optimizer, LooksAtParameters):
+        pending: list[Work] = []
+        if isinstance(optimizer, LayerwiseOptimizer):
             self._measure(optimizer, factor, unused)
         given = self._given(factor, unused, pending)
         optimizer.given = given
@@ -110,12 +110,14 @@ class Update:
                 self._take_gradients(self._flats)
         return pending
 
-    def _take_gradients(self, flats: Iterable[Flat]) -> None:
+    def _take_gradients(self, flats: Iterable[FlatParam]) -> None:
         for flat in flats:
             for segment in self._states.segments[flat.name]:
                 segment.master.grad = None
 
-    def _given(self, factor: float, unused: Mapping[str, Collection[int]], pending: list[Waited]) -> Generator[Given]:
+    def _given(
+        self, factor: float, unused: Mapping[str, Collection[int]], pending: list[Work]
+    ) -> Generator[UpdateInput]:
         """Segment by segment what its update uses. Parameters of a flat are on their way to the other ranks, as
         `pending`, while the next flat is updated."""
         turns = list(self._turns(unused))
@@ -130,21 +132,21 @@ class Update:
                 for flat in flats:
                     untouched = flat is not first or not segments
                     # What was written anew has nothing of the parameters that nobody used.
-                    partly = "parameter" in flat.away and bool(unused.get(flat.name))
+                    partly = "parameter" in flat.offloaded and bool(unused.get(flat.name))
                     written = flat.written_by_update is not None and not partly
                     pending += self._published(flat, copied=untouched or written)
 
-    def _given_of(self, flat: Flat, segment: Segment, factor: float) -> Given:
+    def _given_of(self, flat: FlatParam, segment: MasterSegment, factor: float) -> UpdateInput:
         base, narrow = flat.state_range[0], flat.written_by_update
         here = slice(segment.start - base, segment.end - base)
         copy = None if narrow is None else narrow[here]
         number = self._sums.first[flat.name] + segment.first
         if self._hooked and segment.master.grad is not None:  # Hooks have had it; the factor is in it.
-            return Given(segment.master, segment.master.grad, copy, 1.0, number)
+            return UpdateInput(segment.master, segment.master.grad, copy, 1.0, number)
         gradient = self._gradients[flat.name].update.to(segment.master.device)
-        return Given(segment.master, gradient[here], copy, factor, number)
+        return UpdateInput(segment.master, gradient[here], copy, factor, number)
 
-    def _measure(self, optimizer: LooksAtParameters, factor: float, unused: Mapping[str, Collection[int]]) -> None:
+    def _measure(self, optimizer: LayerwiseOptimizer, factor: float, unused: Mapping[str, Collection[int]]) -> None:
         """What the update has to know of whole parameters, from the parts that ranks have. Collective."""
         group_of = {segment: group for group in optimizer.param_groups for segment in group["params"]}
         own = self._sums.zeros(optimizer.sums)
@@ -154,13 +156,13 @@ class Update:
                 own[given.parameter] = optimizer.measure(given, group_of[segment.master])
         optimizer.learn(self._sums.over_ranks(own, optimizer.combine))
 
-    def _turns(self, unused: Mapping[str, Collection[int]]) -> Iterator[tuple[list[Flat], list[Segment]]]:
+    def _turns(self, unused: Mapping[str, Collection[int]]) -> Iterator[tuple[list[FlatParam], list[MasterSegment]]]:
         """What is published together, and the segments of the first of these flats, after whose update that is done.
 
         All ranks publish in the order of flats. Behind one that is updated here come those of which this rank has only
         parameters that nobody used; such flats may also stand at the beginning, without segments."""
-        flats: list[Flat] = []
-        segments: list[Segment] = []
+        flats: list[FlatParam] = []
+        segments: list[MasterSegment] = []
         for flat in self._flats:
             left_out = unused.get(flat.name, ())
             own = [segment for segment in self._states.segments[flat.name] if segment.first not in left_out]
@@ -175,7 +177,7 @@ class Update:
 
     # ---- plain -------------------------------------------------------------------------------------------------------
 
-    def _make_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Waited]:
+    def _make_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Work]:
         optimizer, every = self._optimizer, self._states.flats
         scales = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         scaled_inside = factor != 1.0 and scales and not self._hooked  # Hooks see gradients as they are.
@@ -189,9 +191,9 @@ class Update:
             if scaled_inside:
                 del optimizer.grad_scale  # type: ignore[attr-defined]  # as above
 
-    def _make_pieces(self, factor: float | None, unused: Mapping[str, Collection[int]]) -> list[Waited]:
+    def _make_pieces(self, factor: float | None, unused: Mapping[str, Collection[int]]) -> list[Work]:
         """`factor`: None where the optimizer scales by itself."""
-        pending: list[Waited] = []
+        pending: list[Work] = []
         pieces = list(self._pieces())
         following = [*(flats[0] for flats in pieces[1:]), self._ahead]
         for flats, ahead in zip(pieces, following, strict=False):  # Of no pieces there is one that follows.
@@ -205,7 +207,7 @@ class Update:
                     pending += self._published(flat)
         return pending
 
-    def _give_gradients(self, flat: Flat, factor: float | None, left_out: Collection[int]) -> None:
+    def _give_gradients(self, flat: FlatParam, factor: float | None, left_out: Collection[int]) -> None:
         gradient = self._gradients[flat.name].update.to(flat.master.device)
         if gradient.dtype != flat.master.dtype:
             gradient = gradient.to(flat.master.dtype)
@@ -216,10 +218,10 @@ class Update:
             if segment.first not in left_out:
                 segment.master.grad = gradient[segment.start - base : segment.end - base]
 
-    def _pieces(self) -> Iterator[list[Flat]]:
+    def _pieces(self) -> Iterator[list[FlatParam]]:
         """All flats at once, or in pieces where a widened copy of the gradients has to be made, if the optimizer may
         step for each; one that lies away is a piece."""
-        piece: list[Flat] = []
+        piece: list[FlatParam] = []
         held = 0
         for flat in self._flats:
             size = flat.master.nbytes if self._gradients[flat.name].dtype != flat.master.dtype else 0

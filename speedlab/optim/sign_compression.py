@@ -14,11 +14,11 @@ from torch import Tensor
 from speedlab.comm import Group
 from speedlab.comm.onebit_allreduce import SignMeans
 from speedlab.config import OptimizerConfig
-from speedlab.optim.compressed_optimizer import Exchanged
+from speedlab.optim.compressed_optimizer import ExchangedState
 from speedlab.optim.errors import NonFiniteError
 from speedlab.optim.fused import FusedAdamW
 from speedlab.parallel.zero import Gradient
-from speedlab.placement import Home
+from speedlab.placement import StatePlacement
 
 SERVER_ERROR = "server_error"
 
@@ -30,11 +30,11 @@ Stays = tuple[Gradient, str, slice, Tensor]
 """What is kept beside a gradient, by name, and some of its values."""
 
 
-class SendsSigns(FusedAdamW):
+class SignCompressedOptimizer(FusedAdamW):
     """An optimizer that does so in some of its steps. Each of `param_groups` has `updates`, how many there were, so
     that checkpoints have it."""
 
-    kept: ClassVar[Mapping[str, Home]]
+    kept: ClassVar[Mapping[str, StatePlacement]]
     worker: ClassVar[str]
     """Which of `kept` a rank's own error is in."""
 
@@ -64,14 +64,14 @@ class SendsSigns(FusedAdamW):
         due."""
         return {name: float(value) for name, value in self._told.items()}
 
-    def prepare(self, flats: Sequence[Exchanged]) -> None:
+    def prepare(self, flats: Sequence[ExchangedState]) -> None:
         """Connections between hosts, and kernels, which the first exchange would wait for, in the midst of a run."""
         if flats and self._signs and flats[0].gradient.group.size > 1:
             self._wires_of([each.gradient for each in flats]).prepare()
 
     # ---- the mean ----------------------------------------------------------------------------------------------------
 
-    def _mean(self, flats: Sequence[Exchanged], factor: float, share: float, *, look: bool = True) -> None:
+    def _mean(self, flats: Sequence[ExchangedState], factor: float, share: float, *, look: bool = True) -> None:
         """What stands in `gradient.own`, times `factor`, and the worker's error become their mean over the ranks there;
         the worker keeps its new error plus a `share` of the mean. Figures of it are told, with a `look` the angle where
         it is due. Collective. Raises NonFiniteError, on all ranks alike, where something is not finite: errors are
@@ -101,7 +101,7 @@ class SendsSigns(FusedAdamW):
                 gradient.kept[self.worker].copy_(errors)
             raise
 
-    def _kept_of_unused(self, flats: Sequence[Exchanged]) -> list[Stays]:
+    def _kept_of_unused(self, flats: Sequence[ExchangedState]) -> list[Stays]:
         """What is kept of parameters that nobody used, and where: their momenta travel with all others', and stand
         still."""
         found = []
@@ -116,14 +116,16 @@ class SendsSigns(FusedAdamW):
             self._wires = SignMeans(gradients[0].group, sizes)
         return self._wires
 
-    def _tell_bytes(self, flats: Sequence[Exchanged], *, sent: bool) -> None:
+    def _tell_bytes(self, flats: Sequence[ExchangedState], *, sent: bool) -> None:
         wires = self._wires_of([each.gradient for each in flats])
         self._told |= {
             "sent_bytes": wires.sent_bytes if sent else 0.0,
             "float32_bytes": wires.float32_bytes,
         }
 
-    def _through_signs(self, flats: Sequence[Exchanged], terms: list[Tensor], factor: float, share: float) -> Tensor:
+    def _through_signs(
+        self, flats: Sequence[ExchangedState], terms: list[Tensor], factor: float, share: float
+    ) -> Tensor:
         """The norm of this rank's errors."""
         gradients = [each.gradient for each in flats]
         group = gradients[0].group
@@ -156,7 +158,7 @@ class SendsSigns(FusedAdamW):
             tensors=[],
         )
 
-    def _as_they_are(self, flats: Sequence[Exchanged], terms: list[Tensor], factor: float, share: float) -> Tensor:
+    def _as_they_are(self, flats: Sequence[ExchangedState], terms: list[Tensor], factor: float, share: float) -> Tensor:
         """The same without compression: nothing is missed."""
         gradients = [each.gradient for each in flats]
         group = gradients[0].group
@@ -172,7 +174,7 @@ class SendsSigns(FusedAdamW):
 
     # ---- the variance ------------------------------------------------------------------------------------------------
 
-    def _raise_to_floor(self, each: Exchanged, variance: Tensor | None) -> list[float]:
+    def _raise_to_floor(self, each: ExchangedState, variance: Tensor | None) -> list[float]:
         """The least variance of each slot. Collective where the variance is partitioned."""
         gradient = each.gradient
         base = 0 if each.whole else gradient.own_range[0]
@@ -195,13 +197,13 @@ class SendsSigns(FusedAdamW):
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 
-    def _update_of(self, each: Exchanged, moment: Tensor) -> Tensor:
+    def _update_of(self, each: ExchangedState, moment: Tensor) -> Tensor:
         """The direction in which a momentum changes parameters."""
         if "exp_avg_sq" not in each.moments:
             return torch.zeros_like(moment)
         return moment / each.moments["exp_avg_sq"].sqrt().add_(self.param_groups[0]["eps"])
 
-    def _meant(self, each: Exchanged, terms: Tensor, factor: float) -> Tensor:
+    def _meant(self, each: ExchangedState, terms: Tensor, factor: float) -> Tensor:
         """What signs are sent of, over the state range: the mean momentum and all that feedback would add. It costs a
         whole sum. Collective."""
         gradient = each.gradient
@@ -216,7 +218,7 @@ class SendsSigns(FusedAdamW):
         group.all_gather(mean, mean[low:high].clone()).wait()
         return mean
 
-    def _add_by_owner(self, each: Exchanged, mean: Tensor) -> None:
+    def _add_by_owner(self, each: ExchangedState, mean: Tensor) -> None:
         """To the mean of the slice that this rank serves."""
         mean.add_(each.gradient.kept[SERVER_ERROR])
 

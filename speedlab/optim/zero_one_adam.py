@@ -1,9 +1,9 @@
 """0/1 Adam (arXiv:2202.06009, algorithm 1): a variance that is updated ever more seldom, momenta as signs between these
 updates, and once it is frozen steps that exchange nothing.
 
-1. WHOLE steps (`Steps`): gradients are summed, and clipped, by the engine. As long as no step was of another kind this
-   is AdamW to the bit; then the variance of before counts for the update, and takes the gradient behind it. Its mean
-   is corrected by the updates that it had, the momentum's by all.
+1. WHOLE steps (`StepPolicy`): gradients are summed, and clipped, by the engine. As long as no step was of another kind
+   this is AdamW to the bit; then the variance of before counts for the update, and takes the gradient behind it. Its
+   mean is corrected by the updates that it had, the momentum's by all.
 2. All others: each rank's own momentum mᵢ = beta1 m + (1 - beta1) gᵢ moves its parameters by rate mᵢ / D, with
    rate = lr / (1 - beta1ᵗ) and D = √v + eps, and the same rate mᵢ is added to what is to be sent, uᵢ. Nothing is
    clipped.
@@ -43,14 +43,14 @@ from torch import Tensor
 from cuda_ops.adam_frozen_variance import adam_frozen
 from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
-from speedlab.optim.compressed_optimizer import Exchanged
-from speedlab.optim.fused import FusedAdamW, Given
-from speedlab.optim.sign_compression import FAR, SERVER_ERROR, SendsSigns, lift, served, whole_terms
+from speedlab.optim.compressed_optimizer import ExchangedState
+from speedlab.optim.fused import FusedAdamW, UpdateInput
+from speedlab.optim.sign_compression import FAR, SERVER_ERROR, SignCompressedOptimizer, lift, served, whole_terms
 from speedlab.parallel.zero import Gradient
-from speedlab.placement import Holders, Home
+from speedlab.placement import Replication, StatePlacement
 
 
-class Kind(Enum):
+class StepKind(Enum):
     """What travels in a step."""
 
     WHOLE = "gradients, whole; the variance is updated"
@@ -59,7 +59,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class StepPolicy:
     """Of a run."""
 
     freeze_step: int | None
@@ -76,11 +76,11 @@ class Steps:
         """The steps at the beginning that are all WHOLE."""
         return self.variance_doubling if self.freeze_step is None else min(self.freeze_step, self.variance_doubling)
 
-    def kind(self, step: int) -> Kind:
+    def kind(self, step: int) -> StepKind:
         """Of step `step`, counted from 1."""
         if self.freeze_step is None or step <= self.freeze_step:
-            return Kind.WHOLE if self._updates_variance(step) else Kind.SIGNS
-        return Kind.NOTHING if step % self.distance(step) else Kind.SIGNS
+            return StepKind.WHOLE if self._updates_variance(step) else StepKind.SIGNS
+        return StepKind.NOTHING if step % self.distance(step) else StepKind.SIGNS
 
     def distance(self, step: int) -> int:
         """Of exchanges, around step `step`."""
@@ -92,7 +92,7 @@ class Steps:
     def to_exchange(self, step: int) -> int:
         """Steps behind `step` until signs travel the next time."""
         found = step + 1
-        while self.kind(found) is not Kind.SIGNS:
+        while self.kind(found) is not StepKind.SIGNS:
             found += 1
         return found - step
 
@@ -113,18 +113,18 @@ _LEAST_RATE = 1e-12
 """For a learning rate of 0, by which no sum of momenta could be divided again. It moves no float32."""
 
 
-class ZeroOneAdam(SendsSigns):
+class ZeroOneAdam(SignCompressedOptimizer):
     """AdamW whose variance is updated seldom and whose ranks exchange seldom."""
 
-    kept: ClassVar[Mapping[str, Home]] = {
-        TO_SEND: Home(holders=Holders.OWN, form="float32"),
-        SERVER_ERROR: Home(holders=Holders.OWN_PART, form="float32"),
+    kept: ClassVar[Mapping[str, StatePlacement]] = {
+        TO_SEND: StatePlacement(holders=Replication.OWN, form="float32"),
+        SERVER_ERROR: StatePlacement(holders=Replication.OWN_PART, form="float32"),
     }
     worker: ClassVar[str] = TO_SEND
 
     def __init__(self, params: Any, settings: OptimizerConfig) -> None:
         super().__init__(params, settings)
-        self._steps = Steps(
+        self._steps = StepPolicy(
             freeze_step=settings.freeze_step,
             variance_doubling=settings.variance_doubling,
             local_doubling=settings.local_doubling,
@@ -147,14 +147,14 @@ class ZeroOneAdam(SendsSigns):
         return FusedAdamW.needs if self._steps.freeze_step is None else FusedAdamW.needs | {"anchor"}
 
     @property
-    def _kind(self) -> Kind:
+    def _kind(self) -> StepKind:
         """Of the present step, or between two steps of the next one."""
         return self._steps.kind(self._updates + 1)
 
     @property
     def communicates(self) -> bool:
         """Whether the next step is none that updates the variance."""
-        return self._kind is not Kind.WHOLE
+        return self._kind is not StepKind.WHOLE
 
     @property
     def keeps(self) -> bool:
@@ -169,12 +169,12 @@ class ZeroOneAdam(SendsSigns):
             _begin_interval(state)
 
     @torch.no_grad()
-    def updated(self, flats: Sequence[Exchanged], everyone: Group) -> None:
+    def updated(self, flats: Sequence[ExchangedState], everyone: Group) -> None:
         """Count an update; behind one of the variance, signs want its floor."""
         step = self._updates + 1
         self._phase(updates=step)
         self._to_send = {}
-        if self._steps.kind(step) is not Kind.WHOLE:
+        if self._steps.kind(step) is not StepKind.WHOLE:
             return
         self._told = {"compressed": 0.0}
         if step > self._steps.plain:
@@ -190,7 +190,7 @@ class ZeroOneAdam(SendsSigns):
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def exchange(self, flats: Sequence[Exchanged], factor: float) -> None:  # 2
+    def exchange(self, flats: Sequence[ExchangedState], factor: float) -> None:  # 2
         """This rank's own momentum in the place of each gradient, or in SIGNS steps the mean of what is to be sent."""
         if not flats:
             return
@@ -204,7 +204,7 @@ class ZeroOneAdam(SendsSigns):
             terms = whole_terms(each.gradient)
             for segment, here in _places(each):
                 state = self.state.get(segment) or _UNBORN
-                sent = self._kind is Kind.SIGNS and not self._alone
+                sent = self._kind is StepKind.SIGNS and not self._alone
                 weight = self._rates(state, group_of[segment], ahead=1)[0] if sent else 1.0
                 terms[here].mul_((1 - beta1) * factor * size * weight)
                 if "exp_avg" in state:
@@ -214,13 +214,13 @@ class ZeroOneAdam(SendsSigns):
             return
         if self._steps.freeze_step is not None and step > self._steps.freeze_step:
             self._told["steps_to_exchange"] = self._steps.to_exchange(step)
-        if self._kind is Kind.SIGNS:  # 3
+        if self._kind is StepKind.SIGNS:  # 3
             states = {segment: self.state.get(segment) or _UNBORN for segment in group_of}
             self._exchange_sums(flats, {s: self._rates(own, group_of[s], ahead=1)[2] for s, own in states.items()})
         elif self._signs:
             self._tell_bytes(flats, sent=False)
 
-    def _revalue(self, flats: Sequence[Exchanged]) -> None:
+    def _revalue(self, flats: Sequence[ExchangedState]) -> None:
         """Where an interval begins at a rate far from those of the last one, errors follow it, by powers of two, which
         round nothing."""
         group_of = self._group_of()
@@ -237,7 +237,9 @@ class ZeroOneAdam(SendsSigns):
                     error.mul_(factor)
                 self.state[segment]["worth"] = _number(now)
 
-    def _exchange_sums(self, flats: Sequence[Exchanged], rates: Mapping[Tensor, float], *, look: bool = True) -> None:
+    def _exchange_sums(
+        self, flats: Sequence[ExchangedState], rates: Mapping[Tensor, float], *, look: bool = True
+    ) -> None:
         """The mean of what stands in `gradient.own` and is to be sent; `rates`: their sum for each segment.
         Collective."""
         largest = max(rates.values(), default=0.0)
@@ -254,7 +256,7 @@ class ZeroOneAdam(SendsSigns):
                 _lift(gradient, here, 1 / factor)
             self._lifted = []
 
-    def _update_of(self, each: Exchanged, moment: Tensor) -> Tensor:
+    def _update_of(self, each: ExchangedState, moment: Tensor) -> Tensor:
         direction = super()._update_of(each, moment)
         for gradient, here, factor in self._lifted:
             if gradient is each.gradient:
@@ -262,7 +264,7 @@ class ZeroOneAdam(SendsSigns):
         return direction
 
     @torch.no_grad()
-    def meet(self, flats: Sequence[Exchanged]) -> None:
+    def meet(self, flats: Sequence[ExchangedState]) -> None:
         """End the interval now: parameters and momenta are those of all ranks. Collective; nothing happens where they
         are not `apart`. Raises what an exchange does."""
         if not self.apart:
@@ -299,9 +301,9 @@ class ZeroOneAdam(SendsSigns):
                 state["exp_avg_sq"].fill_(math.inf)
         return state
 
-    def _update(self, segment: Tensor, group: dict[str, Any], given: Given) -> None:
+    def _update(self, segment: Tensor, group: dict[str, Any], given: UpdateInput) -> None:
         state, kind = self._state_of(segment, group), self._kind
-        if kind is not Kind.WHOLE:
+        if kind is not StepKind.WHOLE:
             state["step"] += 1
             self._move(segment, state, group, given)
             return
@@ -311,7 +313,7 @@ class ZeroOneAdam(SendsSigns):
             self._move_whole(segment, state, group, given)
         state["variance_step"] += 1
 
-    def _move_whole(self, segment: Tensor, state: dict[str, Tensor], group: dict[str, Any], given: Given) -> None:
+    def _move_whole(self, segment: Tensor, state: dict[str, Tensor], group: dict[str, Any], given: UpdateInput) -> None:
         """By the variance of before, which then takes the gradient."""
         (beta1, beta2), gradient, variance = group["betas"], given.gradient.mul_(given.factor), state["exp_avg_sq"]
         state["step"] += 1
@@ -320,7 +322,7 @@ class ZeroOneAdam(SendsSigns):
         self._subtract(segment, state["exp_avg"], None, state, group, given.copy, rate=rate, decay=decay)
         variance.masked_fill_(variance.isinf(), 0.0).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
-    def _move(self, segment: Tensor, state: dict[str, Tensor], group: dict[str, Any], given: Given) -> None:
+    def _move(self, segment: Tensor, state: dict[str, Tensor], group: dict[str, Any], given: UpdateInput) -> None:
         """By `given`: this rank's momentum, or the mean of what was to be sent."""
         rate, decay = self._rate(state, group)
         if self._alone:
@@ -330,7 +332,7 @@ class ZeroOneAdam(SendsSigns):
         first = not float(state["rates"])
         state["rates"], state["share"] = _number(total), _number(share)
         state["worth"] = _number(own if first else max(own, float(state["worth"])))
-        if self._kind is Kind.NOTHING:
+        if self._kind is StepKind.NOTHING:
             if first:
                 state["anchor"].copy_(segment)
             self._subtract(segment, given.gradient, state["exp_avg"], state, group, given.copy, rate=rate, decay=decay)
@@ -399,7 +401,7 @@ class ZeroOneAdam(SendsSigns):
         return rate / share, share, float(state["rates"]) + rate / share
 
 
-def _places(each: Exchanged) -> list[tuple[Tensor, slice]]:
+def _places(each: ExchangedState) -> list[tuple[Tensor, slice]]:
     """The segments of a flat of which every rank has the whole, and where they lie in it."""
     assert each.whole  # `check_whole_gradients`.
     starts = [(each.gradient.slots[first].offset, segment) for first, segment in each.segments]

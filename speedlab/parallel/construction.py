@@ -320,7 +320,7 @@ class _Operation:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _LargeStorage:
     """One large storage that the constructor made and that is alive."""
 
     storage: weakref.ref[torch.UntypedStorage]
@@ -343,7 +343,7 @@ class _Recorder:
     """Whether freed values could not be computed again, whatever the constructor made of that error."""
     _given_up: bool = False
     """Whether nothing is freed any more."""
-    _entries: dict[int, _Entry] = field(default_factory=dict)
+    _entries: dict[int, _LargeStorage] = field(default_factory=dict)
     """By the address of the storage."""
     _resident: OrderedDict[int, int] = field(default_factory=OrderedDict)
     """Bytes of the storages that could be freed, by address, the one used longest ago first."""
@@ -363,11 +363,11 @@ class _Recorder:
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    def find(self, tensor: Tensor) -> _Entry | None:
+    def find(self, tensor: Tensor) -> _LargeStorage | None:
         storage = _storage_of(tensor)
         return None if storage is None else self._entries.get(storage._cdata)
 
-    def freed_entry(self, storage: torch.UntypedStorage) -> _Entry | None:
+    def freed_entry(self, storage: torch.UntypedStorage) -> _LargeStorage | None:
         """The entry of a storage whose memory is freed."""
         entry = self._entries.get(storage._cdata)
         return entry if entry is not None and entry.freed is not None else None
@@ -378,7 +378,7 @@ class _Recorder:
         for entry in list(self._entries.values()):
             self.restore(entry)
 
-    def restore(self, entry: _Entry, *, values: bool = True) -> None:
+    def restore(self, entry: _LargeStorage, *, values: bool = True) -> None:
         """Give a freed storage its memory again; its values, too, unless the next operation overwrites them."""
         storage = entry.storage()
         if entry.freed is None or storage is None:
@@ -402,7 +402,7 @@ class _Recorder:
             entry.pinned = True
             self._leave(entry)
 
-    def make_room(self, used: Iterable[_Entry]) -> None:
+    def make_room(self, used: Iterable[_LargeStorage]) -> None:
         """Free what was used longest ago, but nothing that is in use, until the budget is kept."""
         busy = {id(entry) for entry in used}
         if threading.active_count() > self._threads:
@@ -420,7 +420,7 @@ class _Recorder:
             entry.freed = past
             self._leave(entry)
 
-    def _use(self, entry: _Entry) -> None:
+    def _use(self, entry: _LargeStorage) -> None:
         storage = entry.storage()
         if storage is None or entry.pinned or not entry.history.exact:
             self._leave(entry)
@@ -430,19 +430,19 @@ class _Recorder:
             self._resident[storage._cdata] = entry.nbytes
         self._resident.move_to_end(storage._cdata)
 
-    def _leave(self, entry: _Entry) -> None:
+    def _leave(self, entry: _LargeStorage) -> None:
         storage = entry.storage()
         if storage is not None:
             self._held -= self._resident.pop(storage._cdata, 0)
 
-    def _follow(self, storage: torch.UntypedStorage, history: _History) -> _Entry:
+    def _follow(self, storage: torch.UntypedStorage, history: _History) -> _LargeStorage:
         address = storage._cdata
 
         def end(_: object) -> None:
             self._entries.pop(address, None)
             self._held -= self._resident.pop(address, 0)
 
-        entry = _Entry(weakref.ref(storage, end), storage.nbytes(), history)
+        entry = _LargeStorage(weakref.ref(storage, end), storage.nbytes(), history)
         self._entries[address] = entry
         self._use(entry)
         return entry
@@ -487,8 +487,8 @@ class _Recorder:
         return result
 
     def _overwritten(
-        self, function: Any, args: tuple[Any, ...], inputs: list[Tensor], entries: dict[int, _Entry | None]
-    ) -> _Entry | None:
+        self, function: Any, args: tuple[Any, ...], inputs: list[Tensor], entries: dict[int, _LargeStorage | None]
+    ) -> _LargeStorage | None:
         """The storage of which the call writes every byte and reads none."""
         if function.overloadpacket not in _OVERWRITING or not args or not isinstance(args[0], Tensor):
             return None
@@ -498,7 +498,7 @@ class _Recorder:
         again = any(entries[id(tensor)] is entry for tensor in inputs if tensor is not target)
         return None if again or torch._debug_has_internal_overlap(target) != 0 else entry
 
-    def _can_repeat(self, function: Any, inputs: list[Tensor], entries: dict[int, _Entry | None]) -> bool:
+    def _can_repeat(self, function: Any, inputs: list[Tensor], entries: dict[int, _LargeStorage | None]) -> bool:
         """Whether the call gives the same values when it is repeated from the record."""
         if function.namespace not in ("aten", "prims"):
             return False
@@ -513,7 +513,7 @@ class _Recorder:
         function: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        entries: dict[int, _Entry | None],
+        entries: dict[int, _LargeStorage | None],
         output: int = 0,
         random_state: Tensor | None = None,
     ) -> _Operation:
@@ -535,14 +535,14 @@ class _Recorder:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         inputs: list[Tensor],
-        entries: dict[int, _Entry | None],
+        entries: dict[int, _LargeStorage | None],
         result: Any,
         random_state: Tensor | None,
         *,
         exact: bool,
-    ) -> list[_Entry]:
+    ) -> list[_LargeStorage]:
         """Entries for the large storages that the call has made, and those of its other results."""
-        found: list[_Entry] = []
+        found: list[_LargeStorage] = []
         outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         given = {storage._cdata for tensor in inputs if (storage := _storage_of(tensor)) is not None}
         for index, tensor in enumerate(outputs):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from speedlab.comm import Group, Traffic, World
-from speedlab.comm.process_groups import wires
+from speedlab.comm import CommStats, Group, World
+from speedlab.comm.process_groups import groups_of_world
 from speedlab.layout import AXES, REPLICATED, Layout
 
 ENDS = "ends"
@@ -21,7 +21,7 @@ but gradients are summed over it."""
 class Mesh:
     """This rank's groups. `mesh["tp"]` are the ranks that differ from it along tp only."""
 
-    def __init__(self, layout: Layout, world: World, traffic: Traffic) -> None:
+    def __init__(self, layout: Layout, world: World, traffic: CommStats) -> None:
         """Collective over all ranks."""
         rank, device = world.rank, world.device
         self.layout, self.rank, self.device = layout, rank, device
@@ -86,14 +86,14 @@ class Mesh:
     def device_mesh(self) -> DeviceMesh:
         """The same as torch's DeviceMesh, on the same connections, for what stands beside the engine (DTensor, FSDP).
         Collective over all ranks the first time, as axes of one rank get groups of their own."""
-        groups = [wires(axis, tuple(group.ranks)).group for axis, group in self.axes.items()]
+        groups = [groups_of_world(axis, tuple(group.ranks)).group for axis, group in self.axes.items()]
         ranks = torch.arange(self.layout.world_size).view(self.layout.mesh_shape)
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=AXES)
 
     def _make_spare_wires(self) -> None:
         # Every rank must make equally many groups, or torch names them differently.
         if self._lacks_ends:
-            wires(ENDS, (dist.get_rank(),))
+            groups_of_world(ENDS, (dist.get_rank(),))
 
     def disconnect(self) -> None:
         """Let go of all connections."""

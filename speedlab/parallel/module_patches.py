@@ -14,7 +14,7 @@ _ABSENT: Any = object()
 
 
 @dataclass(frozen=True)
-class Change:
+class ModulePatch:
     """What a module gets in the place of its attribute `name`: made of what was there."""
 
     module: nn.Module
@@ -47,13 +47,13 @@ class _Instead:
         )
 
 
-class Changes:
+class ModulePatches:
     """Changes of one model, made and undone together."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[nn.Module, str, Any]] = []
 
-    def make(self, changes: Iterable[Change]) -> None:
+    def make(self, changes: Iterable[ModulePatch]) -> None:
         """In their order."""
         assert not self._undo, "made already"
         for change in changes:

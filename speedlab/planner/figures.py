@@ -19,7 +19,7 @@ from speedlab.display.figure_style import (
 )
 from speedlab.display.formatting import byte_unit, bytes_text, seconds_text
 from speedlab.display.svg import Bar, bars_svg
-from speedlab.planner.memory.places import Place
+from speedlab.planner.memory.places import PlaceBytes
 from speedlab.planner.memory.rank_memory import CATEGORIES, RankMemory
 from speedlab.planner.report import (
     MOST_ROWS,
@@ -166,7 +166,7 @@ def plan_html(plan: Plan) -> str:
     )
 
 
-def places_svg(memory: Sequence[RankMemory], found: Sequence[Place]) -> str:
+def places_svg(memory: Sequence[RankMemory], found: Sequence[PlaceBytes]) -> str:
     """A line and a bar for each of these places but the device: what the rank holds there that holds most."""
     parts = []
     for place in found:

@@ -19,7 +19,7 @@ from speedlab.planner.time.step_time import StepTime, predict_time
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class FitChange:
     """A change that makes a training fit."""
 
     words: str
@@ -46,7 +46,7 @@ def cheapest_change(
     efficiency: Efficiency | None = None,
     memory: Memory = predict_memory,
     count: int = 3,
-) -> list[Change]:
+) -> list[FitChange]:
     """Up to `count` changes that make `setup` fit, cheapest first: single ones, and pairs where too few single ones
     do."""
     efficiency = efficiency or efficiency_of(machines.device)
@@ -62,7 +62,7 @@ def cheapest_change(
 
 def _fitting(
     changed: Iterable[Setup], before: StepTime, machines: Machines, efficiency: Efficiency, memory: Memory
-) -> list[Change]:
+) -> list[FitChange]:
     """Those that fit, cheapest first; of two at the same price the one that leaves more memory."""
     found = []
     for setup in changed:
@@ -73,7 +73,7 @@ def _fitting(
         if candidate is not None:
             price = time.step_seconds / before.step_seconds - 1
             words, options = differences(before.setup, setup), options_of(before.setup, setup)
-            found.append(Change(words=words, candidate=candidate, price=price, options=options))
+            found.append(FitChange(words=words, candidate=candidate, price=price, options=options))
     return sorted(found, key=lambda change: (change.price, -change.candidate.free_bytes, change.words))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from speedlab.config import ModelConfig, OptimizerConfig, OptimizerName, describe
 from speedlab.layout import Layout, share_of
-from speedlab.placement import Holders, Residency
+from speedlab.placement import Replication, ZeroPolicy
 from speedlab.planner.layer_shapes import (
     block_vectors,
     block_weights,
@@ -135,14 +135,14 @@ def model_states(
         raise ValueError(f"dp {dp} must be at least 1, and the number of parameters {parameters} at least 0")
     config = OptimizerConfig.model_validate({"name": optimizer}) if isinstance(optimizer, str) else optimizer
     moments = config.moments
-    residency = Residency.of_stage(stage, dp)
-    optimizer_share = residency.optimizer_states.share(parameters, dp)
-    gradient_share = residency.gradients.share(parameters, dp)
-    parameter_share = residency.parameters.share(parameters, dp)
+    zero_policy = ZeroPolicy.of_stage(stage, dp)
+    optimizer_share = zero_policy.optimizer_states.share(parameters, dp)
+    gradient_share = zero_policy.gradients.share(parameters, dp)
+    parameter_share = zero_policy.parameters.share(parameters, dp)
     compute_bytes = _DTYPE_BYTES[dtype]
     gradients = compute_bytes * gradient_share
     if config.sums_itself:
-        gradients = _FLOAT32_BYTES * (2 * parameters + Holders.OWN_PART.share(parameters, dp))
+        gradients = _FLOAT32_BYTES * (2 * parameters + Replication.OWN_PART.share(parameters, dp))
     return ModelStates(
         stage=stage,
         dp=dp,

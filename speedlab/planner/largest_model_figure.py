@@ -9,7 +9,7 @@ from typing import Any
 from speedlab.display.figure_style import COLOURS, Figure, base_layout
 from speedlab.display.formatting import Table, count_text, seconds_text
 from speedlab.planner.layer_shapes import shape_parameters
-from speedlab.planner.memory.places import Place
+from speedlab.planner.memory.places import PlaceBytes
 from speedlab.planner.search import Candidate
 
 _ROW_PIXELS, _REST_PIXELS = 46, 90
@@ -69,7 +69,7 @@ def largest_table(found: Mapping[str, Candidate], announced: Mapping[str, float]
     return LargestTable(rows)
 
 
-def _fullest(largest: Candidate) -> Place:
+def _fullest(largest: Candidate) -> PlaceBytes:
     """The place that a larger model would not fit in first."""
     return max(largest.places, key=lambda place: place.share)
 

@@ -21,7 +21,7 @@ _VOCABULARY, _SEQUENCE = 50257, 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class ModelSizes:
     """What is said of a model's sizes, and of how its loss is computed; of None nothing is."""
 
     layers: int | None = None
@@ -80,7 +80,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class ModelSpec:
     """A run's configuration, a model's shape, or a shape that is trained as a configuration says."""
 
     config: RunConfig | None = None
@@ -88,7 +88,7 @@ class Subject:
     """None: the configuration's own GPT."""
 
 
-def subject_of(model: str, file: str, sizes: Sizes, *, here: bool) -> Subject:
+def subject_of(model: str, file: str, sizes: ModelSizes, *, here: bool) -> ModelSpec:
     """What is meant by a model's name or file, the `file` of a configuration, and what is said of sizes.
 
     `here`: this machine is planned, on which a preset of the configuration is what `speedlab train` would run.
@@ -111,7 +111,7 @@ def subject_of(model: str, file: str, sizes: Sizes, *, here: bool) -> Subject:
     return _of_path(model, config, sizes)
 
 
-def _of_path(model: str, config: RunConfig | None, sizes: Sizes) -> Subject:
+def _of_path(model: str, config: RunConfig | None, sizes: ModelSizes) -> ModelSpec:
     path = Path(model).expanduser()
     if not path.is_dir() and path.suffix not in _FILES and os.sep not in model:
         raise unknown("model", model, presets.MODELS)
@@ -138,19 +138,21 @@ def _configuration(file: str) -> RunConfig:
     return RunConfig.load(file)
 
 
-def _own(config: RunConfig, sizes: Sizes) -> Subject:
+def _own(config: RunConfig, sizes: ModelSizes) -> ModelSpec:
     """A configuration's own GPT, with other sizes where some are given."""
     if not sizes.given:
-        return Subject(config=config)
-    return Subject(config=config, shape=sizes.applied(ModelShape.of_config(config.model, config.data.sequence_length)))
+        return ModelSpec(config=config)
+    return ModelSpec(
+        config=config, shape=sizes.applied(ModelShape.of_config(config.model, config.data.sequence_length))
+    )
 
 
-def _trained(shape: ModelShape | None, config: RunConfig | None, sizes: Sizes) -> Subject:
+def _trained(shape: ModelShape | None, config: RunConfig | None, sizes: ModelSizes) -> ModelSpec:
     """A model, or None for what sizes describe, that is trained as `config` says. Sequences are as long as the
     configuration says, if it says so itself."""
     if sizes.sequence_length is None and config is not None and "sequence_length" in config.data.model_fields_set:
         sizes = replace(sizes, sequence_length=config.data.sequence_length)
-    return Subject(config=config, shape=sizes.shape() if shape is None else sizes.applied(shape))
+    return ModelSpec(config=config, shape=sizes.shape() if shape is None else sizes.applied(shape))
 
 
 def _no_model(file: str) -> ValueError:

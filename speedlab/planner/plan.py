@@ -18,11 +18,11 @@ from speedlab.layout import Layout, LayoutError
 from speedlab.planner import presets
 from speedlab.planner.advice import exchange_advice
 from speedlab.planner.figures import found_html, plan_figure, plan_html
-from speedlab.planner.fit_suggestions import Change, cheapest_change
+from speedlab.planner.fit_suggestions import FitChange, cheapest_change
 from speedlab.planner.hardware.devices import Machines
 from speedlab.planner.hardware.local import Hardware
 from speedlab.planner.layer_shapes import check_shape, kv_heads, shape_parameters
-from speedlab.planner.memory.places import Place, places
+from speedlab.planner.memory.places import PlaceBytes, places
 from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.report import PlanTable, found_text, plan_table, plan_text
 from speedlab.planner.search import Candidate, Dtype, Target, fast_dtype, search
@@ -87,7 +87,7 @@ class Plan:
         return self.capacity_bytes - self.heaviest.total
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[PlaceBytes]:
         """Device, and host and disk where something lies there: what the rank that holds most has there, and its share
         of what there is."""
         return places(self.memory, self.setup, self.machines)
@@ -137,7 +137,7 @@ class Plan:
             tokens=self.tokens,
         )
 
-    def cheapest_changes(self) -> list[Change]:
+    def cheapest_changes(self) -> list[FitChange]:
         """Up to three changes that make it fit, each with its price in speed; none when it fits."""
         if self.fits:
             return []

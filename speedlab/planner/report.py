@@ -23,7 +23,7 @@ from speedlab.planner.setup import Setup
 if TYPE_CHECKING:
     from speedlab.config.model_shape import ModelShape
     from speedlab.planner.hardware.devices import Machines
-    from speedlab.planner.memory.places import Place
+    from speedlab.planner.memory.places import PlaceBytes
     from speedlab.planner.plan import Found, Plan
 
 
@@ -171,7 +171,7 @@ class FoundTable(Table):
         return [name for name in ("days", "cost") if all(row[name] is not None for row in self)]
 
 
-def _of_capacity(place: Place | None) -> str:
+def _of_capacity(place: PlaceBytes | None) -> str:
     """'118 GiB of 119 GiB': of a rank, and its share of what there is."""
     if place is None:
         return bytes_text(0)

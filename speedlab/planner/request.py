@@ -14,7 +14,7 @@ from speedlab.hardware import Device
 from speedlab.planner import presets
 from speedlab.planner.hardware.devices import Machines
 from speedlab.planner.hardware.local import Hardware, hardware_here
-from speedlab.planner.model_spec import Sizes, Subject, subject_of
+from speedlab.planner.model_spec import ModelSizes, ModelSpec, subject_of
 from speedlab.planner.plan import Found, Plan, plan, plan_setup
 from speedlab.planner.search import Dtype, Target, fast_dtype, largest_model
 from speedlab.planner.search_space import Fixed
@@ -263,8 +263,8 @@ class PlanRequest:
         asked = f"the largest model that fits on {hardware.machines}{', with ' if str(fixed) else ''}{fixed}"
         return Found(asked=asked, candidates=() if largest is None else (largest,), tokens=self._tokens())
 
-    def _subject(self) -> Subject:
-        sizes = Sizes(
+    def _subject(self) -> ModelSpec:
+        sizes = ModelSizes(
             layers=self.layers,
             hidden=self.hidden,
             heads=self.heads,

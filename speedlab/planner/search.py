@@ -17,11 +17,11 @@ from typing import Literal, get_args
 
 from speedlab.config.validation import partition_words
 from speedlab.layout import Layout
-from speedlab.placement import Where
+from speedlab.placement import MemoryKind
 from speedlab.planner.hardware.devices import Machines
 from speedlab.planner.layer_shapes import check_shape
-from speedlab.planner.memory.offload import offload_words, residency_of, state_places, state_widths
-from speedlab.planner.memory.places import Place, places
+from speedlab.planner.memory.offload import offload_words, state_places, state_widths, zero_policy_of
+from speedlab.planner.memory.places import PlaceBytes, places
 from speedlab.planner.memory.predict import predict_memory
 from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.search_space import FREE, Fixed, Space
@@ -50,7 +50,7 @@ class Candidate:
     """Of the rank that holds most."""
     free_bytes: int
     """What is left of its device."""
-    places: tuple[Place, ...] = ()
+    places: tuple[PlaceBytes, ...] = ()
     """Device, and host and disk where something lies there, as `Plan.places` has them."""
 
     @property
@@ -185,18 +185,18 @@ def fast_dtype(machines: Machines) -> Dtype:
 
 def _states(setup: Setup) -> float:
     """Bytes of the model states on the device alone: no set-up holds less."""
-    held, residency = round(rank_parameters(setup)), residency_of(setup)
+    held, zero_policy = round(rank_parameters(setup)), zero_policy_of(setup)
     holders = {
-        "parameters": residency.parameters,
-        "gradients": residency.gradients,
-        "master_weights": residency.optimizer_states,
-        "optimizer_moments": residency.optimizer_states,
+        "parameters": zero_policy.parameters,
+        "gradients": zero_policy.gradients,
+        "master_weights": zero_policy.optimizer_states,
+        "optimizer_moments": zero_policy.optimizer_states,
     }
     widths = state_widths(setup, "cuda")
     return sum(
         widths[state] * holders[state].share(held, setup.layout.replicas)
-        for state, where in state_places(residency).items()
-        if where is Where.DEVICE
+        for state, where in state_places(zero_policy).items()
+        if where is MemoryKind.DEVICE
     )
 
 

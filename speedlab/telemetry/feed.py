@@ -13,7 +13,7 @@ from speedlab.telemetry.file_tail import Tail
 from speedlab.telemetry.record_store import RankRecords
 from speedlab.telemetry.records import Event, StepRecord
 from speedlab.telemetry.run_folder import RunFolder, RunFolderError, Status
-from speedlab.telemetry.stream import Message, Subscriber
+from speedlab.telemetry.stream import StreamMessage, Subscriber
 
 _STREAM_FRESH_SECONDS = 2.0
 _SWEEP_SECONDS = 0.5
@@ -178,7 +178,7 @@ class Feed:
             news |= self._take(message)
         return news
 
-    def _take(self, message: Message) -> bool:
+    def _take(self, message: StreamMessage) -> bool:
         source = self._event_tail if message.kind == b"e" else self.records.get(message.rank)
         if source is None or message.start < source.position:
             return False

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from speedlab.telemetry.prediction import Prediction
+from speedlab.telemetry.prediction import RunPrediction
 from speedlab.telemetry.records import CATEGORIES, PHASES, Event, Ledger, MemoryMark, StepRecord
 from speedlab.telemetry.run_shape import layout_in
 
@@ -220,7 +220,7 @@ class History:
         """By rank the records it was updated from, and how often these had changed by then."""
         self.others_news = 0
         """Counts up when something has come of other ranks than the lowest."""
-        self.predicted: Prediction | None = None
+        self.predicted: RunPrediction | None = None
         """What the planner said, where somebody asked it."""
 
     @classmethod

@@ -17,7 +17,7 @@ _MOST_ANSWERS = 16
 """So many answers that nobody has taken are kept of a run."""
 
 
-class Said(NamedTuple):
+class CellOutcome(NamedTuple):
     """What became of a cell on one rank; all of it JSON."""
 
     messages: list[Any]
@@ -37,7 +37,9 @@ def cell_path(folder: Path, cell: str) -> Path:
     return path
 
 
-def write_said(folder: Path, cell: str, said: Sequence[Said | None], write: Callable[[Path, bytes], object]) -> None:
+def write_said(
+    folder: Path, cell: str, said: Sequence[CellOutcome | None], write: Callable[[Path, bytes], object]
+) -> None:
     """Keep what ranks said in a cell; None for those that did not run it. Of answers that nobody has taken the newest
     stay. `write`: makes the file, which is whole or not there."""
     path = cell_path(folder, cell).with_suffix(".json")
@@ -50,7 +52,7 @@ def write_said(folder: Path, cell: str, said: Sequence[Said | None], write: Call
         old.unlink(missing_ok=True)
 
 
-def take_said(folder: Path, cell: str, read: Callable[[Path], bytes]) -> dict[int, Said]:
+def take_said(folder: Path, cell: str, read: Callable[[Path], bytes]) -> dict[int, CellOutcome]:
     """What ranks said in a cell, by rank. Takes it out of the folder. `read`: what the file holds. Raises
     RunFolderError for what is missing or damaged, and what `read` raises."""
     path = cell_path(folder, cell).with_suffix(".json")
@@ -65,11 +67,11 @@ def take_said(folder: Path, cell: str, read: Callable[[Path], bytes]) -> dict[in
     return said
 
 
-def _checked(value: Any) -> Said:
+def _checked(value: Any) -> CellOutcome:
     messages, text, failure = value
     for kind, content in messages:
         if not isinstance(kind, str) or not isinstance(content, dict):
             raise ValueError(f"{kind!r:.64} is no message")
     if not isinstance(text, str | None) or not isinstance(failure, dict | None):
         raise ValueError("an answer of other fields")
-    return Said(messages, text, failure)
+    return CellOutcome(messages, text, failure)

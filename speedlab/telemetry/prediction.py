@@ -20,7 +20,7 @@ from speedlab.telemetry.run_shape import layout_in, present_config, shape_after
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class RunPrediction:
     """Memory of each rank in the present shape, and the speed in each shape that the run has had."""
 
     memory: Sequence[RankMemory]
@@ -45,11 +45,11 @@ class Prediction:
 
 
 def counted(ledger: Ledger) -> int:
-    """Bytes of tensors as they were measured: what `Prediction.counted` predicts."""
+    """Bytes of tensors as they were measured: what `RunPrediction.counted` predicts."""
     return ledger.model_states + ledger.activations + ledger.communication_buffers
 
 
-def prediction_of(config: RunConfig, events: Sequence[Event], devices: Sequence[Device]) -> Prediction | None:
+def prediction_of(config: RunConfig, events: Sequence[Event], devices: Sequence[Device]) -> RunPrediction | None:
     """What is predicted for a run that began as `config`, from what its events tell of it; None where there is nothing
     to go by: it has not begun, its model is not the built-in GPT, or its devices are not known."""
     said = next((event.details for event in events if event.kind == "started"), None)
@@ -74,7 +74,7 @@ def prediction_of(config: RunConfig, events: Sequence[Event], devices: Sequence[
         return None
     assert setup is not None
     assert hardware is not None
-    return Prediction(memory=hardware.by_rank(setup), speeds=tuple(speeds), note=hardware.note)
+    return RunPrediction(memory=hardware.by_rank(setup), speeds=tuple(speeds), note=hardware.note)
 
 
 def error_text(predicted: float, measured: float) -> str:

@@ -132,7 +132,7 @@ class Status:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class RunCommand:
     """A control word as it was posted. Numbers count up from 1 within a run."""
 
     number: int
@@ -310,13 +310,13 @@ class RunFolder:
                     return number
         return None
 
-    def pending(self, after: int) -> list[Command]:
+    def pending(self, after: int) -> list[RunCommand]:
         """Control words with a number above `after`, in order. Costs one failed open when there is none.
 
         Raises RunFolderError where the mailbox itself cannot be read."""
         return list(self._words_from(after + 1))
 
-    def _words_from(self, first: int) -> Iterator[Command]:
+    def _words_from(self, first: int) -> Iterator[RunCommand]:
         last: int | None = None
         for number in itertools.count(first):
             path = _word_path(self.path / "control", number)
@@ -333,7 +333,7 @@ class RunFolder:
             word, arguments, posted = data.get("word"), data.get("arguments"), data.get("time")
             if word in CONTROL_WORDS and isinstance(arguments, dict):
                 when = posted if isinstance(posted, float) else 0.0
-                yield Command(number=number, word=word, arguments=arguments, time=when)
+                yield RunCommand(number=number, word=word, arguments=arguments, time=when)
 
     def _last_number(self) -> int:
         control = self.path / "control"

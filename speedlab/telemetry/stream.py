@@ -38,7 +38,7 @@ _QUEUED_MESSAGES = 64
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
 
-class Message(NamedTuple):
+class StreamMessage(NamedTuple):
     """One line of `records/rank-<rank>.jsonl` (kind b'r') or of `events.jsonl` (b'e') that starts at byte `start`."""
 
     kind: bytes
@@ -59,7 +59,7 @@ class Publisher:
         self._path = directory / f"rank-{rank}.json"
         self._interval_seconds = 1.0 / hz
         self._due = 0.0
-        self._held_back: Message | None = None
+        self._held_back: StreamMessage | None = None
         self._lock = threading.Lock()  # A ZeroMQ socket belongs to one thread at a time.
         self._closed = False
         # A context of its own: the authenticator below answers for all sockets of its context.
@@ -97,7 +97,7 @@ class Publisher:
             self.close()
             raise
 
-    def offer(self, message: Message) -> None:
+    def offer(self, message: StreamMessage) -> None:
         """Send, or hold back until it is due; a newer message takes its place."""
         with self._lock:
             now = time.monotonic()
@@ -108,7 +108,7 @@ class Publisher:
             if waiting is None:
                 self._wake.send(b"held back")
 
-    def send(self, message: Message) -> None:
+    def send(self, message: StreamMessage) -> None:
         """Send now, after what was held back, so that a client sees a step before what happened at it."""
         with self._lock:
             if self._held_back is not None:
@@ -134,12 +134,12 @@ class Publisher:
         except FileNotFoundError:
             return  # The run folder was moved or removed meanwhile, and the address with it.
 
-    def _send(self, message: Message, now: float) -> None:
+    def _send(self, message: StreamMessage, now: float) -> None:
         self._held_back = None
         self._due = now + self._interval_seconds
         self._put(message)
 
-    def _put(self, message: Message) -> None:
+    def _put(self, message: StreamMessage) -> None:
         # A PUB socket never blocks: without clients, or with a full queue, the message is dropped.
         header = _HEADER.pack(message.kind, message.rank, message.start)
         self._socket.send_multipart((header, message.line), zmq.NOBLOCK)
@@ -240,7 +240,7 @@ class Subscriber:
             self._socket.set(zmq.UNSUBSCRIBE, topic)
         self._rank = rank
 
-    def receive(self, limit: int = 10_000) -> Iterator[Message]:
+    def receive(self, limit: int = 10_000) -> Iterator[StreamMessage]:
         """What has arrived, at most `limit` messages; never waits."""
         if not self._connected:  # Nothing comes, and the question takes longer than all else where nothing is new.
             return
@@ -250,7 +250,7 @@ class Subscriber:
             except zmq.Again:
                 return
             if len(frames) == 2 and len(frames[0]) == _HEADER.size:
-                yield Message(*_HEADER.unpack(frames[0]), line=frames[1])
+                yield StreamMessage(*_HEADER.unpack(frames[0]), line=frames[1])
 
     def close(self) -> None:
         self._close()

@@ -222,7 +222,7 @@ def _stages_text(stages: Sequence[int], blocks: Sequence[tuple[int, int]]) -> st
 
 
 class PlacementTable(Table):
-    """Rows as `speedlab.placement.Row.described` gives them. `rank`: whose they are."""
+    """Rows as `speedlab.placement.ParamPlacement.described` gives them. `rank`: whose they are."""
 
     def __init__(self, rows: list[dict[str, object]], rank: int) -> None:
         super().__init__(rows)

@@ -47,7 +47,7 @@ class Lane:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timeline:
+class PipelineTimeline:
     """A step of one pipeline: the ranks with data index 0 and tensor index 0, first pipeline stage first."""
 
     step: int
@@ -74,13 +74,13 @@ class Timeline:
         return max(len({span.micro_batch for span in lane.spans if span.action == "F"}) for lane in self.lanes)
 
 
-def timeline_of(records: Mapping[int, Sequence[StepRecord]], step: int | None = None) -> Timeline | None:
+def timeline_of(records: Mapping[int, Sequence[StepRecord]], step: int | None = None) -> PipelineTimeline | None:
     """The pipeline of a step, or of the newest one that every rank has told of; None when there is no such timeline."""
     found = lanes_of(records, step)
     by_stages = _by_stages(found[1]) if found is not None else {}
     if found is None or len(by_stages) < 2:
         return None
-    return Timeline(step=found[0], lanes=tuple(by_stages[stages] for stages in sorted(by_stages)))
+    return PipelineTimeline(step=found[0], lanes=tuple(by_stages[stages] for stages in sorted(by_stages)))
 
 
 def is_one_stage(records: Mapping[int, Sequence[StepRecord]]) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from speedlab.telemetry.records import CATEGORIES, Event, StepRecord
 from speedlab.telemetry.run_folder import RunFolder, RunFolderError
-from speedlab.telemetry.stream import LINE_LIMIT_BYTES, Message, Publisher
+from speedlab.telemetry.stream import LINE_LIMIT_BYTES, Publisher, StreamMessage
 
 _INTERVAL_SECONDS = 0.1
 _FLUSH_SECONDS = 2.0
@@ -119,7 +119,7 @@ class RecordWriter:
         line = record.to_json().encode() + b"\n"
         start = self._records.append(line)
         if len(line) <= _STREAMED_BYTES:
-            self._stream.offer(Message(b"r", self.rank, start, line))
+            self._stream.offer(StreamMessage(b"r", self.rank, start, line))
         if self._tensorboard is not None:
             self._tensorboard.add(record)
 
@@ -128,7 +128,7 @@ class RecordWriter:
         assert self._events is not None, f"rank {self.rank} wrote an event; rank 0 speaks for all"
         line = event.to_json().encode() + b"\n"
         start = self._events.append(line)
-        self._stream.send(Message(b"e", self.rank, start, line))
+        self._stream.send(StreamMessage(b"e", self.rank, start, line))
         if self._tensorboard is not None:
             self._tensorboard.flush()
 

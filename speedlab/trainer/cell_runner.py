@@ -7,10 +7,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from speedlab.telemetry.live_cells import Said
+from speedlab.telemetry.live_cells import CellOutcome
 
 
-class Cells(Protocol):
+class CellRunner(Protocol):
     """Cells of a person, read and run."""
 
     def take(self, path: Path) -> str:
@@ -27,7 +27,7 @@ class Cells(Protocol):
         door: str,
         names: Mapping[str, Any],
         interruptible: Callable[[], AbstractContextManager[object]],
-    ) -> Said:
+    ) -> CellOutcome:
         """Run it, with `names` before those that it finds, inside `interruptible()`, where an interrupt raises. Nothing
         that is raised comes out. `door`: where a person waits who can be asked; "" where nobody does."""
         ...

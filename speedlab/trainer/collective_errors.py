@@ -22,11 +22,11 @@ _TOLD_ALONE = (ConfigError.__name__, CheckpointError.__name__)
 """Kinds whose text says all that a person wants to know. Either is raised before anything is changed."""
 
 
-class Refusal(ConfigError):  # noqa: N818  # what happened, not what is wrong
+class CommandRefused(ConfigError):  # noqa: N818  # what happened, not what is wrong
     """Something that was asked for and is not done. Raised on all ranks alike, with everything as it was before."""
 
 
-class Parted(RuntimeError):  # noqa: N818  # what happened
+class RanksDiverged(RuntimeError):  # noqa: N818  # what happened
     """Collective work failed on some rank. All ranks have met anew and raise this alike; its text names the ranks.
 
     `alike`: every rank had the same problem, of a kind that is found before anything is changed.
@@ -38,7 +38,7 @@ class Parted(RuntimeError):  # noqa: N818  # what happened
         self.alike = _same_on_all(problems, size) and kinds <= set(_TOLD_ALONE)
 
 
-class Meeting(Protocol):
+class Reconnectable(Protocol):
     """Connections that can be left and made anew."""
 
     control: Group
@@ -53,7 +53,7 @@ class Meeting(Protocol):
     def reconnect(self) -> None: ...
 
 
-class Bare:
+class ControlGroup:
     """The meeting of ranks of which none has an engine that others will meet again."""
 
     stopping = False
@@ -86,11 +86,11 @@ def agreed(control: Group, work: Callable[[], T]) -> T:
     if not problems:
         return result[0]
     if any(kind == ConfigError.__name__ for kind, _ in problems.values()):
-        raise Refusal(told(problems, control.size)) from error
+        raise CommandRefused(told(problems, control.size)) from error
     raise error or PeerLost(told(problems, control.size))
 
 
-def together(meeting: Meeting, work: Callable[[], T]) -> T:
+def together(meeting: Reconnectable, work: Callable[[], T]) -> T:
     """The result of `work`, which has collectives inside. Collective.
 
     When it raises on any rank, all meet anew and raise Parted; a Refusal is raised as it is. A rank that was
@@ -100,7 +100,7 @@ def together(meeting: Meeting, work: Callable[[], T]) -> T:
         result = work()
         meeting.control.barrier()  # If a peer failed, this rank learns of it here.
         return result
-    except Refusal:
+    except CommandRefused:
         raise
     except Exception as raised:
         error = raised
@@ -110,7 +110,7 @@ def together(meeting: Meeting, work: Callable[[], T]) -> T:
     meeting.reconnect()
     problems = _problems(meeting.control, error)
     causes = {rank: problem for rank, problem in problems.items() if problem[0] != PeerLost.__name__} or problems
-    raise Parted(causes, meeting.control.size) from error
+    raise RanksDiverged(causes, meeting.control.size) from error
 
 
 def told(problems: Mapping[int, Problem], size: int) -> str:

@@ -22,15 +22,15 @@ from speedlab.optim.lr_schedule import follow_schedule
 from speedlab.telemetry.checkpoint_index import CheckpointError, find_checkpoint, go_back_to, numbered_name, step_of
 from speedlab.telemetry.live_cells import cell_path
 from speedlab.telemetry.records import RunState
-from speedlab.telemetry.run_folder import Command
+from speedlab.telemetry.run_folder import RunCommand
 from speedlab.telemetry.run_shape import CHANGES, changed_config, shape_of
-from speedlab.trainer.collective_errors import Parted, Refusal, agreed, together
+from speedlab.trainer.collective_errors import CommandRefused, RanksDiverged, agreed, together
 from speedlab.trainer.live_cells import CutOff, run_between_steps
 from speedlab.trainer.reporting import Reporter
 from speedlab.trainer.training_run import Training
 
 
-class Answer(NamedTuple):
+class CommandResult(NamedTuple):
     """What a word has done: the event that says so."""
 
     kind: str
@@ -38,7 +38,7 @@ class Answer(NamedTuple):
     details: Mapping[str, Any] = {}
 
 
-Action = Callable[[], Answer]
+Action = Callable[[], CommandResult]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Argument:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Word:
+class CommandSpec:
     """`plan` looks, on one rank and without changing anything, at whether the word can be carried out, and returns how;
     it raises ConfigError. `changes`: whether an action that fails may leave ranks that differ."""
 
@@ -59,14 +59,14 @@ class Word:
     changes: bool = False
 
 
-def carry_out_pending(training: Training, reporter: Reporter) -> None:
+def run_pending_commands(training: Training, reporter: Reporter) -> None:
     """Every control word that waits, in order; words to go on that were there before an interrupt do not undo it.
     Collective. Raises CutOff."""
     commands = None
     if training.world.rank == 0:
         commands = [(asdict(command), _is_overtaken(training, command)) for command in reporter.waiting()]
     for fields, overtaken in training.control.share(commands):
-        command = Command(**fields)
+        command = RunCommand(**fields)
         if overtaken:
             _refuse_overtaken(reporter, command)
         else:
@@ -82,20 +82,20 @@ def refuse_overtaken(training: Training, reporter: Reporter) -> None:
         _refuse_overtaken(reporter, command)
 
 
-def _is_overtaken(training: Training, command: Command) -> bool:
+def _is_overtaken(training: Training, command: RunCommand) -> bool:
     return command.word in ("resume", "step") and command.time < training.interruption.came_at
 
 
-def _refuse_overtaken(reporter: Reporter, command: Command) -> None:
+def _refuse_overtaken(reporter: Reporter, command: RunCommand) -> None:
     text = f"{command.word}: the run was interrupted after this was asked for; ask again to go on"
     reporter.answer(command.number, "warning", text, error=True)
 
 
-def _carry_out(training: Training, reporter: Reporter, command: Command) -> None:
+def _carry_out(training: Training, reporter: Reporter, command: RunCommand) -> None:
     start = time.perf_counter()
     try:
         answer = _act(training, command)
-    except Refusal as refusal:
+    except CommandRefused as refusal:
         reporter.answer(command.number, "warning", f"{command.word}: {refusal}", error=True)
         return
     except CutOff as cut:
@@ -106,26 +106,26 @@ def _carry_out(training: Training, reporter: Reporter, command: Command) -> None
     reporter.answer(command.number, answer.kind, answer.text, **answer.details, seconds=time.perf_counter() - start)
 
 
-def _act(training: Training, command: Command) -> Answer:
+def _act(training: Training, command: RunCommand) -> CommandResult:
     """Raises Refusal, on all ranks alike, when nothing was changed, and Parted when the ranks may differ."""
     word = WORDS[command.word]
     if training.state in (RunState.STOPPED, RunState.FINISHED) and command.word not in _ALSO_AT_THE_END:
-        raise Refusal(f"the run is {training.state.value}; {_GOES_ON[training.state]}")
+        raise CommandRefused(f"the run is {training.state.value}; {_GOES_ON[training.state]}")
     problem = _problem(word, command.arguments)
     if problem is not None:
-        raise Refusal(problem)
+        raise CommandRefused(problem)
     action = agreed(training.control, lambda: _planned(word, training, command.arguments))
     training.changing = word.changes
     try:
         answer = together(training, action)
-    except Refusal:
+    except CommandRefused:
         training.changing = False
         raise
-    except Parted as parted:
+    except RanksDiverged as parted:
         if word.changes and not parted.alike:
             raise
         training.changing = False
-        raise Refusal(str(parted)) from parted
+        raise CommandRefused(str(parted)) from parted
     training.changing = False
     return answer
 
@@ -137,7 +137,7 @@ _GOES_ON = {
 }
 
 
-def _planned(word: Word, training: Training, arguments: Mapping[str, Any]) -> Action:
+def _planned(word: CommandSpec, training: Training, arguments: Mapping[str, Any]) -> Action:
     try:
         return word.plan(training, **arguments)
     except ConfigError:
@@ -146,7 +146,7 @@ def _planned(word: Word, training: Training, arguments: Mapping[str, Any]) -> Ac
         raise ConfigError(f"{type(error).__name__}: {error}") from error
 
 
-def _problem(word: Word, arguments: Mapping[str, Any]) -> str | None:
+def _problem(word: CommandSpec, arguments: Mapping[str, Any]) -> str | None:
     for name, value in arguments.items():
         if name not in word.arguments:
             return unknown_key(name, tuple(word.arguments), {}) if word.arguments else f"it takes no {name!r}"
@@ -160,9 +160,9 @@ def _problem(word: Word, arguments: Mapping[str, Any]) -> str | None:
 
 
 def _pause(training: Training) -> Action:
-    def pause() -> Answer:
+    def pause() -> CommandResult:
         training.state = RunState.PAUSED
-        return Answer("paused", f"after step {training.engine.global_step}")
+        return CommandResult("paused", f"after step {training.engine.global_step}")
 
     return pause
 
@@ -179,7 +179,7 @@ def _resume(training: Training, step: int | None = None, tag: str | None = None,
     if at >= end:
         raise ConfigError(f"it would go on from step {at} and ends at {end}; steps={2 * at} would make it longer")
 
-    def resume() -> Answer:
+    def resume() -> CommandResult:
         told = []
         if path is not None:
             training.engine.load_checkpoint(path)
@@ -193,7 +193,7 @@ def _resume(training: Training, step: int | None = None, tag: str | None = None,
                 go_back_to(path)
             training.folder.update_config(training.folder.config.replace(steps=end))
         training.state, training.budget = RunState.RUNNING, None
-        return Answer("resumed", " ".join(told))
+        return CommandResult("resumed", " ".join(told))
 
     return resume
 
@@ -201,18 +201,18 @@ def _resume(training: Training, step: int | None = None, tag: str | None = None,
 def _step(training: Training, n: int | None = None) -> Action:
     count = n or 1
 
-    def step() -> Answer:
+    def step() -> CommandResult:
         training.state, training.budget = RunState.RUNNING, count
-        return Answer("resumed", f"for {count} step{'s' if count > 1 else ''}")
+        return CommandResult("resumed", f"for {count} step{'s' if count > 1 else ''}")
 
     return step
 
 
 def _stop(training: Training) -> Action:
-    def stop() -> Answer:
+    def stop() -> CommandResult:
         if training.state is not RunState.FINISHED:
             training.state = RunState.STOPPED
-        return Answer("stopped", f"after step {training.engine.global_step}")
+        return CommandResult("stopped", f"after step {training.engine.global_step}")
 
     return stop
 
@@ -224,9 +224,9 @@ def save(training: Training, tag: str | None = None) -> Action:
     if target.exists():
         raise ConfigError(f"{target} exists already and is never overwritten; give another tag or move it away")
 
-    def written() -> Answer:
+    def written() -> CommandResult:
         path = training.engine.save_checkpoint(target.parent, target.name)
-        return Answer("checkpoint", path.name, {"bytes": sum(file.stat().st_size for file in path.iterdir())})
+        return CommandResult("checkpoint", path.name, {"bytes": sum(file.stat().st_size for file in path.iterdir())})
 
     return written
 
@@ -244,16 +244,16 @@ def _live(training: Training, cell: str, ranks: list[int] | None = None, asks: b
     if missing := [rank for rank in where if rank >= size]:
         raise ConfigError(f"there is no rank {missing[0]}; the run has ranks 0 to {size - 1}")
 
-    def look() -> Answer:
+    def look() -> CommandResult:
         failed = run_between_steps(training, training.control.share(code), cell, where, asks=asks)
-        return Answer("looked", f"a cell on {len(set(where))} of {size} ranks", {"cell": cell, "failed": failed})
+        return CommandResult("looked", f"a cell on {len(set(where))} of {size} ranks", {"cell": cell, "failed": failed})
 
     return look
 
 
 def _prove(training: Training) -> Action:
-    def prove() -> Answer:
-        return Answer(*training.first_batch.prove())
+    def prove() -> CommandResult:
+        return CommandResult(*training.first_batch.prove())
 
     return prove
 
@@ -263,10 +263,10 @@ def _reshape(training: Training, **changes: Any) -> Action:
     wanted = changed_config(training.config, size, built_in=training.built_in, **changes)
     before, named = shape_of(training.config, size), training.shape_text
 
-    def reshape() -> Answer:
+    def reshape() -> CommandResult:
         through = training.move_to(wanted)
         details = {"before": before, "after": shape_of(training.config, size), "through": through}
-        return Answer("reshaped", f"{named} → {training.shape_text}", details)
+        return CommandResult("reshaped", f"{named} → {training.shape_text}", details)
 
     return reshape
 
@@ -305,14 +305,16 @@ _CHANGE = {
     ),
 }
 
-WORDS: dict[str, Word] = {
-    "pause": Word(plan=_pause, arguments={}),
-    "resume": Word(plan=_resume, arguments={"step": _whole(0), "tag": _TAG, "steps": _whole(1)}, changes=True),
-    "step": Word(plan=_step, arguments={"n": _whole(1)}),
-    "stop": Word(plan=_stop, arguments={}),
-    "save": Word(plan=save, arguments={"tag": _TAG}),
-    "reshape": Word(plan=_reshape, arguments={name: _CHANGE.get(name, _whole(1)) for name in CHANGES}, changes=True),
-    "prove": Word(plan=_prove, arguments={}),
-    "live": Word(plan=_live, arguments={"cell": _CELL, "ranks": _RANKS, "asks": _SWITCH}),
+WORDS: dict[str, CommandSpec] = {
+    "pause": CommandSpec(plan=_pause, arguments={}),
+    "resume": CommandSpec(plan=_resume, arguments={"step": _whole(0), "tag": _TAG, "steps": _whole(1)}, changes=True),
+    "step": CommandSpec(plan=_step, arguments={"n": _whole(1)}),
+    "stop": CommandSpec(plan=_stop, arguments={}),
+    "save": CommandSpec(plan=save, arguments={"tag": _TAG}),
+    "reshape": CommandSpec(
+        plan=_reshape, arguments={name: _CHANGE.get(name, _whole(1)) for name in CHANGES}, changes=True
+    ),
+    "prove": CommandSpec(plan=_prove, arguments={}),
+    "live": CommandSpec(plan=_live, arguments={"cell": _CELL, "ranks": _RANKS, "asks": _SWITCH}),
 }
 """Of `telemetry.folder.CONTROL_WORDS`, each."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from speedlab.engine.proof import CheckFailed, Prover
 from speedlab.telemetry.proof import Proof, write_proof
 from speedlab.telemetry.run_folder import RunFolderError
-from speedlab.trainer.collective_errors import Parted, Refusal, agreed, together
+from speedlab.trainer.collective_errors import CommandRefused, RanksDiverged, agreed, together
 
 if TYPE_CHECKING:
     from speedlab.trainer.training_run import Training
@@ -114,7 +114,7 @@ class FirstBatch:
     def _try_together(self, work: Callable[[], Any]) -> Any:
         try:
             return together(self._training, work)
-        except (Parted, Refusal) as error:
+        except (RanksDiverged, CommandRefused) as error:
             raise CheckFailed(str(error)) from error
 
     def _stored(self, proof: Proof) -> tuple[str, str, dict[str, Any]]:

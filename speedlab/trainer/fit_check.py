@@ -19,14 +19,14 @@ from speedlab.layout import LayoutError
 from speedlab.planner import Peaks, parameter_count, parameters_by_rank, predicted_peaks, rank_states
 from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.telemetry.run_shape import changed_config
-from speedlab.trainer.collective_errors import Refusal, agreed
+from speedlab.trainer.collective_errors import CommandRefused, agreed
 
 _CHANGES_NAMED = 3
 """How many changes that would fit are told."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class RankCapacity:
     """What the ranks can hold, and hold now, by rank, in the shape of `config`."""
 
     config: RunConfig
@@ -52,13 +52,13 @@ class Held:
         return len(self.capacity)
 
 
-def held_now(engine: Engine, config: RunConfig, parameters: int, control: Group, *, built_in: bool) -> Held:
+def held_now(engine: Engine, config: RunConfig, parameters: int, control: Group, *, built_in: bool) -> RankCapacity:
     """Collective."""
     ledger = agreed(control, engine.ledger)
     beside = max(0, ledger.other_framework) + ledger.outside_framework
     own = [ledger.capacity_bytes, ledger.activations, ledger.communication_buffers, beside]
     capacity, activations, buffers, processes = zip(*control.collect(own), strict=True)
-    return Held(
+    return RankCapacity(
         config=config,
         parameters=parameters,
         built_in=built_in,
@@ -71,7 +71,7 @@ def held_now(engine: Engine, config: RunConfig, parameters: int, control: Group,
     )
 
 
-def refuse_what_does_not_fit(held: Held, wanted: RunConfig) -> Peaks:
+def refuse_what_does_not_fit(held: RankCapacity, wanted: RunConfig) -> Peaks:
     """The peaks of `wanted`. Raises Refusal when a rank could not hold its own, and would hold more than now: which
     one, of what, what it can hold, and which changes would fit."""
     try:
@@ -79,7 +79,7 @@ def refuse_what_does_not_fit(held: Held, wanted: RunConfig) -> Peaks:
         if peaks.fits or max(peaks.peak_bytes) <= max(peaks_of(held, held.config).peak_bytes):
             return peaks
     except ValueError as error:
-        raise Refusal(str(error)) from error
+        raise CommandRefused(str(error)) from error
     rank = peaks.tightest
     layout = wanted.layout(held.size, built_in=False)
     parts = sorted(((count, name) for name, count in peaks.memory[rank].by_category().items()), reverse=True)
@@ -87,7 +87,7 @@ def refuse_what_does_not_fit(held: Held, wanted: RunConfig) -> Peaks:
     how = "" if held.known else _HOW
     fitting = [_words(change) for change in _changes_that_fit(held, wanted)]
     advice = f"what would fit: {'; '.join(fitting)}" if fitting else "take more engines"
-    raise Refusal(
+    raise CommandRefused(
         f"{layout} at ZeRO stage {wanted.zero.stage} would hold {_mib(peaks.peak_bytes[rank])} on rank {rank} at "
         f"the peak of a step, which has {_mib(held.capacity[rank])}: {most}{how}; {advice}; {more_in('memory')}"
     )
@@ -96,7 +96,7 @@ def refuse_what_does_not_fit(held: Held, wanted: RunConfig) -> Peaks:
 _HOW = " (activations are those of now, in proportion to a micro-batch's tokens and the share of the model)"
 
 
-def peaks_of(held: Held, wanted: RunConfig) -> Peaks:
+def peaks_of(held: RankCapacity, wanted: RunConfig) -> Peaks:
     """What each rank would hold at the peak of a step in the shape of `wanted`. Raises ValueError when there is no such
     run."""
     found = predicted_peaks(
@@ -111,7 +111,7 @@ def peaks_of(held: Held, wanted: RunConfig) -> Peaks:
     return found if found is not None else _scaled(held, wanted)
 
 
-def _scaled(held: Held, wanted: RunConfig) -> Peaks:
+def _scaled(held: RankCapacity, wanted: RunConfig) -> Peaks:
     layout = wanted.layout(held.size, built_in=False)
     counts = parameters_by_rank(wanted, layout, whole=held.parameters)
     states = rank_states(wanted, layout, counts, stage=wanted.zero.stage, dtype=held.dtype)
@@ -141,7 +141,7 @@ def _activation_share(config: RunConfig, size: int) -> float:
     return batch.micro_size * config.data.sequence_length * (waiting if layout.pp > 1 else 1) / model_ranks
 
 
-def _changes_that_fit(held: Held, wanted: RunConfig) -> Iterator[dict[str, Any]]:
+def _changes_that_fit(held: RankCapacity, wanted: RunConfig) -> Iterator[dict[str, Any]]:
     """The first few single changes, then pairs, under which `wanted` would fit, as `reshape` takes them."""
     layout = wanted.layout(held.size, built_in=False)
     micro_batches = wanted.batch.resolve(layout.data_size).accumulation
@@ -159,7 +159,7 @@ def _changes_that_fit(held: Held, wanted: RunConfig) -> Iterator[dict[str, Any]]
     yield from itertools.islice(fitting, _CHANGES_NAMED)
 
 
-def _fits(held: Held, wanted: RunConfig, change: dict[str, Any]) -> bool:
+def _fits(held: RankCapacity, wanted: RunConfig, change: dict[str, Any]) -> bool:
     try:
         return peaks_of(held, changed_config(wanted, held.size, built_in=held.built_in, **change)).fits
     except (ConfigError, LayoutError):

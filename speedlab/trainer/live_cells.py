@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from speedlab.comm import Board
+from speedlab.comm import StoreMailbox
 from speedlab.engine.rng import random_tensors, random_words, restore_random
-from speedlab.telemetry.live_cells import Said, write_said
+from speedlab.telemetry.live_cells import CellOutcome, write_said
 from speedlab.trainer.training_run import Training
 
 _POLL_SECONDS = 0.002
@@ -60,7 +60,7 @@ def run_between_steps(training: Training, code: str, name: str, ranks: Collectio
     """
     rank = training.world.rank
     training.engine.finish_update()  # Parameters are those of the step that was done.
-    board = Board(f"cell/{name}")
+    board = StoreMailbox(f"cell/{name}")
     with training.interruption.held():
         said = _look(training, code, name if asks else "") if rank in ranks else None
         end = _end_of(said, interrupted=training.interruption.asked)
@@ -79,14 +79,14 @@ def run_between_steps(training: Training, code: str, name: str, ranks: Collectio
         return _tell(training, name, said)
 
 
-def _cut_off(training: Training, name: str, said: Said | None, *, alone: bool) -> CutOff:
+def _cut_off(training: Training, name: str, said: CellOutcome | None, *, alone: bool) -> CutOff:
     failed: list[int] = []
     with suppress(Exception):  # The ranks pause, whatever becomes of telling.
         failed = _tell(training, name, said, alone=alone)
     return CutOff(failed)
 
 
-def _look(training: Training, code: str, door: str) -> Said:
+def _look(training: Training, code: str, door: str) -> CellOutcome:
     """Run the cell on this rank. Nothing comes out of it."""
     assert training.cells is not None
     try:
@@ -95,16 +95,16 @@ def _look(training: Training, code: str, door: str) -> Said:
                 names = _names(training)
             return training.cells.run(code, door, names, training.interruption.at_once)
     except (Exception, KeyboardInterrupt) as error:  # What it finds was not there in time, or not to be put back.
-        return Said([], None, {"kind": type(error).__name__, "message": str(error)})
+        return CellOutcome([], None, {"kind": type(error).__name__, "message": str(error)})
 
 
-def _end_of(said: Said | None, *, interrupted: bool) -> _End:
+def _end_of(said: CellOutcome | None, *, interrupted: bool) -> _End:
     if interrupted:
         return _End.INTERRUPTED
     return _End.FAILED if said is not None and said.failure is not None else _End.DONE
 
 
-def _exchanged(training: Training, board: Board, end: _End) -> set[_End]:
+def _exchanged(training: Training, board: StoreMailbox, end: _End) -> set[_End]:
     """Leave this rank's word, and wait for all (3)."""
     try:
         board.leave(end)
@@ -117,7 +117,7 @@ def _exchanged(training: Training, board: Board, end: _End) -> set[_End]:
         return set(_End)
 
 
-def _await_all(training: Training, board: Board) -> set[_End]:
+def _await_all(training: Training, board: StoreMailbox) -> set[_End]:
     """How the cell has ended on all ranks. Of one that does not come, though this one was interrupted, nothing is known
     but that it can be asked no more."""
     began, asked_at = time.monotonic(), None
@@ -133,13 +133,13 @@ def _await_all(training: Training, board: Board) -> set[_End]:
         time.sleep(min(_MOST_POLL_SECONDS, max(_POLL_SECONDS, (time.monotonic() - began) / 20)))
 
 
-def _tell(training: Training, name: str, said: Said | None, *, alone: bool = False) -> list[int]:
+def _tell(training: Training, name: str, said: CellOutcome | None, *, alone: bool = False) -> list[int]:
     """Write what the ranks said, or this one `alone`, on the first; returns those that have failed."""
     rank, size = training.world.rank, training.world.size
     if alone:
         answers = [said if number == rank else None for number in range(size)]
     else:
-        answers = [None if told is None else Said(*told) for told in training.control.collect(said)]
+        answers = [None if told is None else CellOutcome(*told) for told in training.control.collect(said)]
     if rank == 0:
         assert training.cells is not None
         write_said(training.folder.path, name, answers, training.cells.write)

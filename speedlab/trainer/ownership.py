@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from speedlab.layout import partition_range
-from speedlab.parallel.zero import Flat, Zero
-from speedlab.parallel.zero.param_slot import Slot
-from speedlab.placement import ITEM_BYTES, Holders, Home
+from speedlab.parallel.zero import FlatParam, Zero
+from speedlab.parallel.zero.param_slot import ParamSlot
+from speedlab.placement import ITEM_BYTES, Replication, StatePlacement
 
 
-def holdings(zeros: Iterable[Zero], moments_of: Callable[[Flat], int]) -> dict[str, dict[str, Any]]:
+def holdings(zeros: Iterable[Zero], moments_of: Callable[[FlatParam], int]) -> dict[str, dict[str, Any]]:
     """For each parameter's name what JSON can hold:
 
     `held`: state → [first, end, bytes]: the elements first ≤ i < end of the rank's own tensor that it keeps between two
@@ -32,22 +32,24 @@ def holdings(zeros: Iterable[Zero], moments_of: Callable[[Flat], int]) -> dict[s
     return found
 
 
-def _held(state: str, home: Home, slot: Slot, flat: Flat, moments_of: Callable[[Flat], int]) -> list[int]:
+def _held(
+    state: str, home: StatePlacement, slot: ParamSlot, flat: FlatParam, moments_of: Callable[[FlatParam], int]
+) -> list[int]:
     first, end = 0, slot.numel
-    if home.holders not in (Holders.REPLICATED, Holders.OWN):
+    if home.holders not in (Replication.REPLICATED, Replication.OWN):
         low, high = flat.start, flat.end
-        if home.holders is Holders.SECONDARY and flat.secondary is not None:
+        if home.holders is Replication.SECONDARY and flat.secondary is not None:
             group = flat.secondary.group
             low, high = partition_range(flat.padded, group.size, group.index)
         first = min(max(low - slot.offset, 0), slot.numel)
         end = max(first, min(high - slot.offset, slot.numel))
     copies = moments_of(flat) if state == "moments" else 1
-    used = state == "gradient" and flat.residency.gradients_used  # It is gone as soon as it is summed.
+    used = state == "gradient" and flat.zero_policy.update_in_backward  # It is gone as soon as it is summed.
     return [first, end, 0 if used else math.ceil((end - first) * copies * ITEM_BYTES[home.form])]
 
 
-def _owners(slot: Slot, flat: Flat, states: Mapping[str, Home]) -> list[int]:
-    whole = (Holders.REPLICATED, Holders.OWN, Holders.SECONDARY)
+def _owners(slot: ParamSlot, flat: FlatParam, states: Mapping[str, StatePlacement]) -> list[int]:
+    whole = (Replication.REPLICATED, Replication.OWN, Replication.SECONDARY)
     if not slot.numel or all(home.holders in whole for home in states.values()):
         return []
     share = flat.end - flat.start

@@ -9,12 +9,12 @@ from typing import Any
 
 from cuda_ops import cpu_sdpa, onednn_matmul
 from cuda_ops.gpu import kernels_in_use
-from speedlab.comm import own_line
+from speedlab.comm import own_link
 from speedlab.comm.multi_host_rendezvous import own_host
 from speedlab.engine.phase_timer import StepCosts
 from speedlab.planner.time.step_time import bubble_share
 from speedlab.telemetry.records import Event, RunState, StepRecord
-from speedlab.telemetry.run_folder import Command, RunFolderError
+from speedlab.telemetry.run_folder import RunCommand, RunFolderError
 from speedlab.telemetry.writer import RecordWriter
 from speedlab.trainer.diagnostics import matmul_flops
 from speedlab.trainer.training_run import Training
@@ -48,7 +48,7 @@ class Reporter:
         if writer is not None:
             writer.close()
 
-    def waiting(self) -> list[Command]:
+    def waiting(self) -> list[RunCommand]:
         """Control words that nobody has answered, on the first rank. A mailbox that cannot be read is told of once, and
         the run goes on without words."""
         if self._training.world.rank != 0:
@@ -186,7 +186,7 @@ class Reporter:
         if layout.pp > 1:
             details["cut"] = engine.cut
             text += f", bubble {_bubble(training):.0%} in theory"
-        if (line := own_line()) is not None:
+        if (line := own_link()) is not None:
             rate = line.rate
             details["pretended_link"] = {
                 "text": str(rate),

@@ -24,7 +24,7 @@ from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.engine import Engine
 from speedlab.engine.memory_ledger import release_freed_memory
 from speedlab.hardware import memory_bytes
-from speedlab.trainer.collective_errors import Bare, Parted, Refusal, agreed, together
+from speedlab.trainer.collective_errors import CommandRefused, ControlGroup, RanksDiverged, agreed, together
 
 _IN_MEMORY = Path("/dev/shm")
 """A file system in memory; Linux has it."""
@@ -40,7 +40,7 @@ _TAG = "state"
 Build = Callable[[RunConfig], Engine]
 
 
-class Undone(Refusal):  # what happened, not what is wrong
+class Undone(CommandRefused):  # what happened, not what is wrong
     """A change of layout that failed and was taken back; `engine` goes on as the one before did."""
 
     def __init__(self, engine: Engine, message: str) -> None:
@@ -68,9 +68,9 @@ def rebuild(
         engine.save_checkpoint(place, _TAG, verify=False)
         engine.destroy(keep_parameters=False)
         try:
-            made = together(Bare(control), lambda: _build_from(place, config, build))
-        except Parted as parted:
-            made = together(Bare(control), lambda: _build_from(place, before, build))
+            made = together(ControlGroup(control), lambda: _build_from(place, config, build))
+        except RanksDiverged as parted:
+            made = together(ControlGroup(control), lambda: _build_from(place, before, build))
             raise Undone(made, f"{parted}; the run goes on under {made.layout} as before") from None
     release_freed_memory(made.world.device)
     return made, through

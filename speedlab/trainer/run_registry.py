@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from speedlab.comm import Group, Traffic, join, leave
+from speedlab.comm import CommStats, Group, join, leave
 from speedlab.config import ConfigError
 from speedlab.models import generate as generate_tokens
 from speedlab.telemetry.checkpoint_index import newest
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.run_folder import RunFolder, RunFolderError
-from speedlab.trainer.cell_runner import Cells
-from speedlab.trainer.collective_errors import Parted, Refusal, agreed
+from speedlab.trainer.cell_runner import CellRunner
+from speedlab.trainer.collective_errors import CommandRefused, RanksDiverged, agreed
 from speedlab.trainer.trainer import Trainer
 from speedlab.trainer.training_run import OwnModel
 
@@ -43,11 +43,13 @@ def _gradients_on() -> Iterator[None]:
 
 
 @_gradients_on()
-def advance(folder: str | os.PathLike[str], own_model: OwnModel | None = None, *, cells: Cells | None = None) -> str:
+def advance(
+    folder: str | os.PathLike[str], own_model: OwnModel | None = None, *, cells: CellRunner | None = None
+) -> str:
     """Bring a run forward on this rank, until it pauses or ends; returns its state. Called on all ranks by the
     cluster."""
     world = join()
-    everywhere = Group(range(world.size), Traffic(), world.device, channel="control")
+    everywhere = Group(range(world.size), CommStats(), world.device, channel="control")
     run = agreed(everywhere, lambda: _known(folder))
     trainer = _trainers.get(run.path)
     if all(everywhere.collect(trainer is not None and trainer.training.whole)):
@@ -123,12 +125,14 @@ def release() -> None:
         _trainers.pop(path).close()
 
 
-def _build(run: RunFolder, own_model: OwnModel | None, cells: Cells | None, everywhere: Group) -> Trainer:
+def _build(run: RunFolder, own_model: OwnModel | None, cells: CellRunner | None, everywhere: Group) -> Trainer:
     try:
         _make_room(run, everywhere)
         return Trainer(run, own_model, cells)
     except BaseException as error:
-        if not isinstance(error, Refusal | Parted):  # These come to all ranks; else no rank shall wait for this one.
+        if not isinstance(
+            error, CommandRefused | RanksDiverged
+        ):  # These come to all ranks; else no rank shall wait for this one.
             leave(failed=True)
         # Nothing was trained: the folder says why.
         state, text = RunState.FAILED, f"{type(error).__name__}: {error}"
@@ -148,7 +152,7 @@ def generate(
         trainer.reconnect()
         return _write(trainer, prompt, tokens, temperature, seed)
     except BaseException as error:
-        if not isinstance(error, Refusal):
+        if not isinstance(error, CommandRefused):
             trainer.training.disconnect()
         raise
 
@@ -159,7 +163,7 @@ def _refuse_without_logits(trainer: Trainer) -> None:
     try:
         inspect.signature(module.forward).bind(None)
     except TypeError as error:
-        raise Refusal(
+        raise CommandRefused(
             f"{trainer.folder.name}: to generate, {type(module).__name__}.forward(tokens) has to give an output with "
             f".logits, (B, T, V): {error}"
         ) from None
@@ -168,13 +172,13 @@ def _refuse_without_logits(trainer: Trainer) -> None:
 def _held_by_all(folder: str | os.PathLike[str]) -> Trainer:
     """What this rank holds of a run. Collective. Raises Refusal when a rank does not hold it, or not whole."""
     world = join()
-    everywhere = Group(range(world.size), Traffic(), world.device, channel="control")
+    everywhere = Group(range(world.size), CommStats(), world.device, channel="control")
     run = agreed(everywhere, lambda: RunFolder(folder))
     trainer = _trainers.get(run.path)
     holding = everywhere.collect(trainer is not None and trainer.training.whole)
     if trainer is None or not all(holding):
         without = ", ".join(str(rank) for rank, held in enumerate(holding) if not held)
-        raise Refusal(f"{run.name}: the engine of rank {without} does not hold the run; resume it first")
+        raise CommandRefused(f"{run.name}: the engine of rank {without} does not hold the run; resume it first")
     return trainer
 
 

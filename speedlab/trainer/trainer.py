@@ -21,9 +21,9 @@ from speedlab.optim.lr_schedule import follow_schedule
 from speedlab.telemetry.checkpoint_index import newest, step_of
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.run_folder import TOKENIZER, UNSUPERVISED, RunFolder, RunFolderError
-from speedlab.trainer.cell_runner import Cells
-from speedlab.trainer.collective_errors import Parted, Refusal, agreed, together
-from speedlab.trainer.commands import carry_out_pending, refuse_overtaken, save
+from speedlab.trainer.cell_runner import CellRunner
+from speedlab.trainer.collective_errors import CommandRefused, RanksDiverged, agreed, together
+from speedlab.trainer.commands import refuse_overtaken, run_pending_commands, save
 from speedlab.trainer.diagnostics import first_non_finite
 from speedlab.trainer.health import SlowDisk, Supervised
 from speedlab.trainer.live_cells import CutOff
@@ -124,7 +124,7 @@ class Loop:
         folder = training.folder.path / "checkpoints"
         try:
             together(training, lambda: training.engine.save_checkpoint(folder, wait=False))
-        except Parted as parted:
+        except RanksDiverged as parted:
             self._reporter.event("warning", f"checkpoint: {parted}")  # A full disk must not cost the run.
             return
         self._saving = training.engine.saving
@@ -158,7 +158,7 @@ _STARTS_AS = {state: state for state in (RunState.RUNNING, RunState.FINISHED, Ru
 class Trainer:
     """One rank's part of a run."""
 
-    def __init__(self, folder: RunFolder, own_model: OwnModel | None, cells: Cells | None = None) -> None:
+    def __init__(self, folder: RunFolder, own_model: OwnModel | None, cells: CellRunner | None = None) -> None:
         """Collective."""
         self.folder = folder
         self.training = Training(folder, own_model, cells)
@@ -182,10 +182,10 @@ class Trainer:
                     self._start()
                 else:
                     self._heed_status()
-                carry_out_pending(training, self.reporter)
+                run_pending_commands(training, self.reporter)
                 while training.state is RunState.RUNNING:
                     if self._loop.step():
-                        carry_out_pending(training, self.reporter)
+                        run_pending_commands(training, self.reporter)
                 self._loop.report_saving(wait=True)
                 training.engine.finish_update()  # Whoever has the run now may look at its parameters.
                 refuse_overtaken(training, self.reporter)
@@ -215,7 +215,7 @@ class Trainer:
         kept = self._newest()
         if kept is None:
             training.state = RunState.FAILED
-            raise Refusal(
+            raise CommandRefused(
                 f"the ranks were interrupted in the middle of an update and stand at steps {[s for s, *_ in steps]}; "
                 "there is no checkpoint to go back to: start the run again, with checkpoint.every_steps set"
             )
@@ -243,7 +243,7 @@ class Trainer:
         """Join the world anew; whether all ranks stand at one step, and be it a checkpoint's. Collective."""
         try:
             self.reconnect()
-        except Refusal:
+        except CommandRefused:
             return False
         return True
 
@@ -255,8 +255,8 @@ class Trainer:
         tell()
         try:
             answer = together(training, agreed(training.control, lambda: save(training)))
-        except Parted as parted:
-            raise Refusal(
+        except RanksDiverged as parted:
+            raise CommandRefused(
                 f"run {self.folder.name!r} is paused at step {step}, which no checkpoint holds, and cannot be saved to "
                 f"make room for another run: {parted}; its stop() gives it up"
             ) from parted
@@ -315,7 +315,7 @@ class Trainer:
         self.training.state = RunState.PAUSED if paused else RunState.FAILED
         if isinstance(error, NonFiniteError):
             self._explain_non_finite(error)
-        elif not isinstance(error, Refusal | Parted):  # These come to all ranks, which are connected.
+        elif not isinstance(error, CommandRefused | RanksDiverged):  # These come to all ranks, which are connected.
             self.training.disconnect()
         # What went wrong may be that nothing can be written; the cluster then tells of the error itself.
         with suppress(OSError, RunFolderError):

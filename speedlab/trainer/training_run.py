@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speedlab.comm import Group, Traffic, World, join, leave
+from speedlab.comm import CommStats, Group, World, join, leave
 from speedlab.config import ConfigError, RunConfig
 from speedlab.config.layout_rules import padded_length, padding_words
 from speedlab.config.validation import partition_words
@@ -24,8 +24,8 @@ from speedlab.planner.memory.offload import offload_words
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.run_folder import RunFolder
 from speedlab.telemetry.run_shape import differences, present_config
-from speedlab.trainer.cell_runner import Cells
-from speedlab.trainer.collective_errors import Bare, agreed, together
+from speedlab.trainer.cell_runner import CellRunner
+from speedlab.trainer.collective_errors import ControlGroup, agreed, together
 from speedlab.trainer.first_batch_proof import FirstBatch
 from speedlab.trainer.fit_check import held_now, refuse_what_does_not_fit
 from speedlab.trainer.interrupts import Interruption
@@ -39,12 +39,12 @@ OwnModel = Callable[[], Mapping[str, Any]]
 class Training:
     """A run as it is built on this rank. The loop moves it on, control words change it, reports tell of it."""
 
-    def __init__(self, folder: RunFolder, own_model: OwnModel | None, cells: Cells | None = None) -> None:
+    def __init__(self, folder: RunFolder, own_model: OwnModel | None, cells: CellRunner | None = None) -> None:
         """Collective. Without an `own_model`, or where it has no model, the GPT of the configuration is trained.
         `cells`: what runs a person's cells between two steps; without it there are none."""
         self.folder, self._own_model, self.cells = folder, own_model, cells
         self.world: World = join()
-        self.control = Group(range(self.world.size), Traffic(), self.world.device, channel="control")
+        self.control = Group(range(self.world.size), CommStats(), self.world.device, channel="control")
         self._given = agreed(self.control, self._read_own_model)
         """What the first engine is built of; every later one gets it made anew."""
         self.built_in = "model" not in self._given
@@ -53,7 +53,7 @@ class Training:
         self.corpus: Corpus = agreed(self.control, self._prepare_data)
         self.train_rows = Sampler(self.corpus.train, self.config.data.sequence_length, self.config.seed)
         self.heldout_rows = Sampler(self.corpus.heldout, self.config.data.sequence_length, self.config.seed)
-        self.engine: Engine = together(Bare(self.control), lambda: self._build(self.config))
+        self.engine: Engine = together(ControlGroup(self.control), lambda: self._build(self.config))
         self.parameters = self._count_parameters()
         """Of the whole model."""
         self.flops_per_token = self._flops_per_token()

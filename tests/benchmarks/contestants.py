@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from speedlab.calibrate.table import missing
 from speedlab.comm.shared import BACKEND, register
 from speedlab.config import PrecisionConfig
-from speedlab.engine.kernels import OwnKernels
+from speedlab.engine.kernels import CpuKernelOverrides
 from speedlab.models import GPT
 from tests.benchmarks.contest import AS_INSTALLED, COMPRESSED, KEPT, ON_KERNELS, let_onednn_multiply
 from tests.benchmarks.workload import LEARNING_RATE, MICRO_BATCH, batch, model_of
@@ -108,7 +108,7 @@ def _alone(model: nn.Module, dtype: torch.dtype, *, kernels: bool) -> Step:
     """The no-communication limit: as many independent processes, each with the whole model. `kernels`: whose products
     and attention are those of our engine."""
     model = model.to(dtype)
-    own = OwnKernels([model], PrecisionConfig(), torch.device("cpu"), dtype) if kernels else None
+    own = CpuKernelOverrides([model], PrecisionConfig(), torch.device("cpu"), dtype) if kernels else None
     masters = _Masters(list(model.parameters()))
 
     def step(tokens: Tensor, targets: Tensor) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from speedlab.calibrate.interleave import row, take_turns
 from speedlab.calibrate.rank_processes import RankSet
-from speedlab.calibrate.table import Row, report
+from speedlab.calibrate.table import BenchRow, report
 from speedlab.config.cli_options import read_options
 from tests.benchmarks import long_sides
 from tests.benchmarks.long import Line, say
@@ -79,7 +79,7 @@ def _sides(cp: int) -> dict[str, Side]:
     }
 
 
-def _timed(options: Options, dtype: str) -> list[Row]:
+def _timed(options: Options, dtype: str) -> list[BenchRow]:
     model, one = _model(options, dtype, options.layers), Side(name=_ONE, threads=options.ranks, keeps_freed=True)
     sides = {_ONE: one} | {name: side.keeping() for name, side in _sides(options.ranks).items()}
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def _timed(options: Options, dtype: str) -> list[Row]:
     ]
 
 
-def _longest(options: Options, dtype: str) -> list[Row]:
+def _longest(options: Options, dtype: str) -> list[BenchRow]:
     model, found = _model(options, dtype, options.deep), {}
     for name, side in ({_ONE: Side(name=_ONE)} | _sides(options.spread)).items():
         with ExitStack() as stack:
@@ -108,7 +108,7 @@ def _longest(options: Options, dtype: str) -> list[Row]:
         found[name] = line.longest(options.limit_gib * _GIB)
         say(f"{dtype}, {name}: {found[name]:,} tokens by {line.per_token / 1024:.2f} KiB a token")
     return [
-        Row(
+        BenchRow(
             case=f"{dtype}: longest in {options.limit_gib:g} GiB a rank, {name}",
             ours=float(tokens),
             unit="tokens",

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from speedlab.calibrate.interleave import Times, row, take_turns
 from speedlab.calibrate.rank_processes import changed_environment
-from speedlab.calibrate.table import Row, report
+from speedlab.calibrate.table import BenchRow, report
 from speedlab.config import ConfigError
 from speedlab.config.cli_options import read_options
 from speedlab.network import LinkRate
@@ -63,13 +63,13 @@ def main(argv: list[str] | None = None) -> None:
     if missing := missing_for_lab() or missing_for("ssh"):
         print(f"bench hosts: {missing}", file=sys.stderr)
         sys.exit(2)
-    measures: dict[str, Callable[[int], Iterator[tuple[Row, str]]]] = {
+    measures: dict[str, Callable[[int], Iterator[tuple[BenchRow, str]]]] = {
         "start": _starts,
         "register": _registering,
         "steps": partial(_steps, steps=options.steps),
         "recovery": _recoveries,
     }
-    found: list[tuple[Row, str]] = []
+    found: list[tuple[BenchRow, str]] = []
     # Hosts import what this process does.
     with changed_environment({"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}):
         for part in PARTS:
@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> None:
     print("\n".join(told for _, told in found if told))
 
 
-def _starts(rounds: int) -> Iterator[tuple[Row, str]]:
+def _starts(rounds: int) -> Iterator[tuple[BenchRow, str]]:
     with Lab(2) as lab:
         settings = start_sshd(lab)
         ways: dict[str, Callable[[], float]] = {
@@ -103,7 +103,7 @@ def _starts(rounds: int) -> Iterator[tuple[Row, str]]:
         yield found, _told(f"start over {name}, times one host's", ratio, _GOALS["start"])
 
 
-def _registering(rounds: int) -> Iterator[tuple[Row, str]]:
+def _registering(rounds: int) -> Iterator[tuple[BenchRow, str]]:
     del rounds  # Once: what they import was read from the disk by then.
     with Lab(2) as lab:
         seconds = time_registering(lab, start_sshd(lab), _REGISTERED)
@@ -111,13 +111,13 @@ def _registering(rounds: int) -> Iterator[tuple[Row, str]]:
     yield _seconds(case, {case: [seconds]}, case), _told(f"{case}, seconds", seconds, _GOALS["register"])
 
 
-def _steps(rounds: int, *, steps: int) -> Iterator[tuple[Row, str]]:
+def _steps(rounds: int, *, steps: int) -> Iterator[tuple[BenchRow, str]]:
     for name, link, times in time_steps(_ARRANGEMENTS, _LINKS, rounds, steps):
         (case,) = times
         yield row(f"step, {case}, {name}, {link}", times, own=case), ""
 
 
-def _recoveries(rounds: int) -> Iterator[tuple[Row, str]]:
+def _recoveries(rounds: int) -> Iterator[tuple[BenchRow, str]]:
     killed, cut = "engine killed: run goes on", "host cut off: named"
     on, back = "host cut off: a new step on the other", "host back: a new step on both"
     seconds = time_recovery(rounds)
@@ -133,7 +133,7 @@ def _recoveries(rounds: int) -> Iterator[tuple[Row, str]]:
     yield _seconds(back, {back: [loss.grown_seconds for loss in losses]}, back), ""
 
 
-def _seconds(case: str, times: Times, own: str, peer: str = "") -> Row:
+def _seconds(case: str, times: Times, own: str, peer: str = "") -> BenchRow:
     return row(case, times, own=own, peer=peer, unit="s", value=lambda seconds: seconds)
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from speedlab.calibrate.interleave import row, take_turns
 from speedlab.calibrate.rank_processes import RankSet
-from speedlab.calibrate.table import Row, report
+from speedlab.calibrate.table import BenchRow, report
 from speedlab.config.cli_options import read_options
 from tests.benchmarks import long_sides
 from tests.benchmarks.long_sides import Model, Side
@@ -136,11 +136,11 @@ def main(argv: list[str] | None = None) -> None:
 # ---- what is told ----------------------------------------------------------------------------------------------------
 
 
-def rows(found: Found, limit_gib: float) -> list[Row]:
+def rows(found: Found, limit_gib: float) -> list[BenchRow]:
     """A row for each comparison; of lengths more is better, of times and of the exponent less."""
     own = found.longest[LONG.name]
     made = [
-        Row(
+        BenchRow(
             case=f"{found.dtype}: longest in {limit_gib:g} GiB",
             ours=float(own),
             unit="tokens",
@@ -157,7 +157,7 @@ def rows(found: Found, limit_gib: float) -> list[Row]:
     made.append(row(name, times, peer=DENSE.name, unit="s", value=lambda seconds: seconds))
     (short, _), (long, _) = found.growth[0], found.growth[-1]
     name = f"{found.dtype}: growth of a step's time, {short:,} to {long:,} tokens"
-    made.append(Row(case=name, ours=exponent(found.growth), unit="exponent", n=1))
+    made.append(BenchRow(case=name, ours=exponent(found.growth), unit="exponent", n=1))
     return made
 
 

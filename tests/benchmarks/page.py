@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from speedlab.calibrate.table import Row, report
+from speedlab.calibrate.table import BenchRow, report
 from speedlab.config.cli_options import read_options
 from speedlab.config.errors import ConfigError
 from speedlab.telemetry.records import RunState
@@ -84,8 +84,10 @@ def main(argv: list[str] | None = None) -> None:
             seconds, rate = first_loss()
             found["first loss"].append(seconds)
             frames.append(rate)
-    rows = [Row(case=what, ours=_median(values), unit=GOALS[what][0], n=len(values)) for what, values in found.items()]
-    rows += [Row(case="frames", ours=_median(frames), unit="1/s", n=len(frames))] if frames else []
+    rows = [
+        BenchRow(case=what, ours=_median(values), unit=GOALS[what][0], n=len(values)) for what, values in found.items()
+    ]
+    rows += [BenchRow(case="frames", ours=_median(frames), unit="1/s", n=len(frames))] if frames else []
     report(rows, options.json)
     for row in rows:
         good = row.ours >= FRAMES if row.case == "frames" else row.ours <= GOALS[row.case][1]

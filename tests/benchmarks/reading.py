@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speedlab.calibrate.table import Row, report
+from speedlab.calibrate.table import BenchRow, report
 from speedlab.config import RunConfig
 from speedlab.config.cli_options import read_options
 from speedlab.telemetry.records import PHASES, Event, Ledger, StepRecord
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         command = [sys.executable, "-m", "tests.benchmarks.reading", *arguments]
         found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=600).stdout)
     rows = [
-        Row(case=f"{what}: {options.ranks} ranks × {options.steps:,} steps", ours=value, unit=unit, n=count)
+        BenchRow(case=f"{what}: {options.ranks} ranks × {options.steps:,} steps", ours=value, unit=unit, n=count)
         for what, unit, value, count in (
             ("open", "s", found["open"], 1),
             ("memory", "MB", found["memory"], 1),

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 from speedlab.calibrate.rank_processes import run_on_ranks
-from speedlab.calibrate.table import Row, report
+from speedlab.calibrate.table import BenchRow, report
 from speedlab.config import RunConfig
 from speedlab.config.cli_options import read_options
 from speedlab.telemetry.run_folder import RunFolder
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         recording, total = run_on_ranks(_measure, options.ranks, str(run.path))
     shares = [own / whole for own, whole in zip(recording[5:], total[5:], strict=True)]
     milliseconds = [own * 1e3 for own in recording[5:]]
-    row = Row(
+    row = BenchRow(
         case=f"recording a step, {options.ranks} ranks",
         ours=statistics.median(milliseconds),
         unit="ms",

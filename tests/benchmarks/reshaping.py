@@ -58,7 +58,7 @@ def _measure(folder: str, rounds: int) -> dict[str, list[float]]:
     import torch
 
     import speedlab
-    from speedlab.comm import Group, Traffic
+    from speedlab.comm import CommStats, Group
     from speedlab.config import RunConfig
     from speedlab.engine import Engine
     from speedlab.models import GPT
@@ -78,7 +78,7 @@ def _measure(folder: str, rounds: int) -> dict[str, list[float]]:
     engine = build(config)
     step(engine)  # Moments exist from the first step on.
     world = engine.world
-    control = Group(range(world.size), Traffic(), world.device, channel="control")
+    control = Group(range(world.size), CommStats(), world.device, channel="control")
     times: dict[str, list[float]] = {}
     for round_ in range(-1, rounds):  # The first one is for warming up.
         for change in _WAY:

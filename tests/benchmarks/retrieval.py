@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from speedlab.calibrate.rank_processes import RankSet
-from speedlab.calibrate.table import Row, report
+from speedlab.calibrate.table import BenchRow, report
 from speedlab.config import AttentionConfig, DataConfig, ModelConfig
 from speedlab.config.cli_options import read_options
 from speedlab.data import Sampler, Task, prepare
 from speedlab.models import GPT
-from speedlab.models.gpt import Block, Positions, SparseAttend
+from speedlab.models.gpt import GPTBlock, Positions, SparseAttend
 
 DENSE, SPARSE = "dense", "sparse"
 GOALS = {"points": 2.0, "percent": 2.0}
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     print("\n".join(map(told, found)))
 
 
-def told(row: Row) -> str:
+def told(row: BenchRow) -> str:
     """By how much the sparse side is worse, and whether the goal is met: by answers only where dense attention has
     learned the task."""
     assert row.peer is not None  # All have one.
@@ -165,7 +165,7 @@ def pattern(run: int) -> AttentionConfig:
 # ---- what is measured ------------------------------------------------------------------------------------------------
 
 
-def measured(options: Options) -> list[Row]:
+def measured(options: Options) -> list[BenchRow]:
     """A row of retrieval and, where there are steps on it, one of text."""
     case = f"retrieval at {options.length:,} tokens, runs of {options.window}"
     accuracies = _beside(retrieve, options)
@@ -224,9 +224,9 @@ def _name(sparse: bool) -> str:
     return SPARSE if sparse else DENSE
 
 
-def _row(case: str, unit: str, values: dict[str, list[float]], ratios: list[float]) -> Row:
+def _row(case: str, unit: str, values: dict[str, list[float]], ratios: list[float]) -> BenchRow:
     own, peer = values[SPARSE], values[DENSE]
-    return Row(
+    return BenchRow(
         case=case,
         ours=statistics.mean(own),
         unit=unit,
@@ -261,7 +261,7 @@ def learn(options: Options, seed: int, *, sparse: bool) -> GPT:
 def see(model: GPT, attention: AttentionConfig) -> None:
     """From now on the model sees by this pattern; its weights stay."""
     for block in model.blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, GPTBlock)
         block.attention.attend = SparseAttend(attention)
 
 

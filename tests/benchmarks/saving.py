@@ -20,7 +20,7 @@ from typing import Any
 
 from speedlab.calibrate.interleave import Times, row, take_turns
 from speedlab.calibrate.rank_processes import run_on_ranks
-from speedlab.calibrate.table import Row, report
+from speedlab.calibrate.table import BenchRow, report
 from speedlab.config.cli_options import read_options
 
 _SAMPLE_SECONDS = 0.0005
@@ -45,7 +45,7 @@ class Options:
 
 def main(argv: list[str] | None = None) -> None:
     options = read_options(Options, argv, "python -m tests.benchmarks saving")
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     for ranks in options.ranks:
         print(f"{ranks} ranks ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
@@ -154,7 +154,7 @@ def _anonymous_bytes() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
-def _rows(case: str, times: Times, facts: dict[str, int]) -> list[Row]:
+def _rows(case: str, times: Times, facts: dict[str, int]) -> list[BenchRow]:
     megabytes = facts["bytes"] / 1e6
 
     def speed(seconds: float) -> float:
@@ -165,7 +165,7 @@ def _rows(case: str, times: Times, facts: dict[str, int]) -> list[Row]:
         row(f"save, {what}", times, own="save", peer="plain write", unit="MB/s", value=speed),
         row(f"stall of a save in the background, {what}", times, own="stall", peer="copy"),
         row(f"load, hashed, {case}", times, own="load", unit="MB/s", value=speed),
-        Row(
+        BenchRow(
             case=f"memory that loading takes, {case}",
             ours=facts["load"] / 2**20,
             unit="MiB",

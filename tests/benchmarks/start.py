@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speedlab.calibrate.interleave import Times, row, take_turns
-from speedlab.calibrate.table import Row, report
+from speedlab.calibrate.table import BenchRow, report
 from speedlab.cluster import Cluster
 from speedlab.config.cli_options import read_options
 
@@ -71,7 +71,7 @@ def _import(processes: int) -> float:
     return time.perf_counter() - begun
 
 
-def _rows(sizes: tuple[int, ...], times: Times) -> list[Row]:
+def _rows(sizes: tuple[int, ...], times: Times) -> list[BenchRow]:
     return [
         row(
             f"start of {engines} engines",

@@ -22,7 +22,7 @@ import tyro
 
 from speedlab.calibrate.interleave import Times, row
 from speedlab.calibrate.rank_processes import KEPT_MEMORY, RankSet
-from speedlab.calibrate.table import Row, missing, report
+from speedlab.calibrate.table import BenchRow, missing, report
 from speedlab.config.cli_options import read_options
 from tests.benchmarks import layouts
 from tests.benchmarks.contest import AS_INSTALLED, BEFORE, COMPRESSED, KEPT, ON_KERNELS, Contestant, hold, project_at
@@ -62,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
     for peer in missing():
         print(f"not installed, left out: {peer} (make bench installs it)", file=sys.stderr)
     wanted = _wanted(options)
-    rows: list[Row] = []
+    rows: list[BenchRow] = []
     for dtype in options.dtypes:
         print(
             f"{dtype}: {options.ranks} ranks, {options.rounds} rounds of {options.steps} steps",
@@ -124,7 +124,7 @@ def _allocator(name: str) -> str:
     return AS_INSTALLED if name.endswith(AS_INSTALLED) else KEPT
 
 
-def _layout_rows(dtype: str, options: Options, against: Path | None) -> list[Row]:
+def _layout_rows(dtype: str, options: Options, against: Path | None) -> list[BenchRow]:
     rows = []
     for name in options.layout:
         ranks = layouts.LAYOUTS[name].world_size
@@ -152,7 +152,7 @@ _PEERS = {
 """The peers that hold the same states where we do; FSDP2 is shown beside every stage."""
 
 
-def _rows(dtype: str, ranks: int, seconds: Times) -> list[Row]:
+def _rows(dtype: str, ranks: int, seconds: Times) -> list[BenchRow]:
     from tests.benchmarks.workload import MICRO_BATCH, SEQUENCE
 
     rows = []
@@ -172,7 +172,7 @@ def _rows(dtype: str, ranks: int, seconds: Times) -> list[Row]:
     return rows
 
 
-def _row(case: str, tokens: int, seconds: Times, name: str, peer: str = "") -> Row:
+def _row(case: str, tokens: int, seconds: Times, name: str, peer: str = "") -> BenchRow:
     """`tokens`: of one step over all ranks."""
     return row(
         f"{case} {name}",

@@ -18,7 +18,7 @@ from speedlab_server.run_registry import run_id
 from telemetry_samples import make_event, make_folder, make_record
 from test_ending import WaitingSupervisor, served
 
-from speedlab.cluster.files.cluster_dir import Home
+from speedlab.cluster.files.cluster_dir import ClusterDir
 from speedlab.telemetry.records import Ledger, RunState
 from speedlab.telemetry.run_folder import Status, find_runs
 
@@ -275,7 +275,7 @@ def test_nothing_of_ours_is_a_serious_problem_for_who_cannot_see_or_use_a_mouse(
 def test_a_place_in_a_queue_is_shown_and_given_up(page: Any, lab: Any, runs: Path, monkeypatch: Any) -> None:
     """Through a real server and the supervisors' protocol; the supervisor itself is made up."""
     monkeypatch.setenv("IPYTHONDIR", lab.environment["IPYTHONDIR"])
-    home = Home("slurm-81")
+    home = ClusterDir("slurm-81")
     home.create("a token")
     server = served(home, supervisor := WaitingSupervisor())
     try:

@@ -8,23 +8,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from speedlab.comm import Traffic
-from speedlab.offload import DiskStore, HostStore, Store
+from speedlab.comm import CommStats
+from speedlab.offload import DiskStore, HostStore, StateStore
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="this torch has no CUDA device"),
 ]
 
-STORES: dict[str, Callable[[Path, torch.device], Store]] = {
-    "host": lambda folder, device: HostStore(Traffic(), device),
-    "disk": lambda folder, device: DiskStore(folder, rank=0, traffic=Traffic(), device=device),
+STORES: dict[str, Callable[[Path, torch.device], StateStore]] = {
+    "host": lambda folder, device: HostStore(CommStats(), device),
+    "disk": lambda folder, device: DiskStore(folder, rank=0, traffic=CommStats(), device=device),
 }
 
 
 @pytest.mark.parametrize("make", STORES.values(), ids=STORES.keys())
 @pytest.mark.parametrize("numel", [1, 1_000_003])
-def test_device_tensors_go_and_come(make: Callable[..., Store], numel: int, tmp_path: Path) -> None:
+def test_device_tensors_go_and_come(make: Callable[..., StateStore], numel: int, tmp_path: Path) -> None:
     device = torch.device("cuda")
     store = make(tmp_path, device)
     try:

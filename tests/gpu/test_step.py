@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import speedlab
 from cuda_ops import gpu
-from speedlab.comm import Group, Traffic, join
+from speedlab.comm import CommStats, Group, join
 from speedlab.config import ModelConfig
 from speedlab.engine.engine import Engine
 from speedlab.models import GPT
@@ -124,4 +124,4 @@ def test_memory_comes_back(engine) -> None:
 def test_a_barrier_holds_the_host() -> None:
     """Of one rank there is nothing to wait for, and it must not fail."""
     world = join()
-    Group([0], Traffic(), world.device).barrier()
+    Group([0], CommStats(), world.device).barrier()

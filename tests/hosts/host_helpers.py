@@ -19,7 +19,7 @@ import speedlab.cluster.files.processes as processes
 import speedlab.cluster.launch.start as start
 from speedlab.cluster import Cluster
 from speedlab.cluster.agents.pool import Agents, start_agents
-from speedlab.cluster.files.cluster_dir import EngineEntry, Home
+from speedlab.cluster.files.cluster_dir import ClusterDir, EngineEntry
 from speedlab.cluster.launch.backends import launching_for
 from speedlab.cluster.launch.host_specs import Spec, parse_hosts
 from speedlab.cluster.launch.rendezvous import controller_address
@@ -96,7 +96,7 @@ class Login:
 
     def __init__(self, lab: Lab, spec: Spec) -> None:
         self.lab, self.spec, self.token = lab, spec, secrets.token_hex(16)
-        self.home = Home("over-hosts")
+        self.home = ClusterDir("over-hosts")
         self.home.create(self.token)
         environment = {
             **os.environ,

@@ -14,7 +14,7 @@ from host_helpers import SECONDS, await_true, cluster_over
 from person import Person
 
 from speedlab.cluster import Cluster, RankError, RankResults
-from speedlab.cluster.debug.connection import Door
+from speedlab.cluster.debug.connection import DebugServer
 from speedlab.cluster.debug.post_mortem import debug
 from speedlab.cluster.files.processes import TOKEN
 from tests.benchmarks.lab import Lab
@@ -43,7 +43,7 @@ def cluster(settings: Path, lab: Lab) -> Iterator[Cluster]:
 
 def in_front_of(cluster: Cluster, code: str, person: Person) -> RankResults:
     """The cell's results, once it is done, with a person who is asked."""
-    with Door(cluster.directory, "cell", ask=person) as door:
+    with DebugServer(cluster.directory, "cell", ask=person) as door:
         results = cluster.execute(code, door="cell")
         deadline = time.monotonic() + SECONDS
         while not results.wait(0.02):

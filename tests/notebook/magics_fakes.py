@@ -18,7 +18,7 @@ from speedlab_notebook import load_ipython_extension, unload_ipython_extension
 from traitlets.config import Config
 
 from speedlab.cluster import ClusterError, EngineStatus, RankError, RemoteFailure
-from speedlab.cluster.debug.connection import door_path
+from speedlab.cluster.debug.connection import server_path
 from speedlab.cluster.errors import name_ranks
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
@@ -129,7 +129,7 @@ class FakeCluster:
 
     def execute(self, code: str, *, ranks: list[int] | None = None, shown: bool = False, door: str = "") -> FakeResults:
         assert shown
-        assert not door or door_path(self.directory, door).exists()
+        assert not door or server_path(self.directory, door).exists()
         self.doors.append(door)
         if ranks and max(ranks) > 1:
             raise ClusterError(f"there is no {name_ranks(ranks)}; cluster {self.name!r} has ranks 0–1")

@@ -16,7 +16,7 @@ from cluster_helpers import backend, break_a_deadlock, is_gone, wait_for
 import speedlab.cluster.cluster as cluster_file
 from speedlab.cluster import Cluster, ClusterError, RankError
 from speedlab.cluster.files import processes
-from speedlab.cluster.files.cluster_dir import Home, running_clusters
+from speedlab.cluster.files.cluster_dir import ClusterDir, running_clusters
 
 START_AND_DIE = """
 import os, signal, speedlab
@@ -81,7 +81,7 @@ def test_two_clusters_side_by_side_and_a_dead_controller() -> None:
         assert first.execute("side").result() == ["'left'"]
 
         engine = first.status()[0].pid
-        state = Home("left").read()
+        state = ClusterDir("left").read()
         assert state is not None
         results = first.submit(time.sleep, 60)
         os.kill(state.controller_pid, signal.SIGKILL)
@@ -106,7 +106,7 @@ def test_a_start_that_fails_shows_the_log_and_leaves_nothing(tmp_path: Path, mon
         Cluster(1, name="broken", device="cpu")
     wait_for(lambda: processes.marked(tokens[0]) == [])
     assert running_clusters() == []
-    assert not Home("broken").path.exists()
+    assert not ClusterDir("broken").path.exists()
 
 
 def test_the_backend_is_chosen_when_a_cluster_starts() -> None:

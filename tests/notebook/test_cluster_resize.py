@@ -65,7 +65,7 @@ def pids(cluster: Cluster) -> list[int]:
 
 def import_anew(token: str) -> None:
     """The next engine is forked off another process, which has to import everything."""
-    processes.end(processes.nurseries(token), patience_seconds=0.0)
+    processes.end(processes.fork_servers(token), patience_seconds=0.0)
 
 
 def token_of(cluster: Cluster) -> str:

@@ -15,7 +15,7 @@ from cluster_helpers import wait_for
 from panel_fakes import DEVICE, FakeRun, Fakes, html, offered, put, train
 from speedlab_notebook.panel.changes import changes, live_config
 from speedlab_notebook.panel.panel import Panel
-from speedlab_notebook.panel.run_control import Watch, answer_line
+from speedlab_notebook.panel.run_control import PollingThread, answer_line
 
 from speedlab.cluster import ClusterError, RankError, RemoteFailure
 from speedlab.cluster.known_runs import RunError
@@ -394,7 +394,7 @@ def test_a_watch_looks_again_when_it_is_started_again() -> None:
         seen.release()
         return looks.pop(0)
 
-    watch = Watch(look)
+    watch = PollingThread(look)
     watch.start()
     assert seen.acquire(timeout=10)
     watch.start()  # Wakes it from its minute.

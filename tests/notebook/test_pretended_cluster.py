@@ -27,9 +27,9 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster
 
 
 def pretended_here() -> str:
-    from speedlab.comm import own_line
+    from speedlab.comm import own_link
 
-    return str(own_line())
+    return str(own_link())
 
 
 @pytest.mark.timeout(180)

@@ -22,7 +22,7 @@ from cluster_helpers import is_gone, small_run, sum_over_ranks, wait_for
 
 from speedlab.cluster import Cluster, ClusterError, RankError, Run
 from speedlab.cluster.files import processes
-from speedlab.cluster.files.cluster_dir import Home
+from speedlab.cluster.files.cluster_dir import ClusterDir
 from speedlab.cluster.launch.environment import device_fields, rank_environment
 from speedlab.cluster.launch.placement import devices_for
 from speedlab.cluster.supervisor import protocol as m
@@ -371,7 +371,7 @@ def test_a_killed_controller_is_told_and_leaves_nothing(cluster: Cluster, tmp_pa
     run = cluster.train(config(tmp_path, "cut-off", steps=100 * STEPS))
     at_a_random_step(run, moment)
     everything = processes.marked(cluster.token)
-    state = Home(NAME).read()
+    state = ClusterDir(NAME).read()
     assert state is not None
     os.kill(state.controller_pid, signal.SIGKILL)
     with pytest.raises((RankError, ClusterError), match="controller of cluster 'test-supervised' has died"):

@@ -23,9 +23,9 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 import speedlab
-from speedlab.comm import Joined
+from speedlab.comm import MappedShards
 from speedlab.optim.errors import NonFiniteError
-from speedlab.parallel.zero.flat_param import Flat
+from speedlab.parallel.zero.flat_param import FlatParam
 
 Result = tuple[dict[str, Tensor], list[Tensor]]
 """Parameters at the end, and inputs' gradients by step (and rank)."""
@@ -381,17 +381,17 @@ def differences(seeds: list[int], stages: list[int]) -> list[str]:
         plan = graph(seed)
         wanted = _outcome(lambda plan=plan, seed=seed: train_plain(plan, seed, dist.get_world_size()))
         for stage in stages:
-            with patch.object(Flat, "release", filled_and_released):
+            with patch.object(FlatParam, "release", filled_and_released):
                 found = _outcome(lambda plan=plan, seed=seed, stage=stage: train_engine(plan, seed, stage))
             if problem := _problem(wanted, found):
                 wrong.append(f"graph({seed}) at stage {stage}: {problem}\n{plan}")
     return wrong
 
 
-def filled_and_released(flat: Flat, release: Callable[[Flat], None] = Flat.release) -> None:
+def filled_and_released(flat: FlatParam, release: Callable[[FlatParam], None] = FlatParam.release) -> None:
     """Release the flat; its memory is NaN, so that a read of it is seen."""
     with torch.no_grad():
-        if not isinstance(flat._coming, Joined):  # That one's memory is that of peers' shards.
+        if not isinstance(flat._coming, MappedShards):  # That one's memory is that of peers' shards.
             flat.full.fill_(math.nan)
     release(flat)
 

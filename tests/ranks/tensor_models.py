@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ranks import models
-from speedlab.comm import Group, Traffic
+from speedlab.comm import CommStats, Group
 from speedlab.config import ModelConfig
 from speedlab.layout import share_of
 from speedlab.models import GPT, generate
@@ -27,7 +27,7 @@ ROUNDING = 1e-8
 
 
 def group_of_all() -> Group:
-    return Group(range(dist.get_world_size()), Traffic(), torch.device("cpu"))
+    return Group(range(dist.get_world_size()), CommStats(), torch.device("cpu"))
 
 
 # ---- models and batches ----------------------------------------------------------------------------------------------

@@ -22,11 +22,11 @@ from ranks.conftest import PoolOf
 from ranks.runs import as_engine, new_run, own_rank
 from ranks.small_steps import step_of
 from ranks.tensor_models import gpt
-from speedlab.comm import Blocks, CodedSums, Group, PeerLost, Rails, Traffic, Transfer, join, leave
+from speedlab.comm import Blocks, CodedSums, CommStats, Group, HierarchicalGroups, PeerLost, Transfer, join, leave
 from speedlab.engine.engine import Engine
 from speedlab.parallel.pipeline.pipeline import Pipeline
-from speedlab.parallel.zero.all_gather import Gathers
-from speedlab.parallel.zero.reduce_scatter import Reductions
+from speedlab.parallel.zero.all_gather import UnshardScheduler
+from speedlab.parallel.zero.reduce_scatter import ReduceScheduler
 from speedlab.telemetry.run_folder import RunFolder
 from speedlab.trainer import run_registry
 
@@ -111,7 +111,7 @@ def begun(group: Group, kind: str, kept: list[Any]) -> Any:
         case "exchange":
             return group.start_exchange(whole, torch.empty_like(whole))
         case "coded":
-            rails = Rails(Group([dist.get_rank()], group.traffic, group.device), group, ((0, 1),))
+            rails = HierarchicalGroups(Group([dist.get_rank()], group.traffic, group.device), group, ((0, 1),))
             return CodedSums(group, rails, Blocks(8)).reduce_scatter(torch.ones(256 * size), torch.ones(256))
         case "sum":
             return SimpleNamespace(wait=lambda: group.sum(part))
@@ -127,13 +127,13 @@ def left_with_all_in_hand(folder: Path, kind: str) -> tuple[str, bool]:
     """Rank 1 leaves while an exchange is under way, another has failed, and all of them are kept, with the group, the
     error and its frames. Returns what rank 0 meets in the next exchange, and whether it is there within 5 seconds."""
     world, kept = join(), list[Any]()
-    group = Group(range(world.size), Traffic(), world.device)
+    group = Group(range(world.size), CommStats(), world.device)
     group.barrier()  # Rank 0, too, has all of its connections.
     for _ in range(2):
         kept.append(begun(group, kind, kept))
     if world.rank == 1:
         try:
-            with killed_in(Traffic, "waited"):
+            with killed_in(CommStats, "waited"):
                 kept[-1].wait()
         except Killed as error:
             kept.append(error)
@@ -175,7 +175,7 @@ def interrupted(seen: Path) -> Iterator[None]:
             waits(transfer)
             return
         seen.touch()
-        with patch.object(Traffic, "waited", side_effect=KeyboardInterrupt):
+        with patch.object(CommStats, "waited", side_effect=KeyboardInterrupt):
             waits(transfer)
 
     with patch.object(Transfer, "wait", wait):
@@ -207,10 +207,10 @@ def lost_and_again(folder: Path, config: dict[str, Any], where: str, backend: st
     last rank, after the ranks have met again; and of the next one, after another death."""
     rank, size = dist.get_rank(), dist.get_world_size()
     place, name = {
-        "gather": (Gathers, "require"),
-        "reduction": (Reductions, "advance"),
+        "gather": (UnshardScheduler, "require"),
+        "reduction": (ReduceScheduler, "advance"),
         "message": (Pipeline, "_arrived"),
-        "interrupt": (Gathers, "require"),
+        "interrupt": (UnshardScheduler, "require"),
     }[where]
 
     def dies(engine: Engine, which: str) -> str:

@@ -16,7 +16,7 @@ from ranks.conftest import PoolOf
 from speedlab.config import ModelConfig
 from speedlab.engine.checkpoint.manifest import read_manifest, sources_of
 from speedlab.engine.checkpoint.read import Files
-from speedlab.layout import Part
+from speedlab.layout import ShardRange
 from speedlab.models import GPT
 
 MODELS = {
@@ -116,7 +116,7 @@ def content(path: Path) -> dict[str, Tensor]:
             assert entry["scalars"]["step"] == 2
             for kind in entry["states"]:
                 states[f"{name}/{kind}"] = torch.full(entry["shape"], torch.nan)
-            parts: dict[Part | None, list[Any]] = {}
+            parts: dict[ShardRange | None, list[Any]] = {}
 
             for source in sources_of(entry):
                 parts.setdefault(source.stretch.part, []).append(source)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ranks.conftest import GLOO, PoolOf, on_both_backends
 from ranks.pool import Pool
-from speedlab.comm import Group, PeerLost, Traffic, join, leave
+from speedlab.comm import CommStats, Group, PeerLost, join, leave
 from speedlab.comm.transports.nccl import Exchanging
 from speedlab.network import free_port
 
@@ -23,7 +23,7 @@ SIZES = [0, 1, 5, 1000]
 
 
 def group(channel: str = "gather") -> Group:
-    return Group(list(range(dist.get_world_size())), Traffic(), torch.device("cpu"), channel=channel)
+    return Group(list(range(dist.get_world_size())), CommStats(), torch.device("cpu"), channel=channel)
 
 
 def values_of(rank: int, count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -257,7 +257,7 @@ def test_offered_shards_are_gathered_in_any_order(ranks: Pool) -> None:
 
 
 def count_traffic() -> tuple[dict[str, int], dict[str, float], int, dict[str, int]]:
-    traffic = Traffic()
+    traffic = CommStats()
     wires = Group(list(range(dist.get_world_size())), traffic, torch.device("cpu"))
     size = wires.size
     traffic.phase = "backward"
@@ -373,7 +373,7 @@ def join_alone() -> tuple[int, int, float]:
     """Without any variables a process is a world of its own."""
     leave()
     world = join()
-    total = Group([0], Traffic(), world.device).sum_scalars(torch.tensor([3.0])).item()
+    total = Group([0], CommStats(), world.device).sum_scalars(torch.tensor([3.0])).item()
     leave()
     return world.rank, world.size, total
 

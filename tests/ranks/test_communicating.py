@@ -18,8 +18,8 @@ from ranks.pool import Pool
 from ranks.small_steps import batch
 from ranks.tensor_models import gpt
 from speedlab.comm import Group
-from speedlab.optim.compressed_optimizer import Exchanged
-from speedlab.placement import Holders, Home
+from speedlab.optim.compressed_optimizer import ExchangedState
+from speedlab.placement import Replication, StatePlacement
 
 STEPS = 6
 RATES = {"lr": 0.05, "momentum": 0.9}
@@ -33,7 +33,7 @@ class Unfused(torch.optim.SGD):
 class PlainSums(Unfused):
     """SGD that sums plainly, from the third step on. It must do what the engine does."""
 
-    kept: ClassVar[Mapping[str, Home]] = {}
+    kept: ClassVar[Mapping[str, StatePlacement]] = {}
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -43,18 +43,18 @@ class PlainSums(Unfused):
     def communicates(self) -> bool:
         return self.updates >= 2
 
-    def prepare(self, flats: Sequence[Exchanged]) -> None:
+    def prepare(self, flats: Sequence[ExchangedState]) -> None:
         assert flats
         self.prepared += 1
 
-    def exchange(self, flats: Sequence[Exchanged], factor: float) -> None:
+    def exchange(self, flats: Sequence[ExchangedState], factor: float) -> None:
         self.exchanges += 1
         for gradient in (each.gradient for each in flats):
             assert gradient.own is not None
             gradient.group.all_reduce(gradient.own).wait()
             gradient.update.mul_(factor)
 
-    def updated(self, flats: Sequence[Exchanged], everyone: Group) -> None:
+    def updated(self, flats: Sequence[ExchangedState], everyone: Group) -> None:
         self.updates += 1
 
     def begin_anew(self) -> None:
@@ -67,13 +67,13 @@ class PlainSums(Unfused):
 class SignSums(PlainSums):
     """Each rank sends signs only; what that loses is kept, and sent in later steps."""
 
-    kept: ClassVar[Mapping[str, Home]] = {"error": Home(holders=Holders.OWN, form="float32")}
+    kept: ClassVar[Mapping[str, StatePlacement]] = {"error": StatePlacement(holders=Replication.OWN, form="float32")}
 
     @property
     def communicates(self) -> bool:
         return True
 
-    def exchange(self, flats: Sequence[Exchanged], factor: float) -> None:
+    def exchange(self, flats: Sequence[ExchangedState], factor: float) -> None:
         for gradient in (each.gradient for each in flats):
             assert gradient.own is not None
             gradient.own.copy_(signs(gradient.own * factor, gradient.kept["error"]))

@@ -21,7 +21,7 @@ from ranks.conftest import PoolOf
 from ranks.layout_cases import LayoutCase, gpt, masked_gpt, rounded_gpt, sparse_gpt, train_layout, train_layouts
 from ranks.loops import Trajectory, adamw, problems
 from ranks.test_layouts import BFLOAT16, FLOAT32, SCHEDULES, PlainOf, check
-from speedlab.comm import Group, Traffic
+from speedlab.comm import CommStats, Group
 from speedlab.config import AttentionConfig, ConfigError, ModelConfig, ParallelConfig, RunConfig
 from speedlab.config.attention import seen_blocks
 from speedlab.config.layout_rules import ring_needs
@@ -207,7 +207,7 @@ def test_a_sparse_ring_with_every_other_axis(pool_of: PoolOf, plain: PlainOf) ->
 def attend_in_ring(attention: AttentionConfig, lengths: tuple[int, ...], dtype: torch.dtype) -> list[tuple[Any, ...]]:
     """For each length: this rank's output and gradients, beside those of one process; bytes sent in each pass."""
     size, found = dist.get_world_size(), []
-    traffic = Traffic()
+    traffic = CommStats()
     ring = Group(range(size), traffic, torch.device("cpu"), channel="cp ring")
     for length in lengths:
         draw = torch.Generator().manual_seed(length)

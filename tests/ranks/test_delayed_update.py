@@ -30,7 +30,7 @@ from ranks.test_parity import BFLOAT16, FLOAT32
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout
 from speedlab.offload import OffloadError
-from speedlab.optim.delayed_update import LateUpdate
+from speedlab.optim.delayed_update import DelayedUpdate
 from speedlab.optim.fused import FusedAdamW
 
 PLACES = [
@@ -374,7 +374,10 @@ def test_an_interrupt_that_finds_a_step_waiting_for_an_update_leaves_both_whole(
     with engine_for(case) as engine:
         for step in range(4):
             if step == 2:
-                with patch.object(LateUpdate, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+                with (
+                    patch.object(DelayedUpdate, "wait", side_effect=KeyboardInterrupt),
+                    pytest.raises(KeyboardInterrupt),
+                ):
                     engine_step(engine, case, step)
                 assert (engine.updating, engine.partitioned_optimizer.late) == (False, 2)
                 engine.reconnect()

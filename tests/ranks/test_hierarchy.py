@@ -35,7 +35,7 @@ from ranks.test_shared_backend import (
     values,
 )
 from ranks.test_shared_torch import ddp, fsdp, hybrid, pipeline, tensor_parallel
-from speedlab.comm import Group, PeerLost, Traffic
+from speedlab.comm import CommStats, Group, PeerLost
 from speedlab.comm.shared import SharedGroup, SpanningGroup
 from speedlab.comm.transports.base import Transport
 
@@ -284,7 +284,7 @@ def test_world_that_loses_a_rank(twice_two: Pool) -> None:
 
 
 def transport() -> str:
-    wires = Group(list(range(4)), Traffic(), torch.device("cpu"))
+    wires = Group(list(range(4)), CommStats(), torch.device("cpu"))
     return type(wires.transport_of(wires.device)).__name__
 
 

@@ -182,15 +182,15 @@ def ends_badly() -> str:
     """The update is made, and the end of the step fails."""
     engine, *_ = speedlab.initialize(model=Breaks(), config={"batch": {}, "optimizer": {"in_backward": True}})
     engine.backward(engine(torch.ones(4)).sum())
-    sums = engine._step._sum_totals
+    sums = engine._step._reduce_step
 
     def fail(signals: Any) -> Any:
         raise ConnectionError("no totals")
 
-    engine._step._sum_totals = fail  # type: ignore[method-assign]
+    engine._step._reduce_step = fail  # type: ignore[method-assign]
     with pytest.raises(ConnectionError):
         engine.step()
-    engine._step._sum_totals = sums  # type: ignore[method-assign]
+    engine._step._reduce_step = sums  # type: ignore[method-assign]
     with pytest.raises(RuntimeError) as told:
         engine.backward(engine(torch.ones(4)).sum())
     return str(told.value)

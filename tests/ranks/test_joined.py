@@ -19,10 +19,10 @@ from ranks.loops import engine_for
 from ranks.pool import Pool
 from ranks.test_collectives import group, values_of
 from speedlab.comm import PeerLost
-from speedlab.comm.process_groups import Wires
+from speedlab.comm.process_groups import ProcessGroups
 from speedlab.comm.shared import mapped_shards as module
 from speedlab.comm.shared import sync_page as meeting_module
-from speedlab.comm.shared.mapped_shards import Joined
+from speedlab.comm.shared.mapped_shards import MappedShards
 from speedlab.comm.shared.shared_tensors import Arena, PeerMemory
 
 SIZES = [1, 5, 1000, 1024, 1500, 5000, 40_000]
@@ -36,7 +36,7 @@ class Case:
         self.group = group()
         self.count, self.dtype = count, dtype
         self.shard = self.group.empty(count, dtype, place=self.group.index * count)
-        self.joined = Joined(self.group.size * count, dtype, self.group.size)
+        self.joined = MappedShards(self.group.size * count, dtype, self.group.size)
         self.write(0)
 
     def write(self, seed: int) -> None:
@@ -45,8 +45,8 @@ class Case:
     def expected(self, seed: int) -> Tensor:
         return torch.cat([values_of(rank, self.count, self.dtype, seed=seed) for rank in range(self.group.size)])
 
-    def come(self) -> Tensor:
-        self.joined.come()
+    def materialize(self) -> Tensor:
+        self.joined.materialize()
         self.group.join(self.joined, self.shard).wait()
         return self.joined.tensor
 
@@ -64,8 +64,8 @@ def gather_twice(dtype_name: str) -> None:
         case = Case(count, getattr(torch, dtype_name))
         for seed in range(2):
             case.write(seed)
-            assert case.come().equal(case.expected(seed)), (count, seed)
-            case.joined.go()
+            assert case.materialize().equal(case.expected(seed)), (count, seed)
+            case.joined.free()
             case.wait_to_write()
         pages = (count - 1) * case.dtype.itemsize // 4096 - 1  # That surely are of one shard alone.
         assert pages < 1 or all(case.mapped), count
@@ -80,13 +80,13 @@ def test_values_come_and_change(ranks: Pool, dtype: str) -> None:
 def nothing_is_copied() -> None:
     """What an owner writes is seen by whoever has the whole: the same memory, but for the ends of the shards."""
     case = Case(40_000)
-    whole = case.come().view(case.group.size, -1)
+    whole = case.materialize().view(case.group.size, -1)
     dist.barrier()
     case.shard[20_000] = 77 + case.group.index
     dist.barrier()
     assert whole[:, 20_000].tolist() == [77 + rank for rank in range(case.group.size)]
     dist.barrier()
-    case.joined.go()
+    case.joined.free()
 
 
 def test_nothing_is_copied(two: Pool) -> None:
@@ -96,21 +96,21 @@ def test_nothing_is_copied(two: Pool) -> None:
 def what_is_written_here_stays_here(pagemap: bool) -> None:
     with mock.patch.object(module, "_pagemap", module._pagemap if pagemap else lambda: None):
         case = Case(40_000)
-        whole = case.come()
+        whole = case.materialize()
         whole.mul_(3)  # All ranks do, each with its own.
         dist.barrier()
         assert whole.equal(3 * case.expected(0))
         assert case.shard.equal(values_of(case.group.index, 40_000))
         dist.barrier()
-        case.joined.go()
-        assert case.come().equal(case.expected(0))
-        case.joined.go()
+        case.joined.free()
+        assert case.materialize().equal(case.expected(0))
+        case.joined.free()
         whole[20_000] = 5.0  # Through a view that somebody kept.
         case.wait_to_write()
         case.write(1)
-        assert case.come().equal(case.expected(1))
+        assert case.materialize().equal(case.expected(1))
         assert all(case.mapped)
-        case.joined.go()
+        case.joined.free()
 
 
 @pytest.mark.parametrize("pagemap", [True, False], ids=["told", "untold"])
@@ -131,18 +131,18 @@ def owners_wait() -> list[str]:
     """Rank 1 keeps what rank 0 wants to write; then it lets go of it in several ways."""
     seen = []
     let_go: dict[str, Callable[[Case], None]] = {
-        "go": lambda case: case.joined.go(),
+        "go": lambda case: case.joined.free(),
         "drop": drop,
-        "fork, then go": lambda case: (in_a_child(drop, case), still_there(case), case.joined.go()),
-        "withdraw, then go": lambda case: (case.group.withdraw(), case.joined.go()),
+        "fork, then go": lambda case: (in_a_child(drop, case), still_there(case), case.joined.free()),
+        "withdraw, then go": lambda case: (case.group.withdraw(), case.joined.free()),
     }
     for name, end in let_go.items():
         case = Case(3000)
-        case.come()
+        case.materialize()
         case.group.all_gather(torch.empty(6000), case.shard).wait()  # As for a checkpoint; it comes and goes.
         case.group.wait_until_all_read()
         if case.group.index == 0:
-            case.joined.go()
+            case.joined.free()
         dist.barrier()
         if case.group.index == 0:
             meeting: Any = case.group.transport_of(case.shard.device)
@@ -186,10 +186,10 @@ def test_an_owner_waits_until_peers_have_let_go(two: Pool) -> None:
 def memory_stays(count: int) -> None:
     """An owner gives up its shard while a peer has the whole."""
     case = Case(count)
-    whole = case.come() if case.group.index == 1 else None
+    whole = case.materialize() if case.group.index == 1 else None
     if case.group.index == 0:
-        case.come()
-        case.joined.go()
+        case.materialize()
+        case.joined.free()
         case.group.wait_until_all_read()
         case.shard = torch.empty(0)
         case.group.empty(count, torch.float32).fill_(13)
@@ -198,7 +198,7 @@ def memory_stays(count: int) -> None:
     dist.barrier()
     if whole is not None:
         assert whole.equal(case.expected(0))
-        case.joined.go()
+        case.joined.free()
     dist.barrier()
 
 
@@ -218,8 +218,8 @@ def gather_twice_unmapped() -> None:
     case = Case(5000)
     for seed in range(2):
         case.write(seed)
-        assert case.come().equal(case.expected(seed))
-        case.joined.go()
+        assert case.materialize().equal(case.expected(seed))
+        case.joined.free()
         case.wait_to_write()
     assert not any(case.mapped)
 
@@ -233,19 +233,19 @@ def the_ring_is_full() -> None:
     case = Case(5000)
     transport: Any = case.group.transport_of(case.shard.device)
     meeting = transport._meeting
-    case.come()
+    case.materialize()
     entry = meeting._held_at + (meeting.offered - 1) % meeting_module._OFFERS
     assert meeting._words[case.group.index][entry] == -meeting.offered
     next_entry = meeting._held_at + meeting.offered % meeting_module._OFFERS
     another = meeting.offered + meeting_module._OFFERS
     meeting._words[case.group.index][next_entry] = -1 - another
-    other = Joined(10_000, torch.float32, 2)
+    other = MappedShards(10_000, torch.float32, 2)
     case.group.join(other, case.shard).wait()
     assert other.tensor.equal(case.expected(0))
-    other.go()
+    other.free()
     assert meeting._words[case.group.index][next_entry] == -1 - another  # Nobody let go of that.
     meeting._words[case.group.index][next_entry] = 0
-    case.joined.go()
+    case.joined.free()
     case.wait_to_write()
 
 
@@ -255,10 +255,10 @@ def test_what_cannot_be_held_is_copied(two: Pool) -> None:
 
 def an_owner_without_mappings_of_its_own() -> None:
     """Rank 0 was refused what the others have: theirs counts."""
-    refused = mock.patch.object(Joined, "fits", return_value=dist.get_rank() != 0)
+    refused = mock.patch.object(MappedShards, "fits", return_value=dist.get_rank() != 0)
     case = LoopCase(stage=3)
     with refused, engine_for(case) as engine:
-        joined = [isinstance(flat._coming, Joined) for flat in engine.zeros[0].flats]
+        joined = [isinstance(flat._coming, MappedShards) for flat in engine.zeros[0].flats]
         assert set(joined) == {dist.get_rank() != 0}
         loss = case.loss(engine, case.batch(0, dist.get_rank()))  # The root stays.
         dist.barrier()
@@ -279,15 +279,15 @@ def test_an_owner_that_copies_waits_for_peers_that_do_not(two: Pool) -> None:
 
 
 def test_mappings_are_counted() -> None:
-    before = Joined._all_mappings
+    before = MappedShards._all_mappings
     with mock.patch.object(module, "_most_mappings", return_value=2 * (before + 11)):
-        assert Joined.fits(2)
-        made = [Joined(10_000, torch.float32, 2), Joined(10_000, torch.float32, 2)]
-        assert not Joined.fits(2)
+        assert MappedShards.fits(2)
+        made = [MappedShards(10_000, torch.float32, 2), MappedShards(10_000, torch.float32, 2)]
+        assert not MappedShards.fits(2)
         made.pop()
-        assert Joined.fits(2)
+        assert MappedShards.fits(2)
         with mock.patch.object(module, "_pages_follow", return_value=False):
-            assert not Joined.fits(2)
+            assert not MappedShards.fits(2)
 
 
 def test_private_pages_follow_their_file_here() -> None:
@@ -299,23 +299,23 @@ def test_private_pages_follow_their_file_here() -> None:
 def over_another_transport() -> None:
     """A tensor that was mapped before the ranks met elsewhere."""
     case = Case(5000)
-    case.come()
-    case.joined.go()
+    case.materialize()
+    case.joined.free()
     case.wait_to_write()
     case.write(1)
     gloo: Any = dist.new_group(backend="gloo")
     other = group("other")
-    other._wires, other._transports, other._links = Wires(gloo), {}, {}
+    other._wires, other._transports, other._links = ProcessGroups(gloo), {}, {}
     assert other.joined(1 << 20, torch.float32) is None
     assert case.group.joined(1 << 20, torch.float32) is not None
-    case.joined.come()
+    case.joined.materialize()
     other.join(case.joined, case.shard).wait()
     assert case.joined.tensor.equal(case.expected(1))
     assert not any(case.mapped)
-    case.joined.go()
-    assert case.come().equal(case.expected(1))
+    case.joined.free()
+    assert case.materialize().equal(case.expected(1))
     assert all(case.mapped)
-    case.joined.go()
+    case.joined.free()
 
 
 def test_another_transport_fills_it(two: Pool) -> None:
@@ -326,10 +326,10 @@ def descriptors() -> int:
     before = len(os.listdir("/proc/self/fd"))
     cases = [Case(5000) for _ in range(20)]
     for case in cases:
-        case.come()
+        case.materialize()
     more = len(os.listdir("/proc/self/fd")) - before
     for case in cases:
-        case.joined.go()
+        case.joined.free()
     return more
 
 

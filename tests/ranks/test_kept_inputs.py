@@ -19,7 +19,7 @@ from ranks.loops import Trajectory
 from ranks.test_context import by_tokens, in_ring, long_gpt, many, ring_gpt
 from ranks.test_layouts import FLOAT32, PlainOf, check
 from ranks.test_selective import train
-from speedlab.comm import Group, Traffic
+from speedlab.comm import CommStats, Group
 from speedlab.config import ConfigError
 from speedlab.engine.activation_checkpointing import KeptInputs
 from speedlab.layout import Layout
@@ -86,7 +86,7 @@ def test_to_the_bit_in_fewer_bytes(pool_of: PoolOf) -> None:
 
 def odd_inputs() -> list[bool]:
     """Of a block whose inputs the ranks do not divide: whether everything is as it is without."""
-    ranks = Group(range(dist.get_world_size()), Traffic(), torch.device("cpu"))
+    ranks = Group(range(dist.get_world_size()), CommStats(), torch.device("cpu"))
     layer = nn.Tanh()
     found = []
     for shape in ((3, 5), (1,), (0, 4), (2, 3, 4)):

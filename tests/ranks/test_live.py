@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, own_rank, trainer_of
-from speedlab.telemetry.live_cells import Said, cell_path, take_said
+from speedlab.telemetry.live_cells import CellOutcome, cell_path, take_said
 from speedlab.telemetry.records import Event
 from speedlab.telemetry.run_folder import RunFolder
 from speedlab.trainer import run_registry
@@ -49,14 +49,14 @@ class PlainCells:
         door: str,
         names: Mapping[str, Any],
         interruptible: Callable[[], AbstractContextManager[object]],
-    ) -> Said:
+    ) -> CellOutcome:
         namespace = {"os": os, "signal": signal, "threading": threading, "torch": torch, **names}
         try:
             with interruptible():
                 exec(code, namespace)
         except BaseException as error:
-            return Said([], None, {"kind": type(error).__name__, "message": str(error)})
-        return Said([], str(namespace.get("said")), None)
+            return CellOutcome([], None, {"kind": type(error).__name__, "message": str(error)})
+        return CellOutcome([], str(namespace.get("said")), None)
 
 
 def advance(run: str, *later: Words) -> tuple[str, list[float]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import speedlab
 from ranks import models
 from ranks.conftest import PoolOf
-from speedlab.comm import Traffic, World
+from speedlab.comm import CommStats, World
 from speedlab.layout import AXES, Layout
 from speedlab.parallel.mesh import Mesh
 
@@ -19,7 +19,7 @@ from speedlab.parallel.mesh import Mesh
 def sums_by_axis(layout: Layout) -> dict[str, tuple[float, float]]:
     """For each axis the sum of the ranks along it, by our group and by torch's DeviceMesh."""
     rank = dist.get_rank()
-    mesh = Mesh(layout, World(rank=rank, size=4, device=torch.device("cpu")), Traffic())
+    mesh = Mesh(layout, World(rank=rank, size=4, device=torch.device("cpu")), CommStats())
     found = {}
     for axis in AXES:
         own, theirs = mesh[axis].sum(torch.tensor([float(rank)])), torch.tensor([float(rank)])

@@ -24,7 +24,7 @@ from ranks.conftest import PoolOf
 from ranks.loops import Case, Trajectory, engine_for, engine_step
 from ranks.pool import Pool, _join
 from ranks.test_shared_backend import gather_whole, new_group, scatter_sum
-from speedlab.comm import Group, PeerLost, Traffic, rank_activity
+from speedlab.comm import CommStats, Group, PeerLost, rank_activity
 from speedlab.comm.timeouts import give_timeout
 
 Act = Callable[[Any, int], Any]
@@ -391,7 +391,7 @@ def test_a_rank_that_goes_on_after_an_interrupt(two: Pool) -> None:
 def mismatched_transfers(case: str) -> tuple[str, str, str]:
     """The last rank begins another transfer of flats than the others; then one that all begin."""
     n, last = dist.get_world_size(), dist.get_rank() == dist.get_world_size() - 1
-    group = Group(range(n), Traffic(), torch.device("cpu"), channel=f"mismatch {case}")
+    group = Group(range(n), CommStats(), torch.device("cpu"), channel=f"mismatch {case}")
     numel = 8 * n
     flat, own = group.empty(numel, FLOAT), torch.zeros(8)
     reduce_scatter = lambda: group.reduce_scatter(flat, own).wait()  # noqa: E731  # one expression

@@ -18,10 +18,10 @@ from torch.distributed import distributed_c10d
 
 from ranks.pool import COLLECTIVE_TIMEOUT_SECONDS, Pool
 from speedlab.cluster.worker import remote
-from speedlab.comm import Group, Traffic, breakpoint_timeouts, join, leave, patience
+from speedlab.comm import CommStats, Group, breakpoint_timeouts, join, leave, patience
 from speedlab.comm.group_timeouts import limit_group as set_limit
 from speedlab.comm.group_timeouts import limit_of
-from speedlab.comm.process_groups import wires
+from speedlab.comm.process_groups import groups_of_world
 from speedlab.comm.timeouts import PATIENT_SECONDS, TIMEOUT_SECONDS, wait_for
 
 LIMIT_SECONDS = 0.3
@@ -61,7 +61,7 @@ def one_thinks(folder: Path) -> list[float | str]:
     ):
         thinks()
         world = join(timeout_seconds=LIMIT_SECONDS)
-        wires = Group(range(size), Traffic(), world.device)
+        wires = Group(range(size), CommStats(), world.device)
         thinks()
         said.append(wires.sum_scalars(torch.tensor([rank + 1.0])).item())
         del wires
@@ -85,7 +85,7 @@ def limits_of_groups(folder: Path) -> list[list[float]]:
     dist.barrier()
     store = distributed_c10d._get_default_store()
     store.set_timeout(datetime.timedelta(seconds=17))
-    before = wires("before", everybody).group
+    before = groups_of_world("before", everybody).group
 
     def limits(*groups: Any) -> list[float]:
         store = distributed_c10d._get_default_store()
@@ -94,7 +94,7 @@ def limits_of_groups(folder: Path) -> list[list[float]]:
     handler = signal.signal(signal.SIGINT, remote._interrupt)
     try:
         with patience():
-            meanwhile = wires("meanwhile", everybody).group
+            meanwhile = groups_of_world("meanwhile", everybody).group
             found = [limits(before, meanwhile, dist.group.WORLD)]
             interrupts = mock.patch.object(breakpoint_timeouts, "limit_group", interrupted_limit)
             interrupts.start()

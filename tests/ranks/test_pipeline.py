@@ -23,15 +23,15 @@ from torch.utils.checkpoint import checkpoint
 
 from ranks.conftest import PoolOf
 from ranks.pool import RanksFailed
-from speedlab.comm import Group, Traffic
-from speedlab.comm.process_groups import wires
+from speedlab.comm import CommStats, Group
+from speedlab.comm.process_groups import groups_of_world
 from speedlab.config import ModelConfig
 from speedlab.layout import Layout, layer_counts
 from speedlab.models import GPT
-from speedlab.offload import Stores
+from speedlab.offload import StoreRegistry
 from speedlab.parallel.pipeline import Pipeline, cut_model
-from speedlab.parallel.zero import Ways, Zero, plan_units
-from speedlab.placement import Placement, Residency, Row, homes
+from speedlab.parallel.zero import Zero, ZeroCommGroups, plan_units
+from speedlab.placement import ParamPlacement, Placement, ZeroPolicy, state_placements
 
 VOCABULARY, LENGTH, MICRO = 29, 7, 2
 ALLOWED = {"float64": (2e-6, 1e-10), "float32": (2e-6, 2e-4), "bfloat16": (2e-4, 0.01)}
@@ -125,7 +125,7 @@ class Rank:
         self.case, self.rank = case, dist.get_rank()
         self.layout = Layout.for_world(dist.get_world_size(), pp=case.pp)
         self.index, self.dp_index = self.layout.index(self.rank, "pp"), self.layout.data_index(self.rank)
-        self.traffic, device = Traffic(), torch.device("cpu")
+        self.traffic, device = CommStats(), torch.device("cpu")
         compute = getattr(torch, case.dtype)
         peers, line = self.layout.peers(self.rank, "dp"), self.layout.peers(self.rank, "pp")
         groups = [Group(peers, self.traffic, device, channel=name) for name in ("gather", "reduce")]
@@ -134,7 +134,7 @@ class Rank:
         if self.rank in (line[0], line[-1]):
             self.ends = Group([line[0], line[-1]], self.traffic, device, channel="ends")
         else:
-            wires("ends", (self.rank,))  # Every rank makes equally many.
+            groups_of_world("ends", (self.rank,))  # Every rank makes equally many.
         names = [
             {name for name, _ in cut_model(made(case), case.counts, index).named_parameters()}
             for index in (0, count - 1)
@@ -148,8 +148,8 @@ class Rank:
                 module,
                 plan_units(module),
                 self.placement(module, tied),
-                ways=Ways(gather=groups[0], reduce=groups[1]),
-                stores=Stores(Path.cwd(), rank=self.rank, traffic=self.traffic, device=device),
+                ways=ZeroCommGroups(gather=groups[0], reduce=groups[1]),
+                stores=StoreRegistry(Path.cwd(), rank=self.rank, traffic=self.traffic, device=device),
                 axes={"ends": self.ends} if self.ends else {},
             )
             for module in self.modules
@@ -173,11 +173,11 @@ class Rank:
 
     def placement(self, module: nn.Module, tied: set[str]) -> Placement:
         """Parameters in the compute dtype, float32 masters and gradients."""
-        residency = Residency.of_stage(self.case.stage, self.layout.dp)
+        zero_policy = ZeroPolicy.of_stage(self.case.stage, self.layout.dp)
         low = self.case.dtype not in ("float32", "float64")
         master, gradient = ({"master": "float32"}, "float32") if low else ({}, self.case.dtype)
         rows = [
-            Row(
+            ParamPlacement(
                 name=name,
                 unit=plan.name,
                 group=0,
@@ -185,12 +185,12 @@ class Rank:
                 summed_over=("ends", "dp") if name in tied else ("dp",),
                 answered_by=self.rank,
                 answers=True,
-                states=homes(residency, parameter=self.case.dtype, gradient=gradient, **master),
+                states=state_placements(zero_policy, parameter=self.case.dtype, gradient=gradient, **master),
             )
             for plan in plan_units(module)
             for name, p in plan.parameters.items()
         ]
-        return Placement(rank=self.rank, residency=residency, rows=tuple(rows))
+        return Placement(rank=self.rank, zero_policy=zero_policy, rows=tuple(rows))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         micros = [batch(step, k * self.layout.dp + self.dp_index) for k in range(self.case.micro_batches)]

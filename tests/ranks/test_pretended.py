@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from ranks.pool import Pool
-from speedlab.comm import Group, Traffic
-from speedlab.comm.simulated_link import Line
+from speedlab.comm import CommStats, Group
+from speedlab.comm.simulated_link import SimulatedLink
 from speedlab.network import LinkRate
 
 NUMEL = 1000
@@ -21,7 +21,7 @@ RATE = LinkRate(bits_per_second=8000 * 8, latency_seconds=0.25)
 def held_up() -> dict[str, Any]:
     """What each way of sending gave, and how long it was held up by a clock that stands still."""
     slept: list[float] = []
-    traffic = Traffic()
+    traffic = CommStats()
     rank, size = dist.get_rank(), dist.get_world_size()
     group = Group(list(range(size)), traffic, torch.device("cpu"))
     found: dict[str, Any] = {}
@@ -29,7 +29,7 @@ def held_up() -> dict[str, Any]:
     def act(name: str, call: Any) -> None:
         slept.clear()
         # A new line each time: it is free.
-        group._line = Line(RATE, clock=lambda: 0.0, sleep=slept.append)
+        group._line = SimulatedLink(RATE, clock=lambda: 0.0, sleep=slept.append)
         value = call()
         found[name] = value, list(slept)
 

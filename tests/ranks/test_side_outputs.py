@@ -31,7 +31,7 @@ from ranks.random_graphs import (
     graph,
     net,
 )
-from speedlab.parallel.zero.flat_param import Flat
+from speedlab.parallel.zero.flat_param import FlatParam
 
 
 @contextmanager
@@ -213,7 +213,7 @@ def with_custom_functions(way: str) -> tuple[list[float], list[float]]:
 
     wanted = losses(plain, plain.blocks, plain_step)
     checkpointing = "block" if way == "checkpoint" else "none"
-    released = patch.object(Flat, "release", filled_and_released)
+    released = patch.object(FlatParam, "release", filled_and_released)
     with released, engine_of(module, 3, activation={"checkpointing": checkpointing}) as engine:
 
         def engine_step(loss: torch.Tensor) -> None:

@@ -298,7 +298,7 @@ def give_up_an_interval() -> Any:
         assert engine.apart
         kept, optimizer = errors_of(engine), engine.partitioned_optimizer
         rates = [float(engine.optimizer.state[own["params"][0]]["rates"]) for own in engine.optimizer.param_groups]
-        engine.make_one()
+        engine.average_replicas()
         sent = [optimizer.states_of(flat)["exp_avg"].double() for flat in optimizer.flats]
         for flat, momentum in zip(optimizer.flats, sent, strict=True):
             for slot in flat.slots:
@@ -332,7 +332,7 @@ def at_rates(rate: float, steps: int) -> tuple[float, float, float]:
             assert engine.optimizer.told().get("angle", 0) < 90
         states = [engine.partitioned_optimizer.states_of(flat)["exp_avg"] for flat in engine.flats]
         momentum = max(float(state.abs().max()) for state in states)
-        engine.make_one()
+        engine.average_replicas()
         ways = {name: float((value - before[name]).abs().max()) for name, value in engine.state_dict().items()}
         norms = {name for name in ways if "norm" in name}
         return max(ways[name] for name in norms), max(ways[name] for name in ways.keys() - norms), momentum
@@ -479,7 +479,7 @@ def test_other_optimizers_go_on_or_say_why_not(two: Pool, tmp_path: Path) -> Non
 
 def write_apart() -> tuple[list[str], bool, float]:
     """What rank 0 alone is told when it writes between exchanges, whether that is lost, and how far what all write
-    behind `make_one` is off in the end."""
+    behind `average_replicas` is off in the end."""
     with engine_of(configuration()) as engine, warnings_of("speedlab.engine") as told:
         norm, embedding = engine.module.norm.weight, engine.module.embedding.weight
         for step in range(FREEZE + 5):
@@ -489,12 +489,12 @@ def write_apart() -> tuple[list[str], bool, float]:
                     embedding.data = torch.full_like(embedding, 7.0)
             step_of(engine, step)
         assert engine.apart
-        engine.make_one()
+        engine.average_replicas()
         lost = float(norm.max()) < 2.0
         with torch.no_grad():
             norm.fill_(7.0)
         step_of(engine, FREEZE + 5)
-        engine.make_one()
+        engine.average_replicas()
         return told, lost, float((norm - 7.0).abs().max())
 
 
@@ -502,7 +502,7 @@ def test_what_is_written_between_two_exchanges_is_told_once_and_behind_one_kept(
     (told, *_), (others, *_) = found = two.run(write_apart)
     assert len(told) == 1
     assert "embedding.weight and 1 more: written into between two exchanges of ZeroOneAdam" in told[0]
-    assert "call engine.make_one() on all ranks before such a write" in told[0]
+    assert "call engine.average_replicas() on all ranks before such a write" in told[0]
     assert others == []
     for _, lost, off in found:
         assert lost
@@ -515,7 +515,7 @@ def refusals() -> list[str]:
         step_of(engine, 0)
         for act in (
             lambda: engine.reshape(zero=1),
-            lambda: check_whole_gradients(ZeroOneAdam, engine.zeros[0].residency, 1),
+            lambda: check_whole_gradients(ZeroOneAdam, engine.zeros[0].zero_policy, 1),
         ):
             try:
                 act()

@@ -14,7 +14,7 @@ from server_helpers import JupyterServer
 
 from speedlab.cluster import Cluster
 from speedlab.cluster.files import processes
-from speedlab.cluster.files.cluster_dir import Home
+from speedlab.cluster.files.cluster_dir import ClusterDir
 from speedlab.cluster.known_runs import run_id
 
 NAME = "of-the-server"
@@ -97,7 +97,7 @@ def state_of(server: JupyterServer) -> str | None:
 
 def test_a_start_is_given_up_and_leaves_nothing(server: JupyterServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(server.ipython))
-    home = Home(NAME)
+    home = ClusterDir(NAME)
     assert server.ask("clusters", {"name": NAME, "place": "server", "engines": 1})[0] == 202
     wait_for(home.supervisor_socket.exists, 60)
     token = home.token

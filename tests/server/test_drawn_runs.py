@@ -16,7 +16,7 @@ import pytest
 import speedlab_server.schema as m
 import websocket
 from server_helpers import JupyterServer
-from speedlab_server.figure_socket import Easel, Painter, frame_of
+from speedlab_server.figure_socket import FigureRenderer, FigureSession, frame_of
 from speedlab_server.run_registry import Registry
 from telemetry_samples import make_event, make_folder, make_record
 from test_server import add_lines, add_records, make_run, of
@@ -226,7 +226,7 @@ def test_a_long_run_of_many_ranks_opens_and_ticks_within_its_limits(tmp_path: Pa
     folder.write_status(Status(state=RunState.RUNNING, step=2000, steps=9000, rank_pids=tuple(range(1, 65))))
     registry = Registry(str(tmp_path))
     registry.runs()
-    easel = Easel(registry, run_id(folder.path))
+    easel = FigureSession(registry, run_id(folder.path))
     (first,) = easel.look(m.Draw())
     assert isinstance(first, bytes)
     assert len(first) < 80_000
@@ -252,7 +252,7 @@ def test_what_is_not_new_is_not_drawn_again_and_its_reader_is_seldom_asked_for(t
     reader = registry.reader(run_id(folder.path))
     monkeypatch.setattr(registry, "reader", lambda id: asked.append(now[0]) or reader)
     monkeypatch.setattr(reader, "draw", lambda draw, real=reader.draw: drawn.append(now[0]) or real(draw))
-    easel = Easel(registry, reader.id)
+    easel = FigureSession(registry, reader.id)
 
     def look(seconds: float, wanted: m.Draw | None = None) -> bool:
         """Whether a look after so long gives the page something."""
@@ -307,7 +307,7 @@ def test_a_page_that_has_not_taken_a_frame_gets_the_next_one_later_and_a_hidden_
                 sent.extend(found)
                 return taking
 
-            painter = Painter(easel, send)
+            painter = FigureRenderer(easel, send)
             painter.ask(m.Draw(keyframe=True))
             painter.ask(m.Draw())
             while not sent:

@@ -23,11 +23,19 @@ from speedlab_server import cluster_commands, clusters, live_socket, run_reader,
 from speedlab_server import schema as m
 from speedlab_server.clusters import MOST_WORDS, Clusters
 from speedlab_server.errors import QuestionError, UnknownError, told
-from speedlab_server.live_socket import Hub, Page, Watched, WatchedOutput
+from speedlab_server.live_socket import Hub, PageConnection, WatchedOutput, WatchedRun
 from speedlab_server.output import MOST_BYTES, MOST_RANKS, files_of, output_of
 from speedlab_server.run_registry import Registry
 from speedlab_server.schema.typescript import typescript
-from speedlab_server.start_cluster import MOST_AT_ONCE, OWN, Place, Pythons, Starts, candidates, place_of
+from speedlab_server.start_cluster import (
+    MOST_AT_ONCE,
+    OWN,
+    ClusterLauncher,
+    PythonEnvironment,
+    Pythons,
+    candidates,
+    place_of,
+)
 from telemetry_samples import eventually, make_folder
 
 from speedlab.cluster.errors import ClusterError
@@ -229,7 +237,7 @@ def test_a_status_that_cannot_be_read_stands_beside_what_the_run_said(
     folder = make_folder(tmp_path / "runs")
     folder.write_status(Status(state=RunState.PAUSED, step=3, steps=9, text="out of memory on rank 1"))
     runs = Registry(str(tmp_path))
-    page = Watched(m.Watch(id=run_id(folder.path), parts=["status"]))
+    page = WatchedRun(m.Watch(id=run_id(folder.path), parts=["status"]))
 
     def looked() -> list[m.RunSummary | None]:
         news = page.news(cast(Any, SimpleNamespace(registry=runs)))
@@ -337,7 +345,7 @@ def test_a_page_that_comes_while_the_last_one_is_cleared_away_is_heard() -> None
 def test_no_id_of_a_page_stands_for_something_else() -> None:
     said: list[m.Tick] = []
     handler = SimpleNamespace(say=said.append)
-    page = Page(cast(Any, handler))
+    page = PageConnection(cast(Any, handler))
     watches = [m.Watch(id=id, parts=["status"]) for id in ("", "clusters/a")]
     page.subscribe(m.Subscribe(runs=watches, outputs=[m.WatchOutput(kind="clusters", id="a")], lists=True))
 
@@ -390,18 +398,20 @@ def test_pythons_that_can_start_a_cluster(tmp_path: Path, monkeypatch: pytest.Mo
     found = candidates(specs)
     # A bare name is the server's own Python, which is there already.
     assert found == [
-        Place(OWN, "the server's Python", sys.executable, {}),
-        Place("kernel-big", "Big", sys.executable, {"NUMBER": "1", "WORD": "a:mine:$"}),
+        PythonEnvironment(OWN, "the server's Python", sys.executable, {}),
+        PythonEnvironment("kernel-big", "Big", sys.executable, {"NUMBER": "1", "WORD": "a:mine:$"}),
     ]
-    lacks = Place("kernel-lacks", "without SpeedLab", sys.executable, {"PYTHONPATH": "/no", "PYTHONHOME": "/no"})
-    none = Place("kernel-none", "no program", "/no/such/python", {})
+    lacks = PythonEnvironment(
+        "kernel-lacks", "without SpeedLab", sys.executable, {"PYTHONPATH": "/no", "PYTHONHOME": "/no"}
+    )
+    none = PythonEnvironment("kernel-none", "no program", "/no/such/python", {})
     assert asyncio.run(Pythons().able([found[0], lacks, none])) == [found[0]]
     # Folders where the server happens to run are no modules of a Python that lacks them.
     for name in ("torch", "ipyparallel", "speedlab"):
         (tmp_path / name).mkdir()
     (tmp_path / "speedlab" / "cli").mkdir()
     monkeypatch.chdir(tmp_path)
-    bare = Place("kernel-bare", "only its own modules", made_bare(tmp_path), {"PYTHONPATH": ""})
+    bare = PythonEnvironment("kernel-bare", "only its own modules", made_bare(tmp_path), {"PYTHONPATH": ""})
     assert asyncio.run(Pythons().able([bare])) == []
     assert place_of("kernel-big", found) is found[1]
     with pytest.raises(QuestionError, match="there is no Python '/bin/sh' to start a cluster with"):
@@ -413,7 +423,7 @@ def test_a_python_is_asked_once_until_something_is_installed(tmp_path: Path) -> 
     own.mkdir()
     file.write_text(f'#!/bin/sh\necho >> {begun}\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
     file.chmod(0o700)
-    place = Place("kernel-counting", "counting", str(file), {"PYTHONPATH": str(own)})
+    place = PythonEnvironment("kernel-counting", "counting", str(file), {"PYTHONPATH": str(own)})
 
     async def looks() -> None:
         pythons = Pythons()
@@ -447,24 +457,26 @@ def made_bare(folder: Path) -> str:
 
 
 @pytest.fixture
-def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Starts:
+def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterLauncher:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    return Starts(tmp_path)
+    return ClusterLauncher(tmp_path)
 
 
-def program(folder: Path, code: str) -> Place:
+def program(folder: Path, code: str) -> PythonEnvironment:
     """A Python that does something else than to start a cluster."""
     file = folder / "python-made-up"
     file.write_text(f"#!{sys.executable}\n{code}")
     file.chmod(0o700)
-    return Place("kernel-made-up", "made up", str(file), {"WORD": "set"})
+    return PythonEnvironment("kernel-made-up", "made up", str(file), {"WORD": "set"})
 
 
-def listed(starts: Starts) -> list[tuple[str, str, str]]:
+def listed(starts: ClusterLauncher) -> list[tuple[str, str, str]]:
     return [(cluster.id, cluster.state, cluster.text) for cluster in starts.told([])]
 
 
-def test_a_start_that_fails_says_why_until_it_is_removed_or_tried_again(starts: Starts, tmp_path: Path) -> None:
+def test_a_start_that_fails_says_why_until_it_is_removed_or_tried_again(
+    starts: ClusterLauncher, tmp_path: Path
+) -> None:
     code = (
         "import os, sys; print('Traceback', file=sys.stderr)\n"
         "print('speedlab start: only 1 GPU for', *sys.argv[4:], os.environ['WORD'], file=sys.stderr); sys.exit(2)"
@@ -488,7 +500,7 @@ def test_a_start_that_fails_says_why_until_it_is_removed_or_tried_again(starts: 
 
 
 def test_of_a_cluster_that_somebody_else_has_started_since_no_old_failure_is_told(
-    starts: Starts, tmp_path: Path
+    starts: ClusterLauncher, tmp_path: Path
 ) -> None:
     starts.begin("big", None, program(tmp_path, "raise SystemExit(7)"))
     eventually(lambda: listed(starts)[0][1] == "failed")
@@ -501,7 +513,7 @@ def test_of_a_cluster_that_somebody_else_has_started_since_no_old_failure_is_tol
     assert starts.told([ended]) == [ended]
 
 
-def test_a_start_whose_supervisor_is_not_there_yet_is_given_up(starts: Starts, tmp_path: Path) -> None:
+def test_a_start_whose_supervisor_is_not_there_yet_is_given_up(starts: ClusterLauncher, tmp_path: Path) -> None:
     waits = program(tmp_path, "import time; time.sleep(60)")
     for number in range(MOST_AT_ONCE):
         cluster_commands.begin(starts, m.Start(name=f"c{number}", place=""), waits)
@@ -538,7 +550,7 @@ def test_words_for_clusters_that_hang_delay_no_other_question() -> None:
     asyncio.run(ask())
 
 
-def test_bad_starts_and_words_are_refused_before_anything_is_done(starts: Starts, tmp_path: Path) -> None:
+def test_bad_starts_and_words_are_refused_before_anything_is_done(starts: ClusterLauncher, tmp_path: Path) -> None:
     place = program(tmp_path, "raise AssertionError")
     for start, error, match in (
         (m.Start(name="--help", place=""), ClusterError, "cannot name a cluster"),

@@ -37,8 +37,8 @@ import speedlab.comm.group as group_module
 import speedlab.engine.entry_points as entry_module
 import speedlab.parallel.zero.inspect as inspect_module
 from speedlab.comm import Group, leave
-from speedlab.comm.transports.select import Link
-from speedlab.engine.step_reduction import sum_totals
+from speedlab.comm.transports.select import GroupLink
+from speedlab.engine.step_reduction import reduce_step
 
 GIB = 2**30
 
@@ -151,9 +151,9 @@ def _tensor_patches(gpu: FakeGpu) -> Iterator[Any]:
 
     def totals(*args: Any, **kwargs: Any) -> Any:
         # Every number is one here, and nobody has written, nor do gradients differ.
-        return replace(sum_totals(*args, **kwargs), written=0, differing=0, lost=0)
+        return replace(reduce_step(*args, **kwargs), written=0, differing=0, lost=0)
 
-    yield mock.patch("speedlab.engine.train_step.sum_totals", totals)
+    yield mock.patch("speedlab.engine.train_step.reduce_step", totals)
     yield mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(of_tensor))
     yield mock.patch.object(FakeTensorMode, "__torch_dispatch__", of_mode)
     yield mock.patch.object(FakeTensor, "is_cuda", property(lambda t: t.fake_device.type == "cuda"), create=True)
@@ -184,7 +184,7 @@ def _group_patches() -> Iterator[Any]:
     yield mock.patch.object(dist, "new_group", made)
     # The made-up backend stands for NCCL.
     real_link = group_module.link_of
-    fabric = lambda group, kind: Link.FABRIC if group is not None and kind == "cuda" else real_link(group, kind)  # noqa: E731
+    fabric = lambda group, kind: GroupLink.FABRIC if group is not None and kind == "cuda" else real_link(group, kind)  # noqa: E731
     yield mock.patch.object(group_module, "link_of", fabric)
     yield mock.patch.object(Group, "share", lambda self, value, source=0: told(value))
     yield mock.patch.object(Group, "collect", lambda self, value: [told(value) for _ in range(self.size)])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from speedlab.comm import PeerLost
-from speedlab.trainer.collective_errors import Parted, Refusal, together
+from speedlab.trainer.collective_errors import CommandRefused, RanksDiverged, together
 
 
 class OneRank:
@@ -36,12 +36,12 @@ def lose_a_peer() -> None:
 
 
 def refuse() -> None:
-    raise Refusal("not now")
+    raise CommandRefused("not now")
 
 
 def test_a_rank_that_failed_meets_the_others_anew_and_tells_them() -> None:
     meeting: Any = OneRank(stopping=False)
-    with pytest.raises(Parted, match="PeerLost: rank 1 has left"):
+    with pytest.raises(RanksDiverged, match="PeerLost: rank 1 has left"):
         together(meeting, lose_a_peer)
     assert meeting.asked == ["disconnect", "reconnect"]
 
@@ -52,7 +52,7 @@ def test_a_rank_that_was_interrupted_meets_nobody() -> None:
     with pytest.raises(KeyboardInterrupt, match="was cut off"):
         together(meeting, lose_a_peer)
     assert meeting.asked == []
-    with pytest.raises(Refusal, match="not now"):  # Nothing has failed: all say the same, and stop behind it.
+    with pytest.raises(CommandRefused, match="not now"):  # Nothing has failed: all say the same, and stop behind it.
         together(meeting, refuse)
     assert together(meeting, lambda: 5) == 5
     assert meeting.asked == ["barrier"]

@@ -7,9 +7,9 @@ import json
 import pytest
 import torch
 
-from speedlab.calibrate.table import Row
+from speedlab.calibrate.table import BenchRow
 from speedlab.config import AttentionConfig, describe
-from speedlab.models.gpt import Attend, SparseAttend
+from speedlab.models.gpt import CausalAttention, SparseAttend
 from tests.benchmarks import retrieval
 from tests.benchmarks.retrieval import JumpingPositions, Options, answered, learn, pattern, stages
 
@@ -47,7 +47,7 @@ def test_positions_jump_forwards_up_to_the_reach_in_training_alone() -> None:
     assert torch.equal(positions(100, device), torch.arange(100))
 
 
-@pytest.mark.parametrize(("sparse", "kind"), [(False, Attend), (True, SparseAttend)])
+@pytest.mark.parametrize(("sparse", "kind"), [(False, CausalAttention), (True, SparseAttend)])
 def test_a_side_ends_with_its_own_attention(sparse, kind) -> None:
     options = Options(length=256, window=128, most=1)
     model = learn(options, 0, sparse=sparse)
@@ -70,8 +70,8 @@ def test_answers_are_counted() -> None:
     assert answered(Knows(), 128, 8, depth=0.0) == 0.5  # pyright: ignore[reportArgumentType]  # no GPT
 
 
-def row(unit: str, ours: float, peer: float) -> Row:
-    return Row(case="case", ours=ours, unit=unit, peer_name="dense", peer=peer, n=3)
+def row(unit: str, ours: float, peer: float) -> BenchRow:
+    return BenchRow(case="case", ours=ours, unit=unit, peer_name="dense", peer=peer, n=3)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 
 from speedlab.calibrate.interleave import row, take_turns, turned
 from speedlab.calibrate.rank_processes import KEPT_MEMORY
-from speedlab.calibrate.table import Row, render, report
+from speedlab.calibrate.table import BenchRow, render, report
 from tests.benchmarks import contestants, start, step
 
 
@@ -55,7 +55,7 @@ def test_a_row_says_its_allocator_and_the_range_of_its_ratio(tmp_path) -> None:
     lines = render(rows).splitlines()
     assert "allocator" in lines[0]
     assert "0.75 (0.5..1)" in lines[2]
-    assert "allocator" not in render([Row(case="a case", ours=1.0, unit="ms")])
+    assert "allocator" not in render([BenchRow(case="a case", ours=1.0, unit="ms")])
     report(rows, tmp_path / "rows.json")
     records = [json.loads(line) for line in (tmp_path / "rows.json").read_text().splitlines()]
     assert records[1]["ratio_range"] == records[1]["limit_range"] == [0.5, 1.0]

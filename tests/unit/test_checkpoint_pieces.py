@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from speedlab.engine.checkpoint.slices import Stretch, blocks, copy_blocks
-from speedlab.layout import Part
+from speedlab.layout import ShardRange
 
 
-def part_of(whole: Tensor, part: Part | None) -> Tensor:
+def part_of(whole: Tensor, part: ShardRange | None) -> Tensor:
     """What a rank that holds `part` has in its own tensor, by plain indexing."""
     if part is None:
         return whole.reshape(-1)
@@ -30,7 +30,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, ...]:
 @st.composite
 def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Stretch]:
     """Who holds what of a parameter: parts that cover it, of several ranges each, and their stretches by dp index."""
-    parts: list[Part | None] = [None]
+    parts: list[ShardRange | None] = [None]
     if draw(st.booleans()):
         dim = draw(st.integers(0, len(shape) - 1))
         cuts = sorted(draw(st.sets(st.integers(1, max(1, shape[dim] - 1)), max_size=5)))
@@ -39,7 +39,7 @@ def layouts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Stretch]:
         ranges: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         for pair in draw(st.permutations(list(itertools.pairwise(edges)))):
             ranges[draw(st.integers(0, ranks - 1))].append(pair)
-        parts = [Part(shape=shape, dim=dim, ranges=tuple(own)) for own in ranges if own]
+        parts = [ShardRange(shape=shape, dim=dim, ranges=tuple(own)) for own in ranges if own]
     stretches = []
     for part in parts:
         numel = math.prod(part.own_shape if part else shape)
@@ -69,7 +69,7 @@ def test_what_one_layout_wrote_another_reads(data: st.DataObject) -> None:
 def test_a_matrix_cut_by_columns_is_read_in_few_blocks() -> None:
     """A row of its own for every run would make a large checkpoint slow to read."""
     shape = (1000, 64)
-    half = Stretch(Part(shape=shape, dim=1, ranges=((0, 32),)), 0, 32_000)
+    half = Stretch(ShardRange(shape=shape, dim=1, ranges=((0, 32),)), 0, 32_000)
     assert len(list(blocks(shape, Stretch(None, 0, 64_000), half))) == 1
     assert len(list(blocks(shape, Stretch(None, 100, 63_000), half))) <= 3
 

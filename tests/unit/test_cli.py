@@ -334,7 +334,7 @@ def test_progress_fits_the_terminal_and_keeps_its_end(monkeypatch, columns: int,
     feed = progress.Feed(folder)
     feed.poll(files=True)
     monkeypatch.setenv("COLUMNS", str(columns))
-    progress.Progress(feed, stream := Terminal()).update()
+    progress.ProgressBar(feed, stream := Terminal()).update()
     assert stream.getvalue().removeprefix("\r\x1b[K") == shown
     assert len(shown) < columns
     feed.close()
@@ -343,7 +343,7 @@ def test_progress_fits_the_terminal_and_keeps_its_end(monkeypatch, columns: int,
 def test_progress_in_a_file_is_plain_lines() -> None:
     feed = progress.Feed(make_run(Path("runs/p")))
     stream = io.StringIO()
-    bar = progress.Progress(feed, stream)
+    bar = progress.ProgressBar(feed, stream)
     bar.update()
     bar.say("rank 0: hello")
     bar.update()

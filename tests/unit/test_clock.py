@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from speedlab.comm import Traffic, Transfer
+from speedlab.comm import CommStats, Transfer
 from speedlab.engine import memory_ledger, phase_timer
 from speedlab.engine.memory_ledger import MemoryMarks, allocated_bytes
 from speedlab.engine.phase_timer import PhaseClock
@@ -32,10 +32,10 @@ class Event:
 
 
 @pytest.fixture
-def gpu_clock(monkeypatch: pytest.MonkeyPatch) -> tuple[PhaseClock, Traffic]:
+def gpu_clock(monkeypatch: pytest.MonkeyPatch) -> tuple[PhaseClock, CommStats]:
     monkeypatch.setattr(phase_timer.torch.cuda, "Event", Event)
     Event.now = Event.passed = 0.0
-    traffic, device = Traffic(), torch.device("cuda")
+    traffic, device = CommStats(), torch.device("cuda")
     return PhaseClock(traffic, device), traffic
 
 
@@ -69,7 +69,7 @@ def test_a_wait_for_a_place_is_offload_and_not_communication(monkeypatch: pytest
         now[0] += seconds
 
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    traffic, cpu = Traffic(), torch.device("cpu")
+    traffic, cpu = CommStats(), torch.device("cpu")
     phases = PhaseClock(traffic, cpu)
     phases.take()
     with phases.phase("optimizer"):
@@ -135,7 +135,7 @@ def test_what_is_allocated_on_a_cpu_is_counted_to_the_byte_of_a_large_tensor() -
 
 
 def test_a_clock_gives_the_marks_with_its_step() -> None:
-    phases = PhaseClock(Traffic(), torch.device("cpu"))
+    phases = PhaseClock(CommStats(), torch.device("cpu"))
     with phases.phase("forward"), phases.phase("data"):
         pass
     assert [mark.phase for mark in phases.take().memory] == ["start", "data", "forward"]
@@ -144,7 +144,7 @@ def test_a_clock_gives_the_marks_with_its_step() -> None:
 
 def test_marks_are_those_of_steps_and_not_of_what_is_between_them() -> None:
     """What is between two steps, as a save, begins first once a second is over, and would be marked in their place."""
-    phases, now = PhaseClock(Traffic(), torch.device("cpu")), [10.0]
+    phases, now = PhaseClock(CommStats(), torch.device("cpu")), [10.0]
     phases._marks = MemoryMarks(torch.device("cpu"), lambda: now[0], lambda: 0.0)
 
     def step(seconds: float) -> bool:

@@ -25,12 +25,12 @@ from speedlab import hardware
 from speedlab.cluster.cluster import Cluster
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files import file_locks, processes
-from speedlab.cluster.files.cluster_dir import ClusterState, EngineEntry, Home, running_clusters
+from speedlab.cluster.files.cluster_dir import ClusterDir, ClusterState, EngineEntry, running_clusters
 from speedlab.cluster.launch import rendezvous
 from speedlab.cluster.launch.environment import device_fields, rank_environment
 from speedlab.cluster.launch.ipyparallel_launchers import DeviceEngineSetLauncher
 from speedlab.cluster.launch.placement import choose_devices
-from speedlab.cluster.supervisor.process_control import Here
+from speedlab.cluster.supervisor.process_control import LocalProcesses
 from speedlab.cluster.worker import remote
 from speedlab.cluster.worker.serialization import pack, unpack
 from speedlab.hardware import Device
@@ -118,7 +118,7 @@ def box_state(controller_pid: int) -> ClusterState:
 
 
 def test_state_is_private_and_comes_back_equal() -> None:
-    home = Home("box")
+    home = ClusterDir("box")
     home.create("token")
     state = box_state(os.getpid())
     home.write(state)
@@ -138,7 +138,7 @@ def test_state_is_private_and_comes_back_equal() -> None:
 
 
 def test_generations_only_grow_whoever_writes(monkeypatch: pytest.MonkeyPatch) -> None:
-    home = Home("box")
+    home = ClusterDir("box")
     home.create("token")
 
     def count_on() -> None:
@@ -163,9 +163,9 @@ def test_generations_only_grow_whoever_writes(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_home_that_two_hosts_share_keeps_the_clusters_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    def on(host: str) -> Home:
+    def on(host: str) -> ClusterDir:
         monkeypatch.setattr(platform, "node", lambda: host)
-        return Home("box")
+        return ClusterDir("box")
 
     one = on("one")
     one.create("token")
@@ -186,12 +186,12 @@ def test_a_home_that_two_hosts_share_keeps_the_clusters_of_both(monkeypatch: pyt
 
 def test_a_damaged_cluster_is_named_and_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("box", "broken"):
-        Home(name).create("token")
+        ClusterDir(name).create("token")
     state = box_state(os.getpid())
     written = json.loads(state.to_json()) | {"unknown": 1}
     written["engines"][0]["unknown"] = written["devices"][0]["unknown"] = 1
-    (Home("box").path / "cluster.json").write_text(json.dumps(written))
-    (Home("broken").path / "cluster.json").write_text('{"name": "broken"')
+    (ClusterDir("box").path / "cluster.json").write_text(json.dumps(written))
+    (ClusterDir("broken").path / "cluster.json").write_text('{"name": "broken"')
     monkeypatch.setattr(ClusterState, "running", True)
     with pytest.warns(UserWarning, match=r"broken/cluster\.json is damaged"):
         assert running_clusters() == [state]
@@ -215,7 +215,7 @@ def test_processes_are_known_by_their_token() -> None:
 
 def test_processes_that_have_the_numbers_of_a_cluster_after_a_restart_of_everything_are_not_its(tmp_path: Path) -> None:
     with subprocess.Popen(["cat"], **PIPES) as other:
-        home = Home("box")
+        home = ClusterDir("box")
         home.create(TOKEN)
         engine = EngineEntry(rank=0, pid=other.pid, engine_id=0)
         home.write(replace(box_state(other.pid), engines=(engine,)))
@@ -223,7 +223,7 @@ def test_processes_that_have_the_numbers_of_a_cluster_after_a_restart_of_everyth
         assert running_clusters() == []
         with pytest.raises(ClusterError, match="cluster 'box' does not run"):
             Cluster.attach("box")
-        hands = Here(home, None, TOKEN, None)  # type: ignore[arg-type]  # it is asked nothing
+        hands = LocalProcesses(home, None, TOKEN, None)  # type: ignore[arg-type]  # it is asked nothing
         assert hands.interrupt({engine: "a message"}) == []
         assert [look.alive for look in hands.look([engine])] == [False]
         assert hands.end([engine], lambda gone: None) == []
@@ -263,7 +263,7 @@ def test_a_process_whose_program_is_being_loaded_is_found(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("word", ["stop", "start"])
 def test_what_a_start_has_left_that_nobody_survived_is_ended(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Supervisor and kernel were killed before it was written down what runs."""
-    Home("default").create(TOKEN)
+    ClusterDir("default").create(TOKEN)
     with subprocess.Popen(["cat"], env={**os.environ, processes.TOKEN: TOKEN}, **PIPES) as process:
         # Popen returns when the new program is being loaded; a moment later the process has its environment.
         assert process.stdin is not None
@@ -333,7 +333,7 @@ def test_an_interrupt_waits_until_a_library_is_imported(tmp_path: Path, monkeypa
 
 def test_a_cluster_that_ends_while_a_handle_connects_is_told_without_its_logs() -> None:
     """`speedlab stop` while a training in another terminal ends its engines: their logs explain nothing."""
-    home = Home("box")
+    home = ClusterDir("box")
     home.create("token")
     (home.log / "ipcontroller.log").write_text("a line of a log\n" * 30)
     cluster = Cluster(name="box", start=False)
@@ -345,12 +345,12 @@ def test_a_cluster_that_ends_while_a_handle_connects_is_told_without_its_logs() 
 
 def test_what_goes_is_this_hosts_folder_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the name stands for another folder once that is gone: one of an older version, which says no host."""
-    Home("box").create("token")
-    (Home("box").path / "host").unlink()
-    older = Home("box").path
+    ClusterDir("box").create("token")
+    (ClusterDir("box").path / "host").unlink()
+    older = ClusterDir("box").path
     monkeypatch.setattr(platform, "node", lambda: "two")
     own = older.with_name("box@two")
     own.mkdir()
-    Home("box").remove()
+    ClusterDir("box").remove()
     assert older.is_dir()
     assert not own.exists()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from speedlab.offload import page_pool
-from speedlab.offload.page_pool import Pages
+from speedlab.offload.page_pool import PagePool
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="pages are moved on Linux only")
 CPU = torch.device("cpu")
@@ -19,16 +19,16 @@ SIZES = [1000, 3 * 2**20 + 5]
 @linux
 @pytest.mark.parametrize("numel", SIZES)
 def test_pages_move_to_the_next_that_comes(numel):
-    pages = Pages()
+    pages = PagePool()
     one, other = (pages.room(numel, torch.float32, CPU) for _ in range(2))
     addresses = one.tensor.data_ptr(), other.tensor.data_ptr()
-    one.come()
+    one.materialize()
     one.tensor.copy_(torch.arange(numel))
-    one.go()
-    other.come()
+    one.free()
+    other.materialize()
     assert torch.equal(other.tensor, torch.arange(numel, dtype=torch.float32))  # The very pages, not fresh ones.
     assert (one.tensor.data_ptr(), other.tensor.data_ptr()) == addresses
-    one.come()
+    one.materialize()
     assert one.tensor.abs().max() == 0, "pages of its own: those it had belong to the other"
     one.tensor.fill_(7)
     assert torch.equal(other.tensor, torch.arange(numel, dtype=torch.float32))
@@ -37,12 +37,12 @@ def test_pages_move_to_the_next_that_comes(numel):
 @linux
 @pytest.mark.parametrize("numel", SIZES)
 def test_what_comes_back_first_has_its_own_pages(numel):
-    pages = Pages()
+    pages = PagePool()
     one = pages.room(numel, torch.bfloat16, CPU)
-    one.come()
+    one.materialize()
     one.tensor.fill_(3)
-    one.go()
-    one.come()
+    one.free()
+    one.materialize()
     assert one.tensor.min() == 3
 
 
@@ -50,29 +50,29 @@ def test_what_comes_back_first_has_its_own_pages(numel):
 def test_idle_pages_do_not_grow_beside_what_is_asked_for(monkeypatch):
     dropped = []
     monkeypatch.setattr(page_pool._Moved, "drop_pages", lambda self: dropped.append(self.nbytes))
-    pages = Pages()
+    pages = PagePool()
     small, large = (pages.room(numel, torch.float32, CPU) for numel in (1024, 4096))
-    small.come()
-    small.go()
-    large.come()  # Of another size: idle ones go.
+    small.materialize()
+    small.free()
+    large.materialize()  # Of another size: idle ones go.
     assert dropped == [small.tensor.nbytes]
-    large.go()
-    small.come()  # A part of the idle ones would do, but they go as a whole.
+    large.free()
+    small.materialize()  # A part of the idle ones would do, but they go as a whole.
     assert dropped == [small.tensor.nbytes, large.tensor.nbytes]
 
 
 @linux
 def test_trimmed_pages_are_gone_and_come_as_zeros():
-    pages = Pages()
+    pages = PagePool()
     one = pages.room(5000, torch.float32, CPU)
-    one.come()
+    one.materialize()
     one.tensor.fill_(1)
-    one.go()
+    one.free()
     pages.trim()
-    one.come()
+    one.materialize()
     assert one.tensor.abs().max() == 0
     pages.trim()
-    one.come()  # It is here: nothing happens.
+    one.materialize()  # It is here: nothing happens.
     one.tensor.fill_(2)
     pages.trim()
     assert one.tensor.min() == 2
@@ -93,22 +93,22 @@ def test_a_system_that_cannot_move_pages_gets_new_ones(monkeypatch, numel):
             libc.munmap(new, size)
             return 2**64 - 1
 
-    pages = Pages()
+    pages = PagePool()
     one, other = (pages.room(numel, torch.float32, CPU) for _ in range(2))
-    one.come()
+    one.materialize()
     one.tensor.fill_(1)
-    one.go()
+    one.free()
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     monkeypatch.setattr(page_pool, "_libc", Refuses)
-    other.come()
+    other.materialize()
     assert other.tensor.abs().max() == 0
     other.tensor.fill_(5)
-    one.come()
+    one.materialize()
     assert one.tensor.abs().max() == 0
     assert other.tensor.min() == 5
-    other.go()
-    one.go()
-    other.come()
+    other.free()
+    one.free()
+    other.materialize()
     assert len(calls) == 1, "what the system has refused is not asked for again"
 
 
@@ -125,37 +125,37 @@ def test_each_move_is_of_one_stretch(monkeypatch):
             return libc.mremap(old, size, *rest)
 
     monkeypatch.setattr(page_pool, "_libc", Watched)
-    pages = Pages()
+    pages = PagePool()
     one, other = (pages.room(3 * 2**20 // 4, torch.float32, CPU) for _ in range(2))
-    one.come()
+    one.materialize()
     one.tensor.fill_(2)
-    one.go()
-    other.come()
+    one.free()
+    other.materialize()
     assert moved == [2 * 2**20, 2**20]
     assert other.tensor.min() == 2
 
 
 @linux
 def test_who_is_gone_leaves_no_pages():
-    pages = Pages()
+    pages = PagePool()
     one, other = (pages.room(4000, torch.float32, CPU) for _ in range(2))
-    one.come()
-    one.go()
+    one.materialize()
+    one.free()
     del one
     gc.collect()
-    other.come()
+    other.materialize()
     other.tensor.fill_(1)
     assert other.tensor.sum() == 4000
 
 
 def test_other_devices_resize_their_storage(monkeypatch):
     monkeypatch.setattr(page_pool.sys, "platform", "darwin")
-    one = Pages().room(100, torch.float32, CPU)
+    one = PagePool().room(100, torch.float32, CPU)
     assert not one.here
     assert one.tensor.untyped_storage().nbytes() == 0
-    one.come()
+    one.materialize()
     one.tensor.fill_(1)
     assert one.here
     assert one.tensor.sum() == 100
-    one.go()
+    one.free()
     assert one.tensor.untyped_storage().nbytes() == 0

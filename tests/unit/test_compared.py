@@ -16,7 +16,7 @@ from speedlab.cluster.known_runs import RUN_MIME, RunError, run_id
 from speedlab.config import RunConfig
 from speedlab.telemetry.figures.compare import (
     COLOURS,
-    Look,
+    RunStanding,
     compared_figures,
     facts_table,
     look_at,
@@ -32,7 +32,7 @@ PAYLOAD = "<img src=x onerror=alert(1)> 100 %{x}"
 GIB = 2**30
 
 
-def look(name: str, steps: int, *, state: RunState = RunState.RUNNING, **changes: Any) -> Look:
+def look(name: str, steps: int, *, state: RunState = RunState.RUNNING, **changes: Any) -> RunStanding:
     """A run of two ranks, of which the second holds more."""
     ledgers = [Ledger(parameters=GIB, activations=rank * GIB) for rank in range(2)]
     heldout = {steps: 7.0}
@@ -45,7 +45,7 @@ def look(name: str, steps: int, *, state: RunState = RunState.RUNNING, **changes
 
 
 def test_what_differs_is_listed_and_what_each_has_come_to() -> None:
-    looks = [look("a", 5), look("b", 9, zero=3, seed=7), Look(name="gone", problem="is gone")]
+    looks = [look("a", 5), look("b", 9, zero=3, seed=7), RunStanding(name="gone", problem="is gone")]
     settings = settings_table(looks)
     assert {row["name"]: row["values"] for row in settings} == {"seed": ["0", "7", ""], "zero.stage": ["2", "3", ""]}
     assert settings.head() == ["", "1 · a", "2 · b", "3 · gone"]
@@ -62,7 +62,7 @@ def test_what_differs_is_listed_and_what_each_has_come_to() -> None:
 
 
 def test_figures_share_axes_and_say_of_which_run_each_part_is() -> None:
-    looks = [look(PAYLOAD, 5), look("b", 9), Look(name="gone")]
+    looks = [look(PAYLOAD, 5), look("b", 9), RunStanding(name="gone")]
     figures = compared_figures(looks)
     for figure in figures.values():
         go.Figure(figure)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from speedlab.config import ConfigError, RunConfig
 from speedlab.engine.loss import loss_of
-from speedlab.engine.model_check import try_model
+from speedlab.engine.model_check import validate_model
 from speedlab.engine.model_construction import make_whole
 
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ COUNT = 512 * 4 + 8 * 4 + 2 * 4 * 4 * 4 + 2 * 4 * 4 + 4 * 512 + 512
     ],
 )
 def test_what_can_be_trained(given: dict[str, Any], parameters: int, nbytes: int, untried: str) -> None:
-    found = try_model(CONFIG, 4, device=CPU, **given)
+    found = validate_model(CONFIG, 4, device=CPU, **given)
     assert (found["parameters"], found["nbytes"], found["dtype"]) == (parameters, nbytes, "bfloat16")
     assert re.search(untried, found["untried"]) if untried else not found["untried"]
 
@@ -162,12 +162,12 @@ EXPECTED = r"[\s\S]*forward\(tokens, targets\)[\s\S]*forward\(input_ids=.*labels
 )
 def test_what_cannot_be_trained_is_refused_with_what_would_do(given: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        try_model(CONFIG, 4, device=CPU, **given)
+        validate_model(CONFIG, 4, device=CPU, **given)
 
 
 def test_layouts_that_the_model_does_not_allow_are_refused() -> None:
     def tried(parallel: dict[str, int], **given: Any) -> None:
-        try_model(CONFIG.replace(parallel=parallel), 4, device=CPU, **{"model": Net} | given)
+        validate_model(CONFIG.replace(parallel=parallel), 4, device=CPU, **{"model": Net} | given)
 
     with pytest.raises(ConfigError, match=r"parallel.pp 2: Net is not known to be one list of blocks"):
         tried({"pp": 2})
@@ -213,11 +213,11 @@ def test_the_loss_of_each_kind_of_batch() -> None:
 def test_attention_over_blocks_is_tried_and_refused() -> None:
     blocks = {"attention": {"kind": "block_sparse", "block": 16, "window": 8}}
     with pytest.raises(ConfigError, match="'block_sparse' has no effect on a Net"):
-        try_model(CONFIG.replace(model=blocks), 1, model=Net, device=CPU)
+        validate_model(CONFIG.replace(model=blocks), 1, model=Net, device=CPU)
     pytest.importorskip("transformers")
     with pytest.raises(ConfigError, match="'block_sparse' takes heads of a multiple of 8 elements"):
-        try_model(CONFIG.replace(model=blocks), 1, model=hugging_face, device=CPU)
-    assert try_model(CONFIG.replace(model=blocks), 1, model=larger_hugging_face, device=CPU)["untried"] == ""
+        validate_model(CONFIG.replace(model=blocks), 1, model=hugging_face, device=CPU)
+    assert validate_model(CONFIG.replace(model=blocks), 1, model=larger_hugging_face, device=CPU)["untried"] == ""
 
 
 def larger_hugging_face() -> nn.Module:
@@ -243,7 +243,7 @@ def mixtral() -> nn.Module:
 def test_a_failure_of_fake_tensors_alone_does_not_blame_the_model(given: str) -> None:
     """torch's fake grouped product takes bfloat16 only, and kernels take float32, too."""
     config = CONFIG.model_copy(update={"precision": RunConfig(precision="float32").precision})
-    found = try_model(config, 2, device=CPU, model=mixtral if given == "function" else mixtral())
+    found = validate_model(config, 2, device=CPU, model=mixtral if given == "function" else mixtral())
     assert found["dtype"] == "float32"
     assert found["parameters"] == sum(parameter.numel() for parameter in mixtral().parameters())
     assert not found["untried"], "it was tried with real tensors"

@@ -15,7 +15,7 @@ from speedlab.layout import layer_counts
 from speedlab.models import GPT
 from speedlab.parallel.pipeline import block_costs, cut_model, training_plan
 from speedlab.parallel.pipeline.partition import _FAMILIES
-from speedlab.parallel.pipeline.schedules import Action, Kind, forward_plan, with_transfers
+from speedlab.parallel.pipeline.schedules import Action, ActionKind, forward_plan, with_transfers
 from speedlab.parallel.zero import plan_units
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 1), ("interleaved", 3), ("zero-bubble", 1), ("zero-bubble", 2)]
@@ -193,8 +193,10 @@ def test_plans_do_everything_once_and_in_an_order_that_works(schedule, chunks, p
     stages = range(pp * chunks)
     work = [action for actions in plan for action in actions]
     assert len(set(work)) == len(work)
-    halves = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT] if schedule == "zero-bubble" else [Kind.BACKWARD]
-    for kind in (Kind.FORWARD, *halves):
+    halves = (
+        [ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT] if schedule == "zero-bubble" else [ActionKind.BACKWARD]
+    )
+    for kind in (ActionKind.FORWARD, *halves):
         assert {a[1:] for a in work if a.kind is kind} == set(itertools.product(stages, range(micro_batches)))
     for rank, actions in enumerate(plan):
         assert all(action.stage % pp == rank for action in actions)
@@ -204,7 +206,7 @@ def test_plans_do_everything_once_and_in_an_order_that_works(schedule, chunks, p
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_forward_plans(chunks) -> None:
     plan = forward_plan(pp=3, chunks=chunks, micro_batches=4)
-    assert sum(action.kind is Kind.FORWARD for actions in plan for action in actions) == 3 * chunks * 4
+    assert sum(action.kind is ActionKind.FORWARD for actions in plan for action in actions) == 3 * chunks * 4
     run(plan)
 
 
@@ -227,12 +229,12 @@ def run(plan: list[list[Action]]) -> None:
 
     def can(action: Action) -> bool:
         kind, stage, k = action
-        if kind is Kind.FORWARD:
+        if kind is ActionKind.FORWARD:
             return stage == 0 or reached["F", stage - 1, stage, k] == 2
-        if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
-            after = Action(Kind.FORWARD, stage, k) in done
+        if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT):
+            after = Action(ActionKind.FORWARD, stage, k) in done
             return after and (stage == stages - 1 or reached["B", stage + 1, stage, k] == 2)
-        return kind is not Kind.BACKWARD_WEIGHT or Action(Kind.BACKWARD_INPUT, stage, k) in done
+        return kind is not ActionKind.BACKWARD_WEIGHT or Action(ActionKind.BACKWARD_INPUT, stage, k) in done
 
     queues = [list(actions) for actions in plan]
     while any(queues):
@@ -249,15 +251,18 @@ def message_of(action: Action) -> tuple | None:
     """(what, from stage, to stage, micro-batch) of a send or a receive."""
     kind, stage, k = action
     return {
-        Kind.SEND_ACTIVATION: ("F", stage, stage + 1, k),
-        Kind.RECEIVE_ACTIVATION: ("F", stage - 1, stage, k),
-        Kind.SEND_GRADIENT: ("B", stage, stage - 1, k),
-        Kind.RECEIVE_GRADIENT: ("B", stage + 1, stage, k),
+        ActionKind.SEND_ACTIVATION: ("F", stage, stage + 1, k),
+        ActionKind.RECEIVE_ACTIVATION: ("F", stage - 1, stage, k),
+        ActionKind.SEND_GRADIENT: ("B", stage, stage - 1, k),
+        ActionKind.RECEIVE_GRADIENT: ("B", stage + 1, stage, k),
     }.get(kind)
 
 
 def test_orders_that_lock_up_are_refused() -> None:
-    backwards_first = [[Action(Kind.BACKWARD, 0, 0), Action(Kind.FORWARD, 0, 0)], [Action(Kind.FORWARD, 1, 0)]]
+    backwards_first = [
+        [Action(ActionKind.BACKWARD, 0, 0), Action(ActionKind.FORWARD, 0, 0)],
+        [Action(ActionKind.FORWARD, 1, 0)],
+    ]
     with pytest.raises(ValueError, match="lock up: nothing can begin of 0B0, 1F0"):
         with_transfers(backwards_first, stages=2)
 

@@ -22,9 +22,16 @@ from person import Person
 
 import speedlab.cluster.debug.connection as debug_line
 import speedlab.cluster.debug.rank_debugger as debugging
-from speedlab.cluster.debug.agent_relay import MOST_BYTES, Given, Lobby, Said
-from speedlab.cluster.debug.connection import Door, Greeting, Knock, Words, door_path, lobby_path
-from speedlab.cluster.debug.supervisor_relay import Relay
+from speedlab.cluster.debug.agent_relay import MOST_BYTES, DebugRelay, Given, Said
+from speedlab.cluster.debug.connection import (
+    ConnectRequest,
+    DebuggerOutput,
+    DebugServer,
+    Greeting,
+    relay_path,
+    server_path,
+)
+from speedlab.cluster.debug.supervisor_relay import SupervisorDebugRelay
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.supervisor.channel import connect, listen
 from speedlab.cluster.worker import remote
@@ -35,8 +42,8 @@ class Far:
     """The way of a rank on another host: what its agent and the supervisor do, the controller's calls left out."""
 
     def __init__(self, cluster: Path, host: Path) -> None:
-        self.lobby = Lobby(host)
-        self.relay = Relay(cluster, self.exchange)
+        self.lobby = DebugRelay(host)
+        self.relay = SupervisorDebugRelay(cluster, self.exchange)
         self.answers = True
         self.most_bytes = 0
         self._over = threading.Event()
@@ -102,7 +109,7 @@ def on_a_rank(folder: Path, person: Person, work: Callable[[], Any]) -> Any:
             found.append(error)
 
     thread = threading.Thread(target=rank, daemon=True)
-    with Door(folder, "name", ask=person) as door:
+    with DebugServer(folder, "name", ask=person) as door:
         thread.start()
         while thread.is_alive():
             door.serve(0.01)
@@ -139,7 +146,7 @@ def test_a_post_mortem_has_the_frames_of_what_was_raised_last(either: Path, caps
         assert line in said
     assert "remote.py" not in said
     assert person.prompts == ["rank 1 (Pdb) "] * 8
-    assert not door_path(folder, "name").exists()
+    assert not server_path(folder, "name").exists()
 
 
 def failing_call_quietly() -> None:
@@ -213,7 +220,7 @@ def test_nobody_at_the_door_stops_nothing(
     monkeypatch.setattr(debug_line, "GREET_SECONDS", 0.05)
     monkeypatch.setattr(debug_line, "FAR_GREET_SECONDS", 0.5)
     assert stopping() == [1, 2, 3]
-    with Door(folder, "name", ask=Person()):  # Open, but nobody serves it.
+    with DebugServer(folder, "name", ask=Person()):  # Open, but nobody serves it.
         assert stopping() == [1, 2, 3]
     nobody, silent = capsys.readouterr().out.splitlines()
     assert "nobody waits for this cell in front of a prompt" in nobody
@@ -236,7 +243,7 @@ def test_a_rank_whose_line_fails_is_told_so(
     thread.start()
     assert stopping() == [1, 2, 3]
     thread.join()
-    listen(lobby_path(folder / "host-b")).close()  # The agent has ended.
+    listen(relay_path(folder / "host-b")).close()  # The agent has ended.
     assert stopping() == [1, 2, 3]
     assert capsys.readouterr().out.splitlines() == [
         f"breakpoint(): {what}, so this cell goes on; run it again to stop there"
@@ -252,12 +259,12 @@ def test_a_rank_whose_line_fails_is_told_so(
 
 def test_half_a_message_of_one_rank_keeps_no_other(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank that was suspended amid it."""
-    data = msgspec.msgpack.encode(Words(text="at last\n"))
+    data = msgspec.msgpack.encode(DebuggerOutput(text="at last\n"))
     framed = struct.pack("!Q", len(data)) + data
     ended: list[list[int]] = []
     thread = threading.Thread(target=lambda: ended.append(stopping()), daemon=True)
-    with Door(folder, "name", ask=Person("c", "c")) as door:
-        half = connect(door_path(folder, "name"), Greeting)
+    with DebugServer(folder, "name", ask=Person("c", "c")) as door:
+        half = connect(server_path(folder, "name"), Greeting)
         for end in (3, 11):  # Amid the length, and amid what follows it.
             half.connection.sendall(framed[:end])
             framed = framed[end:]
@@ -314,7 +321,7 @@ def test_ranks_that_stop_together_are_taken_one_after_the_other(either: Path, mo
         inside.pop()
         return "c"
 
-    with Door(either, "name", ask=person) as door:
+    with DebugServer(either, "name", ask=person) as door:
         ranks[0].start()
         deadline = time.monotonic() + 20
         while any(thread.is_alive() for thread in ranks) or len(asked) < 3:
@@ -350,7 +357,7 @@ def test_a_host_that_goes_ends_the_session_on_both_sides(
             ended.append(error)
 
     thread = threading.Thread(target=rank, daemon=True)
-    with Door(folder, "name", ask=Person(lose)) as door:
+    with DebugServer(folder, "name", ask=Person(lose)) as door:
         thread.start()
         deadline = time.monotonic() + 20
         while "out of reach" not in (said := capsys.readouterr().out):
@@ -379,8 +386,8 @@ def test_more_ranks_than_a_door_holds_wait_to_be_let_in(folder: Path) -> None:
             heard.notify_all()
             return {number: (b"", len(greeted) == len(ranks) or bool(ended)) for number in given}
 
-    with Door(folder, "name") as door:
-        Relay(folder, exchange).hear({"host-b": ranks})
+    with DebugServer(folder, "name") as door:
+        SupervisorDebugRelay(folder, exchange).hear({"host-b": ranks})
         deadline = time.monotonic() + 20
         while len(greeted) < len(ranks) and not ended and time.monotonic() < deadline:
             door.serve(0.01)
@@ -390,7 +397,7 @@ def test_more_ranks_than_a_door_holds_wait_to_be_let_in(folder: Path) -> None:
 
 def test_a_lobby_outlives_what_it_cannot_take_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every rank that knocks on this host from then on would wait, and be told that its line is silent."""
-    lobby = Lobby(folder)
+    lobby = DebugRelay(folder)
     strangers = []
     start, refused = threading.Thread.start, []
 
@@ -402,12 +409,12 @@ def test_a_lobby_outlives_what_it_cannot_take_in(folder: Path, monkeypatch: pyte
 
     monkeypatch.setattr(threading.Thread, "start", refuse_once)
     for said in (b"", b"\x00" * 7 + b"\x01\xc0"):  # Nothing, as there is no thread that would hear it; no Knock.
-        strangers.append(connect(lobby_path(folder), Words))
+        strangers.append(connect(relay_path(folder), DebuggerOutput))
         if said:  # An empty write, too, breaks on a line that the lobby has closed by then.
             strangers[-1].connection.sendall(said)
         assert strangers[-1].connection.recv(1) == b""
-    channel = connect(lobby_path(folder), Words)
-    channel.send(Knock(door="name"))
+    channel = connect(relay_path(folder), DebuggerOutput)
+    channel.send(ConnectRequest(door="name"))
     deadline = time.monotonic() + 20
     while list(lobby.waiting().values()) != ["name"]:
         assert time.monotonic() < deadline

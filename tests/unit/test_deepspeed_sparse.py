@@ -8,12 +8,12 @@ import pytest
 
 from speedlab.config import AttentionConfig, ConfigError, RunConfig
 from speedlab.config.attention import seen_blocks
-from speedlab.config.deepspeed.reader import Reading
+from speedlab.config.deepspeed.reader import DeepSpeedReport
 
 CAUSAL = {"attention": "unidirectional"}
 
 
-def reading(section: Any, *ignore: str) -> Reading:
+def reading(section: Any, *ignore: str) -> DeepSpeedReport:
     return RunConfig.deepspeed_reading({"train_batch_size": 8, "sparse_attention": section}, ignore=ignore)
 
 

@@ -16,7 +16,7 @@ from speedlab.config import ConfigError, DataConfig, ModelConfig, RunConfig
 from speedlab.data import check, prepare, separated, write_tokens
 from speedlab.engine.loss import loss_of
 from speedlab.engine.loss_weights import targets_of
-from speedlab.engine.model_check import try_model
+from speedlab.engine.model_check import validate_model
 from speedlab.models import GPT
 from speedlab.models.hf_attention import PACKED_FAMILIES, packing_problem
 from speedlab.models.packing import document_starts
@@ -271,7 +271,7 @@ def test_models_that_would_join_documents_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"Bigram.forward takes no `positions`, nor is it of a type .*'joined', or gi"
     ):
-        try_model(config, 1, model=Bigram, device=device)
+        validate_model(config, 1, model=Bigram, device=device)
     told = "with attention 'flash_attention_2' does not keep those of several sequences apart; load it by from_pretr"
     model = family("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
@@ -284,8 +284,8 @@ def test_models_that_would_join_documents_are_refused() -> None:
         tokens, targets, positions = batch
         return model(tokens, targets) + 0 * positions.sum()
 
-    assert try_model(config, 1, model=Bigram, loss=own_loss, device=device)["untried"] == ""
-    assert try_model(config, 1, device=device)["untried"] == ""
+    assert validate_model(config, 1, model=Bigram, loss=own_loss, device=device)["untried"] == ""
+    assert validate_model(config, 1, device=device)["untried"] == ""
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------

@@ -12,18 +12,18 @@ import pytest
 import speedlab.cluster.files.cluster_dir as homes
 import speedlab.cluster.shutdown as ending
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import ClusterState, Home, known_clusters
+from speedlab.cluster.files.cluster_dir import ClusterDir, ClusterState, known_clusters
 from speedlab.cluster.supervisor.channel import Channel, listen
 from speedlab.cluster.supervisor.client import Client, StartGivenUpError
-from speedlab.cluster.supervisor.protocol import Cancel, Message
+from speedlab.cluster.supervisor.protocol import Cancel, ProtocolMessage
 from speedlab.cluster.supervisor.server import Server
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterDir:
     """The folder of a cluster of which nothing runs."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    home = Home("slurm-81")
+    home = ClusterDir("slurm-81")
     home.create("the token")
     return home
 
@@ -51,11 +51,11 @@ class WaitingSupervisor:
         pass
 
 
-def served(home: Home, supervisor: WaitingSupervisor) -> Server:
+def served(home: ClusterDir, supervisor: WaitingSupervisor) -> Server:
     return Server(listen(home.supervisor_socket), supervisor)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_start_that_waits_in_a_queue_is_given_up(home: Home) -> None:
+def test_a_start_that_waits_in_a_queue_is_given_up(home: ClusterDir) -> None:
     supervisor = WaitingSupervisor()
     server = served(home, supervisor)
     try:
@@ -66,7 +66,7 @@ def test_a_start_that_waits_in_a_queue_is_given_up(home: Home) -> None:
     assert not home.path.exists()  # Whoever has started it is gone: it is cleaned up here.
 
 
-def test_a_start_that_says_nothing_and_takes_a_second_is_given_up(home: Home) -> None:
+def test_a_start_that_says_nothing_and_takes_a_second_is_given_up(home: ClusterDir) -> None:
     supervisor = WaitingSupervisor(ready_after=20)  # As one of engines on one host.
     supervisor.starting = ""
     server = served(home, supervisor)
@@ -77,7 +77,7 @@ def test_a_start_that_says_nothing_and_takes_a_second_is_given_up(home: Home) ->
     assert supervisor.cancelled.is_set()
 
 
-def test_a_start_that_has_just_become_ready_is_left_alone(home: Home) -> None:
+def test_a_start_that_has_just_become_ready_is_left_alone(home: ClusterDir) -> None:
     server = served(home, supervisor := WaitingSupervisor(is_ready=True))
     try:
         with pytest.raises(ClusterError, match="has just become ready; stop it instead"):
@@ -88,13 +88,13 @@ def test_a_start_that_has_just_become_ready_is_left_alone(home: Home) -> None:
 
 
 def test_a_start_whose_supervisor_is_of_another_version_is_left_alone(
-    home: Home, monkeypatch: pytest.MonkeyPatch
+    home: ClusterDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it has begun on hosts, as a job in a queue, nobody else would give back."""
-    monkeypatch.setattr("speedlab.cluster.supervisor.protocol.VERSION", 2)
+    monkeypatch.setattr("speedlab.cluster.supervisor.protocol.VERSION", 3)
     send = Channel.send
 
-    def slow(channel: Channel, message: Message) -> None:
+    def slow(channel: Channel, message: ProtocolMessage) -> None:
         """A word behind the greeting comes when the supervisor has refused that and left."""
         if isinstance(message, Cancel):
             look = select.poll()
@@ -105,14 +105,14 @@ def test_a_start_whose_supervisor_is_of_another_version_is_left_alone(
     monkeypatch.setattr(Channel, "send", slow)
     server = served(home, supervisor := WaitingSupervisor())
     try:
-        with pytest.raises(ClusterError, match=r"^the cluster's supervisor speaks version 2 .*, and this client 1: "):
+        with pytest.raises(ClusterError, match=r"^the cluster's supervisor speaks version 3 .*, and this client 2: "):
             ending.cancel_start(home)
     finally:
         server.close()
     assert (supervisor.cancelled.is_set(), home.path.exists()) == (False, True)
 
 
-def test_a_start_is_given_up_even_where_its_supervisor_ends_in_that_moment(home: Home) -> None:
+def test_a_start_is_given_up_even_where_its_supervisor_ends_in_that_moment(home: ClusterDir) -> None:
     server = served(home, WaitingSupervisor())
 
     def given_up() -> bool:
@@ -127,7 +127,7 @@ def test_a_start_is_given_up_even_where_its_supervisor_ends_in_that_moment(home:
         server.close()
 
 
-def test_what_nobody_starts_is_removed_and_what_runs_is_not(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_nobody_starts_is_removed_and_what_runs_is_not(home: ClusterDir, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ending.NotStartingError, match="nobody starts cluster 'slurm-81' any more"):
         ending.cancel_start(home)
     state = ClusterState(
@@ -148,7 +148,7 @@ def test_what_nobody_starts_is_removed_and_what_runs_is_not(home: Home, monkeypa
 
 
 def test_a_cluster_whose_hosts_only_a_supervisor_gives_back_is_not_forgotten(
-    home: Home, monkeypatch: pytest.MonkeyPatch
+    home: ClusterDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(homes, "is_alive", lambda pid, token: True)
     home.write(
@@ -168,8 +168,8 @@ def test_a_cluster_whose_hosts_only_a_supervisor_gives_back_is_not_forgotten(
     assert home.path.exists()
 
 
-def test_a_folder_that_may_not_be_read_hides_no_other(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = Home("other")
+def test_a_folder_that_may_not_be_read_hides_no_other(home: ClusterDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = ClusterDir("other")
     other.create("its token")
     file = home.path / "cluster.json"
     file.write_text("{}")

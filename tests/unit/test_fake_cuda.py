@@ -24,13 +24,13 @@ from fake_gpu import CUDA, FakeGpu, Seen
 from torch import Tensor
 
 import speedlab
-from speedlab.comm import Group, Traffic
+from speedlab.comm import CommStats, Group
 from speedlab.config import ModelConfig
 from speedlab.engine.engine import Engine
 from speedlab.layout import Layout
 from speedlab.models import GPT
 from speedlab.optim import sharded_optimizer
-from speedlab.optim.delayed_update import LateUpdate
+from speedlab.optim.delayed_update import DelayedUpdate
 
 MICRO, LENGTH, HEADS = 2, 10, 2
 
@@ -101,7 +101,7 @@ class Report:
 @cache
 def report_of(session: Session) -> Report:
     report = Report()
-    late = patch.object(sharded_optimizer, "LateUpdate", AtOnce)
+    late = patch.object(sharded_optimizer, "DelayedUpdate", AtOnce)
     with (
         late,
         TemporaryDirectory() as folder,
@@ -115,7 +115,7 @@ def report_of(session: Session) -> Report:
     return report
 
 
-class AtOnce(LateUpdate):
+class AtOnce(DelayedUpdate):
     """What a thread does, on this one: others are not seen."""
 
     def start(self) -> None:
@@ -380,7 +380,7 @@ def test_a_loaded_state_is_where_the_optimizer_wants_it(stage, tmp_path) -> None
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_small_objects_travel_on_the_host(world_size) -> None:
     with fake_cuda(rank=0, world_size=world_size) as gpu:
-        group = Group(range(world_size), Traffic(), CUDA)
+        group = Group(range(world_size), CommStats(), CUDA)
         with groups_talk():
             assert group.share({"a": [1, 2]}) == {"a": [1, 2]}
         seen = gpu.take()
@@ -391,6 +391,6 @@ def test_small_objects_travel_on_the_host(world_size) -> None:
 def test_a_barrier_holds_the_host() -> None:
     """NCCL's collectives only hold back the stream."""
     with fake_cuda(rank=0, world_size=2) as gpu:
-        Group(range(2), Traffic(), CUDA).barrier()
+        Group(range(2), CommStats(), CUDA).barrier()
         seen = gpu.take()
         assert {each.wires for each in seen.collectives} == {"gloo"} or seen.waits

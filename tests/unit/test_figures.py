@@ -29,9 +29,9 @@ from speedlab.telemetry.figures import (
     throughput_figure,
 )
 from speedlab.telemetry.figures.memory import states_are_small
-from speedlab.telemetry.figures.steps import Cut, loss_values
+from speedlab.telemetry.figures.steps import HistoryRange, loss_values
 from speedlab.telemetry.history import bucket_extremes
-from speedlab.telemetry.prediction import Prediction
+from speedlab.telemetry.prediction import RunPrediction
 from speedlab.telemetry.records import CATEGORIES, PHASES, Ledger, RunState
 from speedlab.telemetry.run_folder import Status
 
@@ -95,7 +95,7 @@ def test_capacity_is_a_line_when_in_sight_and_a_note_when_far_above():
 def test_prediction_is_an_outline_in_the_readers_colour_with_its_error():
     made = history(ledger=Ledger(parameters=4 * MIB, activations=MIB, outside_framework=9 * MIB))
     rank = RankMemory(parameters=3 * MIB, activations=MIB, outside_framework=7 * MIB)
-    made.predicted = Prediction(memory=[rank, rank], speeds=((0, 4096.0),))
+    made.predicted = RunPrediction(memory=[rank, rank], speeds=((0, 4096.0),))
     layout = memory_figure(made)["layout"]
     assert [(shape["y0"], shape["y1"], shape["name"]) for shape in layout["shapes"]] == [(0, 4, "ink")] * 2
     assert layout["annotations"][-1]["text"] == "□ predicted 4.0 MiB, 20 % less than measured (5.0 MiB)"
@@ -106,7 +106,7 @@ def test_prediction_is_an_outline_in_the_readers_colour_with_its_error():
 
 def test_predicted_speed_is_a_line_that_follows_changes_of_shape_and_tells_its_error():
     made = History.of({0: [make_record(step) for step in range(1, 11)]})
-    made.predicted = Prediction(memory=[], speeds=((0, 4096.0), (5, 16384.0)), note="(not yet calibrated)")
+    made.predicted = RunPrediction(memory=[], speeds=((0, 4096.0), (5, 16384.0)), note="(not yet calibrated)")
     trace = throughput_figure(made)["data"][1]
     assert trace["y"].tolist() == [4096.0] * 5 + [16384.0] * 5
     told = header(made, name="sample", status=Status(state=RunState.RUNNING, step=10, steps=40)).text
@@ -258,8 +258,8 @@ def test_stride_is_the_least_power_of_two(length, limit, size):
 
 def test_buckets_that_are_whole_never_change_when_the_run_goes_on():
     shorter, longer = history(steps=37, ranks=1), history(steps=41, ranks=1)
-    before, after = loss_values(shorter, Cut(4, 0, False)), loss_values(longer, Cut(4, 0, False))
-    rest = loss_values(longer, Cut(4, 37 // 4, False))
+    before, after = loss_values(shorter, HistoryRange(4, 0, False)), loss_values(longer, HistoryRange(4, 0, False))
+    rest = loss_values(longer, HistoryRange(4, 37 // 4, False))
     for (x, y), (later_x, later_y), (rest_x, rest_y) in zip(before, after, rest, strict=True):
         assert np.concatenate([x, rest_x]).tolist() == later_x.tolist()
         assert np.concatenate([y, rest_y]).tolist() == later_y.tolist()
@@ -273,7 +273,7 @@ def test_a_chosen_smoothing_is_that_share_of_the_past_also_after_steps_were_repl
         usual = [sum(w * (j + 1) for j, w in enumerate(each)) / sum(each) for each in weights]
         assert made.lead.smoothed_by(share).tolist() == pytest.approx(usual)
     assert made.lead.smoothed_by(0.0, "grad_norm").tolist() == [1.0 / step for step in range(1, 9)]
-    raw, smoothed = gradient_figure(made, Cut(1, 0, True, 0.0))["data"]
+    raw, smoothed = gradient_figure(made, HistoryRange(1, 0, True, 0.0))["data"]
     assert raw["y"].tolist() == smoothed["y"].tolist()
     again = [*entries[:4], *(make_record(step, loss=100.0, time=5000.0) for step in range(5, 8))]
     assert made.update({0: [*entries, *again[4:]]}, [])

@@ -10,14 +10,14 @@ from speedlab.config import RunConfig
 from speedlab.config.errors import more_in
 from speedlab.planner import parameter_count, predicted_peaks
 from speedlab.telemetry.run_shape import changed_config
-from speedlab.trainer.collective_errors import Refusal
-from speedlab.trainer.fit_check import Held, peaks_of, refuse_what_does_not_fit
+from speedlab.trainer.collective_errors import CommandRefused
+from speedlab.trainer.fit_check import RankCapacity, peaks_of, refuse_what_does_not_fit
 
 MIB = 2**20
 CONFIG = RunConfig(model="gpt-tiny", zero=2, precision="float32", batch={"global_size": 16, "micro_size": 2})
 
 
-def held(capacity: int, **changes: Any) -> Held:
+def held(capacity: int, **changes: Any) -> RankCapacity:
     """Of four ranks that hold 100 MiB of activations."""
     settings: dict[str, Any] = {
         "config": CONFIG,
@@ -30,7 +30,7 @@ def held(capacity: int, **changes: Any) -> Held:
         "buffers": [MIB] * 4,
         "beside": [0] * 4,
     }
-    return Held(**{**settings, **changes})
+    return RankCapacity(**{**settings, **changes})
 
 
 def wanted(**changes: Any) -> RunConfig:
@@ -47,7 +47,7 @@ def test_states_that_fit_do_not_make_a_peak_that_does() -> None:
     config = wanted(zero=0)
     memory = peaks_of(held(1), config).memory[0]
     between = memory.model_states + (memory.total - memory.model_states) // 2
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(CommandRefused) as refused:
         refuse_what_does_not_fit(held(between), config)
     text = str(refused.value)
     assert text.startswith("pp 1 × dp 4 × tp 1 at ZeRO stage 0 would hold ")
@@ -61,7 +61,7 @@ def test_what_a_process_holds_beside_tensors_counts() -> None:
     config = wanted(zero=0)
     peak = max(peaks_of(held(1), config).peak_bytes)
     assert refuse_what_does_not_fit(held(peak + 50 * MIB, beside=[0, 50 * MIB, 0, 0]), config).fits
-    with pytest.raises(Refusal, match=r"on rank 1 at the peak .* outside framework 51\.0 MiB"):
+    with pytest.raises(CommandRefused, match=r"on rank 1 at the peak .* outside framework 51\.0 MiB"):
         refuse_what_does_not_fit(held(peak + 50 * MIB, beside=[0, 51 * MIB, 0, 0]), config)
 
 
@@ -73,7 +73,7 @@ def test_a_change_that_holds_less_than_now_is_never_refused() -> None:
 def test_changes_that_are_named_do_fit() -> None:
     config = wanted(zero=0)
     peak = max(peaks_of(held(1), config).peak_bytes)
-    with pytest.raises(Refusal) as refused:
+    with pytest.raises(CommandRefused) as refused:
         refuse_what_does_not_fit(held(peak - 1), config)
     *named, more = str(refused.value).partition("what would fit: ")[2].split("; ")
     assert len(named) == 3
@@ -102,5 +102,5 @@ def test_activations_of_another_model_are_in_proportion(changes: dict[str, Any],
 
 
 def test_it_is_said_how_the_activations_of_another_model_are_known() -> None:
-    with pytest.raises(Refusal, match="activations are those of now, in proportion to"):
+    with pytest.raises(CommandRefused, match="activations are those of now, in proportion to"):
         refuse_what_does_not_fit(held(100 * MIB, built_in=False, parameters=1000), wanted(zero=0))

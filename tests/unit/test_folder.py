@@ -17,7 +17,7 @@ from speedlab.config import ConfigError, RunConfig
 from speedlab.telemetry import run_folder as folder_module
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.run_folder import (
-    Command,
+    RunCommand,
     RunFolder,
     RunFolderError,
     Status,
@@ -145,8 +145,8 @@ def test_words_come_in_order_and_only_those_after(tmp_path):
     assert folder.post("reshape", zero=3) == 2
     assert RunFolder(folder.path).post("step", n=5) == 3
     assert folder.pending(1) == [
-        Command(number=2, word="reshape", arguments={"zero": 3}),
-        Command(number=3, word="step", arguments={"n": 5}),
+        RunCommand(number=2, word="reshape", arguments={"zero": 3}),
+        RunCommand(number=3, word="step", arguments={"n": 5}),
     ]
     assert folder.pending(3) == []
     assert sorted(path.name for path in (folder.path / "control").iterdir()) == [f"00000{n}.json" for n in (1, 2, 3)]

@@ -24,7 +24,7 @@ import speedlab.network as network
 from speedlab.cluster.agents.process import Order, own_versions, problem_here
 from speedlab.cluster.agents.registration import check_equal
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import ClusterState, EngineEntry, Home
+from speedlab.cluster.files.cluster_dir import ClusterDir, ClusterState, EngineEntry
 from speedlab.cluster.launch.backends import InSlurm, OverSSH
 from speedlab.cluster.launch.environment import host_environment
 from speedlab.cluster.launch.host_specs import (
@@ -38,9 +38,9 @@ from speedlab.cluster.launch.host_specs import (
     parse_hosts,
 )
 from speedlab.cluster.launch.ipyparallel_launchers import slurm_script, slurm_step, ssh_problem
-from speedlab.cluster.launch.placement import Host, places
+from speedlab.cluster.launch.placement import Host, rank_hosts
 from speedlab.cluster.launch.start import controller_arguments
-from speedlab.cluster.supervisor.host_process_control import OnHosts, found_on_hosts
+from speedlab.cluster.supervisor.host_process_control import RemoteProcesses, found_on_hosts
 from speedlab.hardware import cpu_devices
 from speedlab.network import Endpoint, try_to_reach
 
@@ -139,7 +139,7 @@ def test_a_job_whose_agents_were_killed_waits_for_the_steps_of_others(
 
 
 def test_a_job_that_its_time_limit_has_ended_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slurm = InSlurm(Home("slurm", tmp_path), SlurmJob(nodes=1, time="8:00:00"))
+    slurm = InSlurm(ClusterDir("slurm", tmp_path), SlurmJob(nodes=1, time="8:00:00"))
     slurm.job = "81"
     monkeypatch.setattr("speedlab.cluster.launch.backends.slurm_state", lambda job: ("TIMEOUT", "TimeLimit"))
     told = "job 81 was ended by its time limit of 8:00:00; ask for a longer 'time'"
@@ -214,10 +214,10 @@ def test_what_is_asked_of_a_host_whose_agent_has_just_ended_waits_for_another_ag
 ) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     monkeypatch.setattr("speedlab.cluster.supervisor.host_process_control._is_there", lambda host: True)
-    home = Home("killed")
+    home = ClusterDir("killed")
     home.create("a token")
     agents = FakeAgents()
-    hands = OnHosts(home, agents, "a token", "gloo", 0.0, {})  # type: ignore[arg-type]  # as much of them as is asked
+    hands = RemoteProcesses(home, agents, "a token", "gloo", 0.0, {})  # type: ignore[arg-type]  # as much of them as is asked
     assert hands.wire(make_folder(tmp_path, "a-run")) is None  # Not refused: the host is there, and sees the folder.
 
     agents.answers = False
@@ -228,10 +228,10 @@ def test_what_is_asked_of_a_host_whose_agent_has_just_ended_waits_for_another_ag
 def test_an_engine_on_a_host_that_is_just_back_can_be_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its agent's connection may come back long after the host; another agent is started first."""
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    home = Home("back")
+    home = ClusterDir("back")
     home.create("a token")
     agents = FakeAgents()
-    hands = OnHosts(home, agents, "a token", "gloo", 0.0, {})  # type: ignore[arg-type]  # as much of them as is asked
+    hands = RemoteProcesses(home, agents, "a token", "gloo", 0.0, {})  # type: ignore[arg-type]  # as much of them as is asked
     engine = EngineEntry(rank=0, pid=7, engine_id=0, host="host-a")
     assert hands.end([engine], lambda gone: None) == []
     assert agents.reached == [7]
@@ -239,7 +239,7 @@ def test_an_engine_on_a_host_that_is_just_back_can_be_ended(tmp_path: Path, monk
 
 def test_a_damaged_file_of_agents_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
-    home = Home("damaged")
+    home = ClusterDir("damaged")
     home.create("a token")
     state = ClusterState(
         name="damaged", token="a token", controller_pid=7, started=0.0, devices=(), engines=(), backend="gloo",
@@ -298,7 +298,7 @@ def test_how_an_engine_has_ended_is_told(status: int, how: str) -> None:
 
 def test_ranks_go_through_the_hosts_in_order() -> None:
     hosts = [host("a", 2), host("bb", 1), host("ccc", 3)]
-    assert [(p.rank, p.host, p.local_rank) for p in places(hosts)] == [
+    assert [(p.rank, p.host, p.local_rank) for p in rank_hosts(hosts)] == [
         (0, 0, 0),
         (1, 0, 1),
         (2, 1, 0),
@@ -455,7 +455,7 @@ def test_all_hosts_are_connected_to_and_the_first_one_looks_first(
         return sorted(file.name.partition(" ")[0] for file in tmp_path.glob(f"* {word}"))
 
     def connect() -> OverSSH:
-        launching = OverSSH(Home("c", tmp_path), SshHosts(names=("a", "b", "c"), engines=(1, 2, None)))
+        launching = OverSSH(ClusterDir("c", tmp_path), SshHosts(names=("a", "b", "c"), engines=(1, 2, None)))
         launching.prepare()
         eventually(lambda: told("connected") == ["a", "b", "c"])
         assert told("ordered") == []

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from speedlab.optim.delayed_update import LateUpdate, Twin
+from speedlab.optim.delayed_update import DelayedUpdate, OptimizerSnapshot
 
 
 @pytest.mark.parametrize("began", [False, True])
@@ -22,7 +22,7 @@ def test_an_interrupt_while_the_thread_starts_leaves_nothing_under_way(
         assert go.wait(10)
         done.append("made")
 
-    late = LateUpdate(work)
+    late = DelayedUpdate(work)
     start = threading.Thread.start
 
     def interrupted(thread: threading.Thread) -> None:
@@ -51,7 +51,7 @@ def test_what_a_late_update_failed_with_is_untold_until_somebody_hears_of_it() -
     def fail() -> None:
         raise MemoryError("no room")
 
-    late = LateUpdate(fail)
+    late = DelayedUpdate(fail)
     late.start()
     late.settle()
     assert isinstance(late.untold, MemoryError)
@@ -75,7 +75,7 @@ def test_what_an_optimizer_notes_in_its_groups_is_its_own_and_a_schedulers_optio
     weight.grad = torch.ones(2)
     optimizer = Counting([weight], lr=0.5)
     optimizer.param_groups[0]["weight_sum"] = torch.zeros(())
-    twin = Twin(optimizer)
+    twin = OptimizerSnapshot(optimizer)
     optimizer.param_groups[0]["lr"] = 0.25  # A scheduler's, for the next step.
     twin.optimizer.step()
     assert weight.tolist() == [0.5, 0.5]

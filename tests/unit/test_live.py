@@ -18,14 +18,14 @@ import pytest
 import torch
 
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.signed_files import write_sealed
+from speedlab.cluster.files.signed_files import write_signed
 from speedlab.cluster.live_cells import LiveCell
 from speedlab.cluster.worker import cells
 from speedlab.cluster.worker.cells import LiveCells
 from speedlab.config import ConfigError
 from speedlab.engine import Engine
-from speedlab.engine.train_step import Step
-from speedlab.telemetry.live_cells import MOST_BYTES, Said, cell_path, take_said, write_said
+from speedlab.engine.train_step import StepState
+from speedlab.telemetry.live_cells import MOST_BYTES, CellOutcome, cell_path, take_said, write_said
 from speedlab.telemetry.run_folder import RunFolderError
 from speedlab.trainer.commands import WORDS
 from speedlab.trainer.interrupts import Interruption
@@ -41,7 +41,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_cell_that_somebody_else_wrote_is_not_run(folder: Path) -> None:
     path = cell_path(folder, "one")
-    write_sealed(path, b"1 + 1")
+    write_signed(path, b"1 + 1")
     assert path.stat().st_mode & 0o777 == 0o600
     sealed = path.read_bytes()
     assert LiveCells().take(path) == "1 + 1"
@@ -83,7 +83,7 @@ def test_collectives_have_their_limit_where_nobody_can_be_asked(
 
 
 def test_what_ranks_said_is_taken_once(folder: Path) -> None:
-    said = Said([["stream", {"name": "stdout", "text": "hello"}]], None, None)
+    said = CellOutcome([["stream", {"name": "stdout", "text": "hello"}]], None, None)
     write_said(folder, "one", [None, said], Path.write_bytes)
     assert take_said(folder, "one", Path.read_bytes) == {1: said}
     with pytest.raises(RunFolderError, match="cannot be read"):
@@ -98,11 +98,11 @@ def asked_of(folder: Path, cell: str) -> LiveCell:
 def test_an_answer_that_no_engine_of_this_user_wrote_is_not_shown(folder: Path) -> None:
     """It holds what a notebook displays, HTML and scripts among it."""
     path = cell_path(folder, "one").with_suffix(".json")
-    write_said(folder, "one", [Said([], "3", None)], LiveCells().write)
+    write_said(folder, "one", [CellOutcome([], "3", None)], LiveCells().write)
     assert path.stat().st_mode & 0o777 == 0o600
     sealed = path.read_bytes()
-    assert asked_of(folder, "one").said() == {0: Said([], "3", None)}
-    for forged in (json.dumps([Said([], "4", None)]).encode(), sealed.replace(b"3", b"4"), b""):
+    assert asked_of(folder, "one").said() == {0: CellOutcome([], "3", None)}
+    for forged in (json.dumps([CellOutcome([], "4", None)]).encode(), sealed.replace(b"3", b"4"), b""):
         path.write_bytes(forged)
         with pytest.raises(ClusterError, match=r"one\.json was not written by you .* Run the cell again"):
             asked_of(folder, "one").said()
@@ -118,7 +118,7 @@ def test_an_answer_that_no_engine_of_this_user_wrote_is_not_shown(folder: Path) 
     ],
 )
 def test_a_failure_of_another_version_is_read_and_a_damaged_one_named(folder: Path, failure: Any, told: Any) -> None:
-    write_said(folder, "one", [Said([], None, failure)], LiveCells().write)
+    write_said(folder, "one", [CellOutcome([], None, failure)], LiveCells().write)
     cell = asked_of(folder, "one")
     if isinstance(told, dict):
         assert {rank: str(found) for rank, found in cell.failures.items()} == told
@@ -173,7 +173,7 @@ def test_cells_never_lie_outside_the_folder(folder: Path) -> None:
 
 def test_the_code_of_a_cell_that_is_refused_does_not_stay(folder: Path) -> None:
     path = cell_path(folder, "one")
-    write_sealed(path, b"1 + 1")
+    write_signed(path, b"1 + 1")
     training: Any = SimpleNamespace(
         world=SimpleNamespace(rank=0, size=2), cells=LiveCells(), folder=SimpleNamespace(path=folder)
     )
@@ -206,7 +206,7 @@ def test_an_interrupt_ends_a_cell_that_waits_for_its_batch() -> None:
     training: Any = SimpleNamespace(
         engine=engine,
         world=SimpleNamespace(device=torch.device("cpu")),
-        cells=SimpleNamespace(run=lambda *arguments: Said([], "it ran", None)),
+        cells=SimpleNamespace(run=lambda *arguments: CellOutcome([], "it ran", None)),
         interruption=Interruption(),
         batches=hangs,
         train_rows=None,
@@ -219,7 +219,7 @@ def test_an_interrupt_ends_a_cell_that_waits_for_its_batch() -> None:
 
 
 def test_a_look_loads_no_checkpoint() -> None:
-    step = object.__new__(Step)
+    step = object.__new__(StepState)
     step.only_looked_at = True
     engine: Any = SimpleNamespace(_step=step, global_step=3)
     with pytest.raises(RuntimeError, match=r"load_checkpoint: this cell .* run\.resume\(\) do the rest"):
@@ -232,7 +232,7 @@ def test_who_awaits_a_cell_is_asked_nothing() -> None:
     pending: Any = SimpleNamespace(__await__=lambda: iter(order.append("awaited") or ()))
     door: Any = SimpleNamespace(close=lambda: order.append("closed"))
     cell = LiveCell(pending, SimpleNamespace(), "one", door)  # type: ignore[arg-type]  # it is asked nothing
-    cell._said = {0: Said([], "3", None)}
+    cell._said = {0: CellOutcome([], "3", None)}
     with pytest.raises(StopIteration) as end:
         next(cell.__await__())
     assert (end.value.value, order) == ({0: "3"}, ["closed", "awaited"])

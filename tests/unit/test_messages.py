@@ -56,7 +56,7 @@ def test_what_docstrings_name_exists_and_they_show_no_code_that_nobody_runs() ->
         ("give --no-such-thing", "no command has --no-such-thing"),
         ("a cell with %%rank 0", "there is no magic %%rank"),
         ("run.pauze() first", "Run has no pauze"),
-        ("run.pause().wayt() first", "Pending has no wayt"),
+        ("run.pause().wayt() first", "CommandFuture has no wayt"),
         ("run.save(tga=_) keeps it", "unexpected keyword argument 'tga'"),
         ("run.advance(1, 2) goes on", "too many positional arguments"),
         ("cluster.status(3) tells", "too many positional arguments"),

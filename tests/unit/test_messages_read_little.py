@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 import speedlab
-from speedlab.config import ConfigError, RunConfig, config_of
+from speedlab.config import ConfigError, RunConfig, as_config
 from speedlab.config.errors import briefly
 
 
@@ -48,14 +48,14 @@ class Stream(IterableDataset[Tensor]):
 
 CALLS: dict[str, Callable[[Any], object]] = {
     "data": lambda data: RunConfig(data=data),
-    "of a dict": lambda data: config_of({"data": data}),
+    "of a dict": lambda data: as_config({"data": data}),
     "replace": lambda data: RunConfig().replace(data=data),
     "source": lambda data: RunConfig(data={"source": data}),
     "model": lambda data: RunConfig(model=data),
     "mask": lambda data: RunConfig(model={"attention": {"mask": data}}),
     "cut": lambda data: RunConfig(parallel={"cut": data}),
     "betas": lambda data: RunConfig(optimizer={"betas": data}),
-    "zero": lambda data: config_of({"train_batch_size": 4, "zero_optimization": data}),
+    "zero": lambda data: as_config({"train_batch_size": 4, "zero_optimization": data}),
     "config": lambda data: speedlab.initialize(model=nn.Linear(2, 2), config={"data": data}),
     "parameters": lambda data: speedlab.initialize(model=nn.Linear(2, 2), model_parameters=data),
     "units": lambda data: speedlab.initialize(model=nn.Linear(2, 2), units=data),

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from cuda_ops.block_sparse_attention import token_mask
 from speedlab.config import MODEL_PRESETS, AttentionConfig, ModelConfig
 from speedlab.models import GPT, GPTOutput, generate
-from speedlab.models.gpt import Attend, SparseAttend, layout_of, rotate, rotation_table
+from speedlab.models.gpt import CausalAttention, SparseAttend, layout_of, rotate, rotation_table
 
 SMALL = {"layers": 2, "hidden": 48, "heads": 4, "ffn_hidden": 96, "vocab_size": 101, "context": 32}
 GPT2_LIKE = {"position": "learned", "norm": "layer", "tied": True, "bias": True}
@@ -235,7 +235,7 @@ def test_checkpointed_blocks_give_the_same_gradients(kind, monkeypatch):
 
 
 def test_a_head_drops_by_its_own_number_whoever_has_it():
-    whole, some = Attend(0.3), Attend(0.3)
+    whole, some = CausalAttention(0.3), CausalAttention(0.3)
     some.first_head = 2
     q, k, v = torch.randn(3, 2, 6, 16, 8, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(3)
@@ -262,7 +262,7 @@ def test_attention_never_draws_for_more_than_one_head():
 
     q = torch.randn(2, 6, 16, 8)
     with Largest() as largest:
-        Attend(0.3)(q, q, q)
+        CausalAttention(0.3)(q, q, q)
     assert largest.elements == 2 * 16 * 16
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import speedlab.cluster.worker.fork_server_client as nursery_file
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.worker.fork_server_client import Nursery, can_fork
+from speedlab.cluster.worker.fork_server_client import ForkServer, can_fork
 
 PRETENDS = """
 import json, os, sys, time
@@ -55,16 +55,16 @@ def never() -> bool:
 
 
 @pytest.fixture
-def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nursery]:
+def nursery(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ForkServer]:
     (tmp_path / "pretends.py").write_text(PRETENDS)
     monkeypatch.setattr(nursery_file, "NURSERY_MODULE", "pretends")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    nursery = Nursery({**os.environ, "OWN": "mine"}, tmp_path / "nursery.log", 60.0)
+    nursery = ForkServer({**os.environ, "OWN": "mine"}, tmp_path / "nursery.log", 60.0)
     yield nursery
     nursery.close()
 
 
-def test_one_process_forks_all_and_another_one_follows_it(nursery: Nursery, tmp_path: Path) -> None:
+def test_one_process_forks_all_and_another_one_follows_it(nursery: ForkServer, tmp_path: Path) -> None:
     nursery.begin(3)
     assert nursery.ended() == {}, "it is not asked while it imports"
     wait_for(lambda: nursery.ready(3))
@@ -84,7 +84,7 @@ def test_one_process_forks_all_and_another_one_follows_it(nursery: Nursery, tmp_
     assert text.count("it was here mine 3\n") == text.count("a banner\n") == 2
 
 
-def test_what_it_says_last_is_told_and_nothing_is_done_late(nursery: Nursery, tmp_path: Path) -> None:
+def test_what_it_says_last_is_told_and_nothing_is_done_late(nursery: ForkServer, tmp_path: Path) -> None:
     pid = nursery.fork(RANK, [], "log", never)
     with pytest.raises(ClusterError, match=r"(?s)has ended, with status 1.*it was here.*no more"):
         nursery.fork(RANK, ["end"], "log", never)
@@ -93,14 +93,14 @@ def test_what_it_says_last_is_told_and_nothing_is_done_late(nursery: Nursery, tm
     with pytest.raises(ClusterError, match="it was interrupted"):
         nursery.fork(RANK, ["end"], "log", lambda: True)
     assert process.is_running(), "it was ordered nothing"
-    late = Nursery({**os.environ, "OWN": "mine"}, tmp_path / "nursery.log", 0.5)
+    late = ForkServer({**os.environ, "OWN": "mine"}, tmp_path / "nursery.log", 0.5)
     wait_for(lambda: late.ready(3))
     with pytest.raises(ClusterError, match=r"(?s)does not answer within 0.5 s.*it was here"):
         late.fork(RANK, ["wait"], "log", never)
     late.close()
 
 
-def test_a_late_answer_is_no_other_question_s(nursery: Nursery, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_answer_is_no_other_question_s(nursery: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is interrupted over a question has asked it, and a process that is suspended for a second has not ended."""
     process = psutil.Process(nursery.fork(RANK, [], "log", never))
     with monkeypatch.context() as patch:
@@ -120,7 +120,7 @@ def test_a_late_answer_is_no_other_question_s(nursery: Nursery, monkeypatch: pyt
 
 def test_what_cannot_be_started_leaves_nothing_open(tmp_path: Path) -> None:
     """Its log is in a folder that is gone."""
-    nursery = Nursery({**os.environ}, tmp_path / "gone" / "nursery.log", 60.0)
+    nursery = ForkServer({**os.environ}, tmp_path / "gone" / "nursery.log", 60.0)
     before = psutil.Process().num_fds()
     for _ in range(3):
         with pytest.raises(ClusterError, match=r"cannot be started: .*No such file"):
@@ -129,7 +129,7 @@ def test_what_cannot_be_started_leaves_nothing_open(tmp_path: Path) -> None:
 
 
 def test_another_number_of_threads_and_what_was_installed_are_imported_anew(
-    nursery: Nursery, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    nursery: ForkServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "site").mkdir()
     monkeypatch.setattr(nursery_file.sysconfig, "get_path", lambda name: str(tmp_path / "site"))

@@ -21,11 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from speedlab.comm import Traffic
+from speedlab.comm import CommStats
 from speedlab.offload import DiskStore, OffloadError
-from speedlab.offload.anonymous_file import NamelessFile
-from speedlab.offload.io_queue import Job
-from speedlab.placement import Where
+from speedlab.offload.anonymous_file import AnonymousFile
+from speedlab.offload.io_queue import IORequest
+from speedlab.placement import MemoryKind
 
 CPU = torch.device("cpu")
 CHUNK = 8192
@@ -46,14 +46,14 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def make(folder: Path, **more: Any) -> DiskStore:
-    given: dict[str, Any] = {"rank": 0, "traffic": Traffic(), "device": CPU, "threads": 3, "chunk_bytes": CHUNK}
+    given: dict[str, Any] = {"rank": 0, "traffic": CommStats(), "device": CPU, "threads": 3, "chunk_bytes": CHUNK}
     return DiskStore(folder, **(given | more))
 
 
 @pytest.fixture(params=["direct", "cached"])
 def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DiskStore]:
     if request.param == "cached":
-        monkeypatch.setattr(NamelessFile, "_goes_direct", lambda file: False)
+        monkeypatch.setattr(AnonymousFile, "_goes_direct", lambda file: False)
     made = make(tmp_path)
     yield made
     made.close()
@@ -96,7 +96,7 @@ class Gate:
 @pytest.mark.parametrize("numel", [0, 1, 4095, 4096, 4097, 20_000])
 def test_turns_give_back_what_was_left(store: DiskStore, dtype: torch.dtype, numel: int) -> None:
     kept = store.keep(numel, dtype)
-    assert (kept.where, kept.numel, kept.dtype, kept.nbytes) == (Where.DISK, numel, dtype, numel * dtype.itemsize)
+    assert (kept.where, kept.numel, kept.dtype, kept.nbytes) == (MemoryKind.DISK, numel, dtype, numel * dtype.itemsize)
     kept.fetch().wait()
     assert same(kept.tensor, torch.zeros(numel, dtype=dtype))
     kept.leave(changed=False)
@@ -271,7 +271,7 @@ def test_threads_work_side_by_side_on_one_state_and_several(store: DiskStore, mo
 
 
 def test_bytes_are_counted_by_direction_and_memory_as_buffers(tmp_path: Path) -> None:
-    traffic = Traffic(phase="optimizer")
+    traffic = CommStats(phase="optimizer")
     store = make(tmp_path, traffic=traffic)
     kept = store.keep(1000, torch.float32)
     put(kept, torch.ones(1000))
@@ -481,7 +481,7 @@ def test_short_transfers_are_gone_on_with(store: DiskStore, monkeypatch: pytest.
 # ---- interrupts, the end ---------------------------------------------------------------------------------------------
 
 
-class Interrupting(Traffic):
+class Interrupting(CommStats):
     """Ctrl-C comes while somebody waits, once `armed`."""
 
     armed: Callable[[], object] | None = None
@@ -533,8 +533,8 @@ def test_an_interrupted_close_can_be_called_again(tmp_path: Path, monkeypatch: p
     gate, giving_up = Gate(monkeypatch, "preadv"), threading.Event()
     kept.fetch()
     assert gate.reached.wait(FAR)
-    settle = Job.settle
-    monkeypatch.setattr(Job, "settle", lambda job: (giving_up.set(), settle(job)))
+    settle = IORequest.settle
+    monkeypatch.setattr(IORequest, "settle", lambda job: (giving_up.set(), settle(job)))
     interrupt_after(giving_up.wait)
     with pytest.raises(KeyboardInterrupt):
         store.close()
@@ -552,8 +552,8 @@ def test_what_is_under_way_fails_when_given_up(store: DiskStore, monkeypatch: py
     open_turn, behind = kept.fetch(), kept.read(torch.empty(40 * CHUNK, dtype=torch.uint8))
     assert gate.reached.wait(FAR)
     ending = threading.Thread(target=store.close if end == "close" else kept.drop)
-    giving_up, settle = threading.Event(), Job.settle
-    monkeypatch.setattr(Job, "settle", lambda job: (giving_up.set(), settle(job)))
+    giving_up, settle = threading.Event(), IORequest.settle
+    monkeypatch.setattr(IORequest, "settle", lambda job: (giving_up.set(), settle(job)))
     ending.start()
     assert giving_up.wait(FAR)
     gate.opened.set()

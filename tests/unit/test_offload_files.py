@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from speedlab.comm import BufferMeter
-from speedlab.offload import Buffers, OffloadError, measure_disk
+from speedlab.offload import BufferPool, OffloadError, measure_disk
 from speedlab.offload import disk_benchmark as measure_module
-from speedlab.offload.anonymous_file import PREFIX, NamelessFile, remove_leftovers
-from speedlab.offload.file_allocator import Room
+from speedlab.offload.anonymous_file import PREFIX, AnonymousFile, remove_leftovers
+from speedlab.offload.file_allocator import FileAllocator
 
 OURS = f"{PREFIX}12345-0-0123456789abcdef"
 
@@ -45,7 +45,7 @@ def test_a_file_has_no_name_and_is_for_its_user_only(
 ) -> None:
     if not tmpfile:
         without_tmpfile(monkeypatch)
-    file = NamelessFile(tmp_path, 3)
+    file = AnonymousFile(tmp_path, 3)
     status = os.fstat(file._descriptor)
     assert (stat.S_IMODE(status.st_mode), status.st_nlink, status.st_size) == (0o600, 0, 0)
     assert not os.get_inheritable(file._descriptor)
@@ -74,7 +74,7 @@ def test_without_o_direct_the_page_cache_is_used(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(os, "pwritev", write)
     given_up: list[tuple[int, int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda descriptor, *arguments: given_up.append(arguments))
-    file = NamelessFile(tmp_path, 0)
+    file = AnonymousFile(tmp_path, 0)
     assert not file.direct
     data = memoryview(bytearray(b"speed" * 100))
     file.grow(0, 4096)
@@ -91,18 +91,18 @@ def test_a_disk_that_fails_at_once_is_said(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "pwritev", fail)
     with pytest.raises(OffloadError, match=r"cannot write to .*Input/output error \(EIO\); check the disk"):
-        NamelessFile(tmp_path, 0)
+        AnonymousFile(tmp_path, 0)
 
 
 def test_a_folder_of_no_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OffloadError, match=r"nowhere is no folder; create it on the disk"):
-        NamelessFile(tmp_path / "nowhere", 0)
+        AnonymousFile(tmp_path / "nowhere", 0)
     (tmp_path / "file").touch()
     with pytest.raises(OffloadError, match="file is no folder"):
-        NamelessFile(tmp_path / "file", 0)
+        AnonymousFile(tmp_path / "file", 0)
     without_tmpfile(monkeypatch, errno.EACCES)
     with pytest.raises(OffloadError, match=r"make a file in .*denied \(EACCES\); name a folder that this user"):
-        NamelessFile(tmp_path, 0)
+        AnonymousFile(tmp_path, 0)
 
 
 def test_only_what_is_ours_and_unlocked_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +130,7 @@ def test_only_what_is_ours_and_unlocked_is_removed(tmp_path: Path, monkeypatch: 
     with monkeypatch.context() as patch:
         patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         assert remove_leftovers(tmp_path) == []
-    NamelessFile(tmp_path, 0)
+    AnonymousFile(tmp_path, 0)
     assert not locked.exists(), "nobody holds it any more"
 
 
@@ -138,7 +138,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from speedlab.comm import Traffic
+from speedlab.comm import CommStats
 from speedlab.offload import DiskStore
 where, named, early = Path(sys.argv[1]), sys.argv[2] == "named", sys.argv[3] == "early"
 if named:
@@ -150,7 +150,7 @@ if named:
     os.open = refuse
 if early:
     Path.unlink = lambda *arguments, **more: os.kill(os.getpid(), signal.SIGKILL)
-store = DiskStore(where, rank=1, traffic=Traffic(), device=torch.device("cpu"))
+store = DiskStore(where, rank=1, traffic=CommStats(), device=torch.device("cpu"))
 kept = store.keep(1 << 22, torch.float32)
 kept.fetch(values=False).wait()
 kept.leave(changed=True)
@@ -163,7 +163,7 @@ def test_nothing_is_left_of_a_process_that_is_killed(tmp_path: Path, named: str,
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), named, early], timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
     assert len(os.listdir(tmp_path)) == bool(early), "killed between naming and unnaming, its name stays"
-    NamelessFile(tmp_path, 0)
+    AnonymousFile(tmp_path, 0)
     assert os.listdir(tmp_path) == []
 
 
@@ -186,7 +186,7 @@ class Sizes:
 
 def test_room_is_cut_joined_and_given_back() -> None:
     file = Sizes()
-    room = Room(file)
+    room = FileAllocator(file)
     a, b, c, d = (room.take(nbytes) for nbytes in (1, 8192, 4096, 5000))
     assert [extent.offset for extent in (a, b, c, d)] == [0, 4096, 12288, 16384]
     assert file.size == 24576
@@ -203,7 +203,7 @@ def test_room_is_cut_joined_and_given_back() -> None:
 
 
 def test_the_smallest_stretch_that_fits_is_taken() -> None:
-    room = Room(Sizes())
+    room = FileAllocator(Sizes())
     extents = [room.take(nbytes) for nbytes in (16384, 1, 8192, 1)]
     room.give_back(extents[0])
     room.give_back(extents[2])
@@ -212,7 +212,7 @@ def test_the_smallest_stretch_that_fits_is_taken() -> None:
 
 def test_room_at_the_end_goes_back_to_the_disk() -> None:
     file = Sizes()
-    room = Room(file)
+    room = FileAllocator(file)
     a, b, c = (room.take(4096) for _ in range(3))
     room.give_back(b)
     assert file.size == 12288
@@ -227,7 +227,7 @@ def test_room_at_the_end_goes_back_to_the_disk() -> None:
 
 def test_buffers_are_whole_pages_used_again_and_counted() -> None:
     meter = BufferMeter()
-    buffers = Buffers(meter)
+    buffers = BufferPool(meter)
     one = buffers.take(5000)
     assert (one.dtype, one.shape, one.data_ptr() % 4096) == (torch.uint8, (8192,), 0)
     assert meter.live_bytes == 8192
@@ -243,7 +243,7 @@ def test_buffers_are_whole_pages_used_again_and_counted() -> None:
 
 def test_idle_buffers_make_room_for_one_that_does_not_fit() -> None:
     meter = BufferMeter()
-    buffers = Buffers(meter)
+    buffers = BufferPool(meter)
     small = [buffers.take(100 * 4096) for _ in range(4)]
     for buffer in small[:3]:
         buffers.give_back(buffer)
@@ -258,7 +258,7 @@ def test_idle_buffers_make_room_for_one_that_does_not_fit() -> None:
 
 def test_a_large_idle_buffer_is_no_small_one() -> None:
     meter = BufferMeter()
-    buffers = Buffers(meter)
+    buffers = BufferPool(meter)
     buffers.give_back(buffers.take(100 * 4096))
     buffers.take(4096)
     assert meter.live_bytes == 4096
@@ -267,7 +267,7 @@ def test_a_large_idle_buffer_is_no_small_one() -> None:
 def test_memory_that_is_not_there_is_an_error() -> None:
     meter = BufferMeter()
     with pytest.raises(MemoryError, match="offload: the system has no"):
-        Buffers(meter).take(1 << 60)
+        BufferPool(meter).take(1 << 60)
     assert meter.live_bytes == 0
 
 

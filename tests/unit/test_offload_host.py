@@ -11,11 +11,11 @@ from fake_cuda import fake_cuda
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speedlab.comm import Traffic
+from speedlab.comm import CommStats
 from speedlab.hardware import memory_bytes
 from speedlab.offload import HostStore, OffloadError
 from speedlab.offload import host_store as host_module
-from speedlab.placement import Where
+from speedlab.placement import MemoryKind
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
@@ -23,10 +23,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_turn_is_the_state_itself(dtype: torch.dtype) -> None:
-    traffic = Traffic()
+    traffic = CommStats()
     store = HostStore(traffic, CPU)
     kept = store.keep(10, dtype)
-    assert (store.where, kept.where, kept.numel, kept.dtype) == (Where.HOST, Where.HOST, 10, dtype)
+    assert (store.where, kept.where, kept.numel, kept.dtype) == (MemoryKind.HOST, MemoryKind.HOST, 10, dtype)
     for values in (True, False):
         transfer = kept.fetch(values=values)
         assert transfer.over
@@ -40,7 +40,7 @@ def test_a_turn_is_the_state_itself(dtype: torch.dtype) -> None:
 
 @given(st.data())
 def test_any_sequence_of_calls_is_as_plain_tensors(data: st.DataObject) -> None:
-    store = HostStore(Traffic(), CPU)
+    store = HostStore(CommStats(), CPU)
     dtype = data.draw(st.sampled_from(DTYPES))
     kept, plain = store.keep(100, dtype), torch.zeros(100, dtype=dtype)
     for step in range(data.draw(st.integers(1, 20))):
@@ -76,7 +76,7 @@ def test_any_sequence_of_calls_is_as_plain_tensors(data: st.DataObject) -> None:
 
 
 def test_what_waits_for_a_turn_to_end_can_be_interrupted_and_goes_on() -> None:
-    kept = HostStore(Traffic(), CPU).keep(5, torch.float32)
+    kept = HostStore(CommStats(), CPU).keep(5, torch.float32)
     kept.fetch()
     into = torch.empty(5)
     reading = kept.read(into)
@@ -90,7 +90,7 @@ def test_what_waits_for_a_turn_to_end_can_be_interrupted_and_goes_on() -> None:
 
 
 def test_bytes_kept_are_told_and_given_up() -> None:
-    store = HostStore(Traffic(), CPU)
+    store = HostStore(CommStats(), CPU)
     one, _ = store.keep(10, torch.float32), store.keep(3, torch.uint8)
     assert store.nbytes == 43
     assert store.capacity_bytes == memory_bytes()[0]
@@ -106,14 +106,14 @@ def test_bytes_kept_are_told_and_given_up() -> None:
 
 def test_a_host_that_is_too_small_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_module, "memory_bytes", lambda: (4 << 30, 1 << 30))
-    store = HostStore(Traffic(), CPU)
+    store = HostStore(CommStats(), CPU)
     with pytest.raises(OffloadError, match=r"has 1\.000 GiB of memory left and 2\.000 GiB are needed"):
         store.keep(1 << 29, torch.float32)
     assert store.nbytes == 0
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    kept = HostStore(Traffic(), CPU).keep(10, torch.float32)
+    kept = HostStore(CommStats(), CPU).keep(10, torch.float32)
     for tensor, start in ((torch.zeros(5), 6), (torch.zeros(5), -1), (torch.zeros(5, dtype=torch.float64), 0)):
         for call in (kept.read, kept.write):
             with pytest.raises(ValueError, match=r"of a state of 10 elements of torch\.float32"):
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def test_parameters_are_read_into_and_written_from() -> None:
-    kept = HostStore(Traffic(), CPU).keep(3, torch.float32)
+    kept = HostStore(CommStats(), CPU).keep(3, torch.float32)
     parameter = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
     kept.write(parameter).wait()
     kept.fetch()
@@ -139,7 +139,7 @@ def test_parameters_are_read_into_and_written_from() -> None:
 
 def test_beside_a_gpu_it_is_pinned_and_copies_wait_for_nothing() -> None:
     with fake_cuda(rank=0, world_size=1) as gpu:
-        traffic = Traffic()
+        traffic = CommStats()
         store = HostStore(traffic, torch.device("cuda"))
         kept = store.keep(100, torch.float32)
         on_device = torch.ones(40, device="cuda")

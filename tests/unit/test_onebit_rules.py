@@ -14,7 +14,7 @@ import pytest
 from telemetry_samples import make_record
 
 from speedlab.config import ConfigError, OptimizerConfig, RunConfig
-from speedlab.optim.zero_one_adam import Kind, Steps
+from speedlab.optim.zero_one_adam import StepKind, StepPolicy
 from speedlab.planner import model_states
 from speedlab.planner.plan import plan
 from speedlab.telemetry.figures import History, figures, header
@@ -69,15 +69,19 @@ def test_what_it_does_not_go_with_is_refused_with_what_does(changes: dict[str, A
 
 
 def test_zero_one_adam_updates_its_variance_and_exchanges_ever_more_seldom() -> None:
-    steps = Steps(freeze_step=14, variance_doubling=2, local_doubling=3, max_local_steps=3)
+    steps = StepPolicy(freeze_step=14, variance_doubling=2, local_doubling=3, max_local_steps=3)
     kinds = "".join(steps.kind(step).name[0] for step in range(1, 31))
     assert kinds == "WWSWSWSWSSSWSS" + "SSS" + "SNS" + "S" + 3 * "NNS"
     assert steps.plain == 2
     assert [steps.to_exchange(step) for step in (17, 18, 21, 22, 24)] == [1, 2, 3, 2, 3]
-    never = Steps(freeze_step=None, variance_doubling=16, local_doubling=1, max_local_steps=16)
+    never = StepPolicy(freeze_step=None, variance_doubling=16, local_doubling=1, max_local_steps=16)
     assert "".join(never.kind(step).name[0] for step in range(1, 49)) == "W" * 16 + "SW" * 16
-    assert [step for step in range(49, 300) if never.kind(step) is Kind.WHOLE][:18] == [*range(52, 116, 4), 120, 128]
-    assert never.kind(10**9) is Kind.SIGNS
+    assert [step for step in range(49, 300) if never.kind(step) is StepKind.WHOLE][:18] == [
+        *range(52, 116, 4),
+        120,
+        128,
+    ]
+    assert never.kind(10**9) is StepKind.SIGNS
 
 
 def test_a_script_without_steps_may_freeze_late_and_a_run_may_not() -> None:

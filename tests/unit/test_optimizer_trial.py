@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 from speedlab.config import ConfigError, OptimizerConfig
-from speedlab.optim.factory import OptimizerChoice, Recipe
-from speedlab.optim.parameter_forms import EVERY_FORM, Forms, Needs
+from speedlab.optim.factory import OptimizerChoice, OptimizerFactory
+from speedlab.optim.parameter_forms import EVERY_FORM, ParameterForms, RequiredForms
 
 CPU = torch.device("cpu")
 
@@ -30,8 +30,8 @@ class Model(nn.Module):
             self.first, self.second = nn.Linear(6, 5), nn.Linear(5, 4)
 
 
-def forms_of(choice: OptimizerChoice, model: nn.Module | None = None, **named: Any) -> Forms:
-    return Recipe(choice, [model or Model()], OptimizerConfig(**named), trial_on=CPU).forms
+def forms_of(choice: OptimizerChoice, model: nn.Module | None = None, **named: Any) -> ParameterForms:
+    return OptimizerFactory(choice, [model or Model()], OptimizerConfig(**named), trial_on=CPU).forms
 
 
 class Elementwise(Optimizer):
@@ -104,13 +104,13 @@ class KeepsAMatrix(Elementwise):
 
 
 WHOLE = {"flattened": True, "pieces": True}
-EXPECTED: dict[type[Optimizer], Forms] = {
+EXPECTED: dict[type[Optimizer], ParameterForms] = {
     Elementwise: EVERY_FORM,
-    ByNorm: Forms(flattened=True, shares=True, pieces=True),
-    ByRows: Forms(shares=True, pieces=True),
-    ByAllNorms: Forms(flattened=True, joined=True),
-    FromTheTenthStep: Forms(flattened=True, shares=True, pieces=True),
-    CountsCalls: Forms(flattened=True, joined=True, parts=True, shares=True),
+    ByNorm: ParameterForms(flattened=True, shares=True, pieces=True),
+    ByRows: ParameterForms(shares=True, pieces=True),
+    ByAllNorms: ParameterForms(flattened=True, joined=True),
+    FromTheTenthStep: ParameterForms(flattened=True, shares=True, pieces=True),
+    CountsCalls: ParameterForms(flattened=True, joined=True, parts=True, shares=True),
 }
 
 
@@ -148,7 +148,9 @@ def test_elementwise_optimizers_of_torch_have_every_form(name: str) -> None:
     kind = getattr(torch.optim, name)
     model = Model()
     assert forms_of(kind, model) == forms_of(lambda p: kind(p, foreach=True), model) == EVERY_FORM
-    if name != "Adagrad":  # Its states are there before the first step: `Recipe` takes it as a class or callable.
+    if (
+        name != "Adagrad"
+    ):  # Its states are there before the first step: `OptimizerFactory` takes it as a class or callable.
         assert forms_of(kind(model.parameters()), model) == EVERY_FORM
 
 
@@ -352,7 +354,7 @@ def test_many_groups_of_several_kinds() -> None:
 
 # ---- what a run needs ------------------------------------------------------------------------------------------------
 
-ONE_RANK = Needs(stage=0, ranks=1, tp=1, pp=1, offload="", in_backward=False)
+ONE_RANK = RequiredForms(stage=0, ranks=1, tp=1, pp=1, offload="", in_backward=False)
 
 
 @pytest.mark.parametrize(
@@ -370,8 +372,8 @@ ONE_RANK = Needs(stage=0, ranks=1, tp=1, pp=1, offload="", in_backward=False)
         ({"stage": 3, "ranks": 4, "tp": 2, "pp": 2, "in_backward": True}, EVERY_FORM, ""),
     ],
 )
-def test_a_run_is_refused_for_what_it_needs(changes: dict[str, Any], forms: Forms, words: str) -> None:
-    needs = Needs(**{**vars(ONE_RANK), **changes})
+def test_a_run_is_refused_for_what_it_needs(changes: dict[str, Any], forms: ParameterForms, words: str) -> None:
+    needs = RequiredForms(**{**vars(ONE_RANK), **changes})
     problem = forms.problem("Kind", needs)
     assert words in problem
     assert bool(problem) == bool(words)

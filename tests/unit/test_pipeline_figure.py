@@ -16,11 +16,11 @@ from speedlab.telemetry.figures.overview import overview
 from speedlab.telemetry.figures.pipeline import MOST_BARS, MOST_LANES, pipeline_figure
 from speedlab.telemetry.records import Span
 from speedlab.telemetry.report import write_report
-from speedlab.telemetry.trace import Timeline, timeline_of
+from speedlab.telemetry.trace import PipelineTimeline, timeline_of
 from speedlab.telemetry.writer import RecordWriter
 
 
-def timeline(pp: int = 2, micro_batches: int = 4, step: int = 7) -> Timeline:
+def timeline(pp: int = 2, micro_batches: int = 4, step: int = 7) -> PipelineTimeline:
     found = timeline_of({rank: [record] for rank, record in pipeline_records(step, pp, micro_batches).items()})
     assert found is not None
     return found

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from speedlab.config import RunConfig
-from speedlab.layout import Part
-from speedlab.placement import Holders, Placement, Residency, Row, homes
+from speedlab.layout import ShardRange
+from speedlab.placement import ParamPlacement, Placement, Replication, ZeroPolicy, state_placements
 from speedlab.telemetry.run_folder import RunFolder, RunFolderError
 from speedlab.telemetry.tables import placement_of
 
-REPLICATED, PARTITIONED = Holders.REPLICATED, Holders.PARTITIONED
+REPLICATED, PARTITIONED = Replication.REPLICATED, Replication.PARTITIONED
 
 
-def row(name: str, *, stage: int = 2, dp: int = 4, **changes: Any) -> Row:
+def row(name: str, *, stage: int = 2, dp: int = 4, **changes: Any) -> ParamPlacement:
     given: dict[str, Any] = {
         "name": name,
         "unit": "blocks.0",
@@ -25,13 +25,15 @@ def row(name: str, *, stage: int = 2, dp: int = 4, **changes: Any) -> Row:
         "summed_over": ("dp",),
         "answered_by": 1,
         "answers": True,
-        "states": homes(Residency.of_stage(stage, dp), parameter="bfloat16", gradient="float32", master="float32"),
+        "states": state_placements(
+            ZeroPolicy.of_stage(stage, dp), parameter="bfloat16", gradient="float32", master="float32"
+        ),
     }
-    return Row(**(given | changes))
+    return ParamPlacement(**(given | changes))
 
 
-def placement(*rows: Row, stage: int = 2) -> Placement:
-    return Placement(rank=1, residency=Residency.of_stage(stage, 4), rows=rows)
+def placement(*rows: ParamPlacement, stage: int = 2) -> Placement:
+    return Placement(rank=1, zero_policy=ZeroPolicy.of_stage(stage, 4), rows=rows)
 
 
 @pytest.mark.parametrize(
@@ -44,18 +46,18 @@ def placement(*rows: Row, stage: int = 2) -> Placement:
     ],
 )
 def test_a_stage_is_a_row_of_zeros_table(stage, expected) -> None:
-    found = Residency.of_stage(stage, 2)
+    found = ZeroPolicy.of_stage(stage, 2)
     assert (found.parameters, found.gradients, found.optimizer_states) == expected
-    assert Residency.of_stage(stage, 1) == Residency.of_stage(0, 1), "with one rank the partition is the whole"
+    assert ZeroPolicy.of_stage(stage, 1) == ZeroPolicy.of_stage(0, 1), "with one rank the partition is the whole"
 
 
 def test_a_stage_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="ZeRO stage 4 is not one of 0, 1, 2, 3"):
-        Residency.of_stage(4, 2)
+        ZeroPolicy.of_stage(4, 2)
 
 
 def test_flats_are_classes_of_equal_rows() -> None:
-    frozen = homes(Residency.of_stage(2, 4), parameter="bfloat16")
+    frozen = state_placements(ZeroPolicy.of_stage(2, 4), parameter="bfloat16")
     table = placement(
         row("b", group=1),
         row("a"),
@@ -74,13 +76,13 @@ def test_flats_are_classes_of_equal_rows() -> None:
 
 def test_another_residency_changes_who_holds_and_nothing_else() -> None:
     before = placement(row("a"), row("b"))
-    after = before.moved(Residency.of_stage(3, 4))
+    after = before.moved(ZeroPolicy.of_stage(3, 4))
     assert after["a"].states["parameter"].holders is PARTITIONED
-    assert after.moved(before.residency) == before
+    assert after.moved(before.zero_policy) == before
 
 
 def test_a_row_says_what_of_the_whole_is_here() -> None:
-    part = Part(shape=(8, 2), dim=0, ranges=((2, 4), (6, 8)))
+    part = ShardRange(shape=(8, 2), dim=0, ranges=((2, 4), (6, 8)))
     cut = row("cut", part=part, cut_over=("tp",), summed_over=("tp", "dp"), scale=1 / 8, answered_by=0, answers=False)
     told = json.loads(json.dumps(cut.described()))
     assert told["whole_shape"] == [8, 2]

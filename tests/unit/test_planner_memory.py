@@ -13,7 +13,7 @@ from speedlab.config import ModelConfig, RunConfig
 from speedlab.display.figure_style import COLOURS
 from speedlab.layout import Layout
 from speedlab.planner.formulas import parameter_count
-from speedlab.planner.memory.activation_sizes import Sizes
+from speedlab.planner.memory.activation_sizes import ActivationSizes
 from speedlab.planner.memory.pipeline_stage import held, step_peak, walk
 from speedlab.planner.memory.predict import flat_elements, memory_by_rank, memory_timeline, predict_memory
 from speedlab.planner.memory.rank_memory import CATEGORIES
@@ -59,7 +59,7 @@ def test_of_a_blocks_input_tensor_ranks_keep_a_part() -> None:
     whole = setup(layout=Layout(tp=2), checkpointing="block", micro_size=16)
     cut = replace(whole, partition_inputs=True)
     size = 16 * 512 * 768 * 4
-    kept = [walk(Sizes(each, "cpu"), blocks=12, first=True, last=True).kept for each in (whole, cut)]
+    kept = [walk(ActivationSizes(each, "cpu"), blocks=12, first=True, last=True).kept for each in (whole, cut)]
     assert kept[0] - kept[1] == 12 * size // 2
     assert predict_memory(whole)[0].activations - predict_memory(cut)[0].activations == 12 * size // 2
     for same in (replace(whole, layout=Layout()), replace(whole, sequence_parallel=True)):
@@ -103,8 +103,8 @@ def test_backward_frees_everything_that_forward_took() -> None:
                 sequence_parallel=sequence,
                 attention=attention,
             )
-            done = walk(Sizes(case, device), blocks=3, first=first, last=last)
-            assert done.backward[-1].live == (0 if first else Sizes(case, device).local), case
+            done = walk(ActivationSizes(case, device), blocks=3, first=first, last=last)
+            assert done.backward[-1].live == (0 if first else ActivationSizes(case, device).local), case
             assert done.kept <= done.backward_peak
 
 
@@ -127,8 +127,8 @@ def test_other_families_free_everything_too(form: dict[str, Any]) -> None:
             layout=Layout(tp=tp),
             sequence_parallel=sequence,
         )
-        done = walk(Sizes(case, device), blocks=3, first=first, last=last)
-        assert done.backward[-1].live == (0 if first else Sizes(case, device).local), case
+        done = walk(ActivationSizes(case, device), blocks=3, first=first, last=last)
+        assert done.backward[-1].live == (0 if first else ActivationSizes(case, device).local), case
 
 
 def test_a_gate_keeps_four_tensors() -> None:
@@ -137,7 +137,7 @@ def test_a_gate_keeps_four_tensors() -> None:
         kept = []
         for width in (3072, 4096):
             shape = replace(setup().shape, gated=gated, ffn_hidden=width, chunked_loss=True)
-            sizes = Sizes(setup(shape=shape), "cuda")
+            sizes = ActivationSizes(setup(shape=shape), "cuda")
             kept.append(walk(sizes, blocks=12, first=True, last=True).kept)
         case = setup()
         tokens = case.micro_size * case.shape.sequence_length
@@ -150,7 +150,7 @@ def test_peak_of_a_step_is_that_of_its_actions(schedule: Any) -> None:
     for pp, micro_batches in ((2, 1), (2, 5), (4, 3), (4, 16)):
         case = setup(layout=Layout(pp=pp), accumulation=micro_batches, schedule=schedule)
         for rank in range(pp):
-            stages = [walk(Sizes(case, "cpu"), blocks=3, first=rank == 0, last=rank == pp - 1)]
+            stages = [walk(ActivationSizes(case, "cpu"), blocks=3, first=rank == 0, last=rank == pp - 1)]
             assert step_peak(case, stages, rank) == max(p for *_, p in held(case, stages, rank, micro_batches))
 
 

@@ -17,7 +17,7 @@ from speedlab.planner.hardware.devices import Machines
 from speedlab.planner.hardware.disk_rates import DiskRates
 from speedlab.planner.hardware.hosts import HOSTS, HostSpec, free_disk_bytes
 from speedlab.planner.hardware.local import Hardware, hardware_here
-from speedlab.planner.memory.places import Place, places
+from speedlab.planner.memory.places import PlaceBytes, places
 from speedlab.planner.memory.predict import predict_memory
 from speedlab.planner.plan import plan, plan_setup
 from speedlab.planner.request import PlanRequest, size_bytes
@@ -168,7 +168,7 @@ def test_each_place_has_its_capacity() -> None:
     assert str(found[2]).startswith("disk: ")
     assert str(found[2]).endswith(" too much")
     assert places(memory, case, machines(disk_bytes=None))[2].fits
-    assert str(Place(name="disk", held_bytes=2**30, capacity_bytes=None)) == (
+    assert str(PlaceBytes(name="disk", held_bytes=2**30, capacity_bytes=None)) == (
         "disk: 1.0 GiB, its capacity is not known"
     )
 

@@ -9,7 +9,7 @@ import pytest
 from calibration_samples import calibration, constants
 
 from speedlab.cluster import Cluster, ClusterError, simulated_link
-from speedlab.comm.simulated_link import Line, arrival
+from speedlab.comm.simulated_link import SimulatedLink, arrival
 from speedlab.config import RunConfig
 from speedlab.hardware import cpu_devices
 from speedlab.network import LinkRate
@@ -66,7 +66,7 @@ def test_a_link_arrives_after_what_is_before_it() -> None:
 
 def test_a_line_waits_only_for_what_is_left() -> None:
     now, slept = [10.0], []
-    line = Line(GIGABIT, clock=lambda: now[0], sleep=slept.append)
+    line = SimulatedLink(GIGABIT, clock=lambda: now[0], sleep=slept.append)
     first, second = line.book("all_gather", 250_000), line.book("all_reduce", 125_000)
     assert (first, second) == pytest.approx((10.003, 10.005))
     line.wait_until(first)

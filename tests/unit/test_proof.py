@@ -229,9 +229,11 @@ def test_a_trial_changes_the_first_document_and_leaves_its_last_token() -> None:
     assert document_separation.trial_of([view([[1, 2]], [[2, 3]])]) is None
 
 
-def losses(changed: float, control: float | None = 2.1) -> document_separation.Losses:
+def losses(changed: float, control: float | None = 2.1) -> document_separation.TrialLosses:
     base = None if control is None else 2.0
-    return document_separation.Losses(unit="document", base=3.0, changed=changed, control_base=base, control=control)
+    return document_separation.TrialLosses(
+        unit="document", base=3.0, changed=changed, control_base=base, control=control
+    )
 
 
 @pytest.mark.parametrize(
@@ -262,13 +264,13 @@ def test_documents_are_compared(ranks: Any, severity: str) -> None:
     ],
 )
 def test_the_cut_of_a_batch(together: float, weighted: bool, severity: str, text: str) -> None:
-    ranks = [micro_batch_split.Losses(together=together, alone=(6.0, 1.5), counted=(2, 4))]
+    ranks = [micro_batch_split.SplitLosses(together=together, alone=(6.0, 1.5), counted=(2, 4))]
     found = micro_batch_split.finding_of(ranks, dtype="float32", weighted_by_tokens=weighted, given=[[6]])
     assert (found.severity, text in found.text) == (severity, True), found.text
 
 
 def test_micro_batches_of_different_counts_are_told_unless_they_are_weighted() -> None:
-    ranks = [micro_batch_split.Losses(together=3.0, alone=(6.0, 1.5), counted=(2, 4))]
+    ranks = [micro_batch_split.SplitLosses(together=3.0, alone=(6.0, 1.5), counted=(2, 4))]
     given = [[4, 32], [32, 32]]
     found = micro_batch_split.finding_of(ranks, dtype="float32", weighted_by_tokens=False, given=given)
     assert found.severity is Severity.SUSPICIOUS

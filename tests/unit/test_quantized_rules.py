@@ -10,7 +10,7 @@ import pytest
 from speedlab.config import ConfigError, RunConfig
 from speedlab.config.validation import secondary_problem, unequal_problem
 from speedlab.layout import LayoutError
-from speedlab.placement import INT4, INT8, Holders, Residency, homes
+from speedlab.placement import INT4, INT8, Replication, ZeroPolicy, state_placements
 from speedlab.planner.plan import plan
 
 ALL = {"quantized_weights": True, "quantized_gradients": True}
@@ -62,8 +62,10 @@ def test_hosts_are_equal_and_hold_whole_secondary_partitions() -> None:
 
 def test_the_table_says_as_what_states_travel() -> None:
     def table(stage: int, dp: int, **forms: Any) -> dict[str, Any]:
-        residency = Residency.of_stage(stage, dp, quantized_weights=True, quantized_gradients=True, secondary_ranks=2)
-        return homes(residency, **{"parameter": "float32", **forms})
+        zero_policy = ZeroPolicy.of_stage(
+            stage, dp, quantized_weights=True, quantized_gradients=True, secondary_ranks=2
+        )
+        return state_placements(zero_policy, **{"parameter": "float32", **forms})
 
     for stage in (1, 2, 3):
         states = table(stage, 4, gradient="float32")
@@ -73,8 +75,8 @@ def test_the_table_says_as_what_states_travel() -> None:
         assert {home.sent for home in table(stage, 1, gradient="float32").values()} == {""}, "one rank sends nothing"
         assert table(stage, 4)["parameter"].sent == INT8, "frozen ones, too, or flats would be others at other stages"
         assert table(stage, 4, parameter="float64", gradient="float64")["parameter"].sent == "", "no kernel has it"
-    assert table(3, 4)["secondary"].holders is Holders.SECONDARY
-    assert Holders.SECONDARY.share(10, 4) == 3
+    assert table(3, 4)["secondary"].holders is Replication.SECONDARY
+    assert Replication.SECONDARY.share(10, 4) == 3
 
 
 def test_the_plan_counts_bytes_and_memory_and_advises() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from speedlab.config import ConfigError, OptimizerConfig
-from speedlab.optim.factory import Recipe
+from speedlab.optim.factory import OptimizerFactory
 from speedlab.optim.onebit_adam import OneBitAdam
 
 
@@ -20,7 +20,7 @@ class TakesAnything(torch.optim.SGD):
 
 def built(kind: type[torch.optim.Optimizer] | None, **named: Any) -> torch.optim.Optimizer:
     model = nn.Linear(2, 2)
-    recipe = Recipe(kind, [model], OptimizerConfig(**named))
+    recipe = OptimizerFactory(kind, [model], OptimizerConfig(**named))
     return recipe.build([[torch.zeros(6)] for _ in range(recipe.group_count)])
 
 

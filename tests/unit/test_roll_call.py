@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from ipyparallel.error import RemoteError
 
-from speedlab.cluster.agents.registration import Muster, Register, RollCall
+from speedlab.cluster.agents.registration import AgentRegistration, EngineRegistration, EngineWatch
 from speedlab.cluster.agents.rpc import Calls, HostLost
-from speedlab.cluster.files.cluster_dir import Home
+from speedlab.cluster.files.cluster_dir import ClusterDir
 
 ENDED = RemoteError("EngineError", "Engine 3 died while running task 'abc'", "", {})
 
@@ -43,8 +43,8 @@ def engines() -> dict[int, Engine]:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
-    return Home("on-hosts", tmp_path)
+def home(tmp_path: Path) -> ClusterDir:
+    return ClusterDir("on-hosts", tmp_path)
 
 
 def calls(engines: dict[int, Engine]) -> Calls:
@@ -60,7 +60,7 @@ def calls(engines: dict[int, Engine]) -> Calls:
 
 
 def test_an_engine_that_ends_while_it_is_asked_is_not_waited_for(engines: dict[int, Engine]) -> None:
-    roll = RollCall(calls(engines))
+    roll = EngineRegistration(calls(engines))
     roll.ask([2, 3, 4])  # 2 was unregistered since its number was read.
     assert list(roll.answers()) == []
     engines[3].task.set_exception(ENDED)
@@ -75,7 +75,7 @@ def test_an_engine_whose_question_was_lost_is_asked_again(
 ) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    roll = RollCall(calls(engines))
+    roll = EngineRegistration(calls(engines))
     roll.ask([4])
     engines[4].task = Task()  # Nobody ever answers the first one.
     now += 2.9
@@ -108,7 +108,7 @@ def test_an_engine_that_registers_while_a_client_connects_is_heard_of(monkeypatc
             self.ids += engines
 
     client = Client()
-    register = Register(client)  # type: ignore[arg-type]  # of a client it is only this
+    register = EngineWatch(client)  # type: ignore[arg-type]  # of a client it is only this
     assert (register.ids(), client.asked) == ({3}, [])
     now += 1.1
     assert (register.ids(), len(client.asked)) == ({3}, 1)
@@ -127,14 +127,14 @@ def test_an_engine_that_registers_while_a_client_connects_is_heard_of(monkeypatc
 
 
 def test_an_engine_that_cannot_answer_is_told(engines: dict[int, Engine]) -> None:
-    roll = RollCall(calls(engines))
+    roll = EngineRegistration(calls(engines))
     roll.ask([4])
     engines[4].task.set_exception(RemoteError("ImportError", "no module named speedlab", "", {}))
     with pytest.raises(RemoteError, match="no module named speedlab"):
         list(roll.answers())
 
 
-def test_an_agent_is_waited_for_whatever_else_registers(home: Home) -> None:
+def test_an_agent_is_waited_for_whatever_else_registers(home: ClusterDir) -> None:
     """As an engine that a supervisor before was starting, and that ends now."""
     there = [3]
     answers: dict[int, list[Any]] = {
@@ -149,7 +149,7 @@ def test_an_agent_is_waited_for_whatever_else_registers(home: Home) -> None:
         return answer
 
     client: Any = SimpleNamespace(ids=[])
-    muster = Muster(home, client, SimpleNamespace(), "token", "cpu", "")  # type: ignore[arg-type]  # it launches nothing
+    muster = AgentRegistration(home, client, SimpleNamespace(), "token", "cpu", "")  # type: ignore[arg-type]  # it launches nothing
     muster.calls = SimpleNamespace(ask=ask)  # type: ignore[assignment]
     client.ids = there
     assert muster.new(strays=True) == []

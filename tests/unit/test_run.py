@@ -34,14 +34,14 @@ from speedlab.cluster.run import Run
 from speedlab.cluster.run_commands import resume_arguments
 from speedlab.cluster.start_run import start_run
 from speedlab.cluster.supervisor import recovery
-from speedlab.cluster.supervisor.run_locks import Hold
-from speedlab.cluster.supervisor.runs import Runs
+from speedlab.cluster.supervisor.run_locks import RunLock
+from speedlab.cluster.supervisor.runs import SupervisedRuns
 from speedlab.cluster.worker import remote
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout, LayoutError
 from speedlab.planner import parameter_count
 from speedlab.telemetry.records import Ledger, RunState
-from speedlab.telemetry.run_folder import UNSUPERVISED, Command, RunFolder, RunFolderError, Status
+from speedlab.telemetry.run_folder import UNSUPERVISED, RunCommand, RunFolder, RunFolderError, Status
 from speedlab.telemetry.writer import RecordWriter
 
 
@@ -106,7 +106,7 @@ class LocalRuns:
     """What `cluster.runs` is, without a supervisor's process between."""
 
     def __init__(self, engines: FakeEngines) -> None:
-        self.runs = Runs(engines)
+        self.runs = SupervisedRuns(engines)
         self.begin, self.attend, self.standing = self.runs.begin, self.runs.attend, self.runs.standing
 
     def post(self, folder: Path, word: str, arguments: dict[str, Any]) -> int:
@@ -117,11 +117,11 @@ class LocalRuns:
 
     @contextlib.contextmanager
     def held(self, folder: Path, seconds: float = 10.0) -> Iterator[None]:
-        self.runs.hold(folder, Hold.of("a test", os.getpid()), seconds)
+        self.runs.hold(folder, RunLock.of("a test", os.getpid()), seconds)
         try:
             yield
         finally:
-            self.runs.let_go(folder, "a test")
+            self.runs.release(folder, "a test")
 
     def task(self, folder: Path) -> Any:
         return self.runs._of(folder).task
@@ -271,7 +271,7 @@ class FakeEngines:
             folder.write_status(status)
 
     def _answer(
-        self, folder: RunFolder, writer: RecordWriter, status: Status, command: Command, budget: int | None
+        self, folder: RunFolder, writer: RecordWriter, status: Status, command: RunCommand, budget: int | None
     ) -> tuple[Status, int | None]:
         kinds = {"pause": "paused", "resume": "resumed", "step": "resumed", "stop": "stopped", "save": "checkpoint"}
         states = {
@@ -929,30 +929,30 @@ def test_what_is_held_stays_held_under_the_next_supervisor(make, engines, tmp_pa
     run.wait(10)
     path = run.folder.path
     eventually(lambda: not engines.runs.standing(path).active)
-    engines.runs.runs.hold(path, Hold.of("mine", os.getpid()), 0.0)
+    engines.runs.runs.hold(path, RunLock.of("mine", os.getpid()), 0.0)
     engines.runs = LocalRuns(engines)
     engines.runs.runs.take_over()
     with pytest.raises(ClusterError, match="is being advanced by somebody else"):
-        engines.runs.runs.hold(path, Hold.of("another's", os.getpid()), 0.0)
-    engines.runs.runs.hold(path, Hold.of("mine", os.getpid()), 0.0)  # Asked twice, it is one.
+        engines.runs.runs.hold(path, RunLock.of("another's", os.getpid()), 0.0)
+    engines.runs.runs.hold(path, RunLock.of("mine", os.getpid()), 0.0)  # Asked twice, it is one.
     word = run.resume(steps=5)
-    engines.runs.runs.let_go(path, "another's")
+    engines.runs.runs.release(path, "another's")
     engines.runs.runs.let_go_of_abandoned()
     assert engines.submitted == 1
     assert not word.done
-    engines.runs.runs.let_go(path, "mine")
+    engines.runs.runs.release(path, "mine")
     assert word.wait(10).kind == "resumed"
     assert run.wait(10) is RunState.FINISHED
 
     eventually(lambda: not engines.runs.standing(path).active)
-    engines.runs.runs.hold(path, Hold("reused", os.getpid(), 1.0), 0.0)
+    engines.runs.runs.hold(path, RunLock("reused", os.getpid(), 1.0), 0.0)
     engines.runs.runs.let_go_of_abandoned()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as holder:
-        engines.runs.runs.hold(path, Hold.of("killed", holder.pid), 0.0)
+        engines.runs.runs.hold(path, RunLock.of("killed", holder.pid), 0.0)
         holder.kill()
     engines.runs = LocalRuns(engines)
     engines.runs.runs.take_over()
-    engines.runs.runs.hold(path, Hold.of("next", os.getpid()), 0.0)
+    engines.runs.runs.hold(path, RunLock.of("next", os.getpid()), 0.0)
     (engines.directory / "holds.json").write_text("{")
     LocalRuns(engines).runs.take_over()
 
@@ -964,7 +964,7 @@ def test_a_hold_that_is_asked_for_anew_outlives_the_connection_before(make, engi
     path, runs = run.folder.path, engines.runs.runs
     eventually(lambda: not engines.runs.standing(path).active)
     for connection in ("first", "second"):
-        runs.hold(path, Hold.of("mine", os.getpid()), 0.0, connection)
+        runs.hold(path, RunLock.of("mine", os.getpid()), 0.0, connection)
     runs.leave(path, "mine", "first")
     word = run.resume(steps=5)
     assert not engines.runs.standing(path).active, "it waits"
@@ -1382,7 +1382,7 @@ def test_it_says_where_it_stands_and_escapes_what_it_says(make, engines):
     assert (
         seen._repr_html_()
         == "<b>&lt;i&gt;x</b> · step 2/2 · loss 7.980 · 8,192 tokens/s · finished · "
-        + html.escape(run_commands.unsaved_text(seen))
+        + html.escape(run_commands.unsaved_warning(seen))
     )
     run.folder.path.with_name("<i>x").rename(run.folder.path)
     seen.feed.close()
@@ -1406,7 +1406,7 @@ def test_a_run_that_does_not_go_on_after_a_takeover_says_so_in_its_status(make, 
         if trouble == "dead":
             engines.dead, expected = {1}, "brings it back"
         elif trouble == "held":  # What goes wrong comes with the end of the hold.
-            engines.runs.runs.hold(path, Hold.of("mine", os.getpid()), 0.0)
+            engines.runs.runs.hold(path, RunLock.of("mine", os.getpid()), 0.0)
             expected = "brings it back"
         elif trouble == "unsubmitted":
             patch.setattr(engines, "submit", mock.Mock(side_effect=OSError("no space left")))
@@ -1418,7 +1418,7 @@ def test_a_run_that_does_not_go_on_after_a_takeover_says_so_in_its_status(make, 
         engines.runs.runs.take_over()
         if trouble == "held":
             engines.dead = {1}
-            engines.runs.runs.let_go(path, "mine")
+            engines.runs.runs.release(path, "mine")
     status = run.folder.read_status()
     assert status.state is RunState.PAUSED
     assert status.text.startswith("the supervisor ended, and under the next one the run could not go on: ")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from speedlab.comm.shared import shared_tensors
-from speedlab.comm.shared.memfd import Segment
+from speedlab.comm.shared.memfd import AnonymousSegment
 from speedlab.comm.shared.shared_tensors import Arena, PeerMemory, arena
 
 PAGE = 4096
@@ -211,7 +211,7 @@ def test_no_memory_is_told_as_what_it_is(monkeypatch: pytest.MonkeyPatch) -> Non
         with pytest.raises(MemoryError, match=r"out of memory: tried to allocate 536870912 bytes of shared memory"):
             own.empty(512 << 20, torch.uint8)
         with pytest.raises(MemoryError, match=r"Cannot allocate memory: tried to allocate 536870912 bytes"):
-            Segment.create(512 << 20)
+            AnonymousSegment.create(512 << 20)
         monkeypatch.setattr(shared_tensors, "_SMALLEST_EXTENT", 1 << 40)
         tensor = own.empty(1000, torch.uint8)  # What is asked for fits, though nothing beyond.
     finally:

@@ -17,7 +17,7 @@ import zmq
 from telemetry_samples import eventually, make_event, make_folder, make_record
 
 from speedlab.telemetry.feed import Feed
-from speedlab.telemetry.stream import Message, Publisher, Subscriber
+from speedlab.telemetry.stream import Publisher, StreamMessage, Subscriber
 from speedlab.telemetry.writer import RecordWriter
 
 
@@ -37,7 +37,7 @@ def connect():
         subscriber.refresh()
 
         def arrived():
-            publisher.send(Message(b"r", 99, 0, b"are you there"))
+            publisher.send(StreamMessage(b"r", 99, 0, b"are you there"))
             return list(subscriber.receive())
 
         eventually(arrived)
@@ -48,9 +48,9 @@ def connect():
         subscriber.close()
 
 
-def receive(subscriber: Subscriber, until: Callable[[list[Message]], object]) -> list[Message]:
+def receive(subscriber: Subscriber, until: Callable[[list[StreamMessage]], object]) -> list[StreamMessage]:
     """What arrives, less the greetings of `connect`, until there is what the test waits for."""
-    found: list[Message] = []
+    found: list[StreamMessage] = []
     eventually(lambda: found.extend(m for m in subscriber.receive() if m.rank != 99) or until(found))
     return found
 
@@ -211,7 +211,7 @@ def test_offers_are_throttled_and_the_newest_always_arrives(tmp_path, connect):
     subscriber = connect(publisher, tmp_path)
     start = time.monotonic()
     for number in range(5000):
-        publisher.offer(Message(b"r", 0, number, b"line"))
+        publisher.offer(StreamMessage(b"r", 0, number, b"line"))
     found = receive(subscriber, lambda found: found and found[-1].start == 4999)
     seconds = time.monotonic() - start
     assert len(found) <= seconds * 20 + 2
@@ -223,8 +223,8 @@ def test_an_event_comes_at_once_and_behind_the_step_it_belongs_to(tmp_path, conn
     publisher = Publisher(tmp_path, 0, hz=0.001)  # Held-back lines would wait a quarter of an hour.
     subscriber = connect(publisher, tmp_path)
     for number in range(10):
-        publisher.offer(Message(b"r", 0, number, b"line"))
-    publisher.send(Message(b"e", 0, 7, b"event"))
+        publisher.offer(StreamMessage(b"r", 0, number, b"line"))
+    publisher.send(StreamMessage(b"e", 0, 7, b"event"))
     found = receive(subscriber, lambda found: len(found) >= 3)
     assert [(message.kind, message.start) for message in found] == [(b"r", 0), (b"r", 9), (b"e", 7)]
     publisher.close()
@@ -240,8 +240,8 @@ def test_who_draws_one_rank_hears_its_records_and_all_events(tmp_path, connect):
         """Ranks whose records come, of those that each sends before an event."""
         number, found = next(numbers), []
         for rank, publisher in enumerate(publishers):
-            publisher.send(Message(b"r", rank, number, b"line"))
-            publisher.send(Message(b"e", rank, number, b"event"))
+            publisher.send(StreamMessage(b"r", rank, number, b"line"))
+            publisher.send(StreamMessage(b"e", rank, number, b"event"))
 
         def events_came() -> bool:
             found.extend(message for message in subscriber.receive() if message.start == number)
@@ -263,7 +263,7 @@ def test_close_sends_what_was_held_back(tmp_path, connect):
     publisher = Publisher(tmp_path, 0, hz=0.001)
     subscriber = connect(publisher, tmp_path)
     for number in range(3):
-        publisher.offer(Message(b"r", 0, number, b"line"))
+        publisher.offer(StreamMessage(b"r", 0, number, b"line"))
     publisher.close()
     found = receive(subscriber, lambda found: len(found) >= 2)
     assert [message.start for message in found] == [0, 2]
@@ -275,7 +275,7 @@ def test_a_client_that_never_reads_does_not_slow_the_writer(tmp_path, connect):
     connect(publisher, tmp_path)
     line = b"x" * 100_000
     for number in range(2000):  # 200 MB, far more than all queues hold: whoever waits, waits for ever.
-        publisher.send(Message(b"e", 0, number, line))
+        publisher.send(StreamMessage(b"e", 0, number, line))
     publisher.close()
 
 

@@ -38,13 +38,13 @@ from speedlab.cluster.supervisor import protocol as m
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect, listen
 from speedlab.cluster.supervisor.client import Client, OtherVersionError, SupervisorGoneError
 from speedlab.cluster.supervisor.engines import Engines
-from speedlab.cluster.supervisor.journal import Adopted, FileJournal
-from speedlab.cluster.supervisor.process_control import Here, Process
-from speedlab.cluster.supervisor.recovery import Count
-from speedlab.cluster.supervisor.run_locks import Holds
+from speedlab.cluster.supervisor.journal import FileJournal, RecoveredWork
+from speedlab.cluster.supervisor.process_control import EngineProcess, LocalProcesses
+from speedlab.cluster.supervisor.recovery import AttemptCount
+from speedlab.cluster.supervisor.run_locks import RunLocks
 from speedlab.cluster.supervisor.server import Server
-from speedlab.cluster.supervisor.unreachable_hosts import LostHosts, Unreached
-from speedlab.cluster.supervisor.work_queue import Line, Submission
+from speedlab.cluster.supervisor.unreachable_hosts import LostHosts, PendingInterrupts
+from speedlab.cluster.supervisor.work_queue import Submission, WorkQueue
 from speedlab.cluster.worker import remote
 from speedlab.cluster.worker.serialization import pack, unpack
 
@@ -86,13 +86,13 @@ def failed() -> list[Submission]:
 
 
 @pytest.fixture
-def line(engines: FakeEngines, failed: list[Submission], tmp_path: Path) -> Iterator[Line]:
-    made = Line(engines.send, FileJournal(tmp_path / "submissions.jsonl"), failed.append)
+def line(engines: FakeEngines, failed: list[Submission], tmp_path: Path) -> Iterator[WorkQueue]:
+    made = WorkQueue(engines.send, FileJournal(tmp_path / "submissions.jsonl"), failed.append)
     yield made
     made.close()
 
 
-def test_a_rank_works_on_one_submission_at_a_time_in_the_order_of_all(line: Line, engines: FakeEngines) -> None:
+def test_a_rank_works_on_one_submission_at_a_time_in_the_order_of_all(line: WorkQueue, engines: FakeEngines) -> None:
     first = line.add(Submission(b"first", [0, 1]))
     second = line.add(Submission(b"second", [1]))
     third = line.add(Submission(b"third", [0, 1]))
@@ -112,7 +112,7 @@ def test_a_rank_works_on_one_submission_at_a_time_in_the_order_of_all(line: Line
     assert line.busy() == set()
 
 
-def test_what_has_not_begun_can_be_taken_back_and_the_rest_goes_on(line: Line, engines: FakeEngines) -> None:
+def test_what_has_not_begun_can_be_taken_back_and_the_rest_goes_on(line: WorkQueue, engines: FakeEngines) -> None:
     training = line.add(Submission(b"training", [0, 1]))
     cell = line.add(Submission(b"cell", [0, 1]))
     other = line.add(Submission(b"other", [1]))
@@ -131,7 +131,7 @@ def test_what_has_not_begun_can_be_taken_back_and_the_rest_goes_on(line: Line, e
     assert [work for _, work in engines.sent].count(b"cell") == 0
 
 
-def test_a_reset_goes_before_what_waits(line: Line, engines: FakeEngines) -> None:
+def test_a_reset_goes_before_what_waits(line: WorkQueue, engines: FakeEngines) -> None:
     line.add(Submission(b"at work", [0]))
     line.add(Submission(b"waiting", [0]))
     eventually(lambda: engines.sent)
@@ -142,7 +142,7 @@ def test_a_reset_goes_before_what_waits(line: Line, engines: FakeEngines) -> Non
     assert [work for _, work in engines.sent] == [b"at work", b"reset", b"waiting"]
 
 
-def test_what_goes_first_keeps_its_own_order(line: Line, engines: FakeEngines) -> None:
+def test_what_goes_first_keeps_its_own_order(line: WorkQueue, engines: FakeEngines) -> None:
     """A rank that is bound to another number of ranks, and back again at once, must not end up with the former."""
     line.add(Submission(b"at work", [0]))
     eventually(lambda: engines.sent)
@@ -167,11 +167,11 @@ class Hub:
         return [10, 11] if self.looks >= 0 else [10]
 
 
-def engines_of(line: Line, client: object, *, size: int = 2, ended: Collection[int] = ()) -> Engines:
+def engines_of(line: WorkQueue, client: object, *, size: int = 2, ended: Collection[int] = ()) -> Engines:
     """As much of them as ranks are asked by. `ended`: ranks whose processes have."""
     made = object.__new__(Engines)
     entries = [EngineEntry(rank=rank, pid=0, engine_id=10 + rank) for rank in range(size)]
-    looks = [Process(alive=rank not in ended, suspended=False, rss_bytes=0) for rank in range(size)]
+    looks = [EngineProcess(alive=rank not in ended, suspended=False, rss_bytes=0) for rank in range(size)]
     made.hands = SimpleNamespace(look=lambda engines: looks)  # type: ignore[assignment]
     made.state, made.client, made.line = SimpleNamespace(name="c", engines=entries), client, line  # type: ignore[assignment]
     made._lost = LostHosts()
@@ -204,7 +204,7 @@ class HandsOnHosts:
 
 
 def test_an_interrupt_waits_for_no_host_and_reaches_it_later_if_it_still_works_on_the_same(
-    line: Line, engines: FakeEngines
+    line: WorkQueue, engines: FakeEngines
 ) -> None:
     hands, told = HandsOnHosts(), []
     made = engines_of(line, SimpleNamespace(ids=[10, 11]))
@@ -212,7 +212,7 @@ def test_an_interrupt_waits_for_no_host_and_reaches_it_later_if_it_still_works_o
     made.state.engines[1] = EngineEntry(rank=1, pid=0, engine_id=11, host="host-b")  # type: ignore[index]
     made.home.amid = lambda what: contextlib.nullcontext()  # type: ignore[method-assign]
     made.output = SimpleNamespace(on_lines=lambda *said: told.append(said))  # type: ignore[assignment]
-    made._unreached = Unreached(line, hands)  # type: ignore[arg-type]
+    made._unreached = PendingInterrupts(line, hands)  # type: ignore[arg-type]
     work = line.add(Submission(b"a cell of both", [0, 1]))
     eventually(lambda: all(work.messages.get(rank) for rank in (0, 1)))
 
@@ -281,7 +281,7 @@ def test_an_agent_signals_no_other_work_than_what_was_meant(tmp_path: Path, monk
         assert (rendezvous / "generation").read_text() == kept
 
 
-def test_an_engine_that_dies_while_ranks_leave_their_group_stops_nobody(line: Line, engines: FakeEngines) -> None:
+def test_an_engine_that_dies_while_ranks_leave_their_group_stops_nobody(line: WorkQueue, engines: FakeEngines) -> None:
     """Neither an interrupt, a restart of another one nor a takeover: it is found dead afterwards."""
     engines.gone = {1}
     leaving = threading.Thread(target=engines_of(line, Hub(looks=2)).reset, args=([0, 1],))
@@ -292,7 +292,7 @@ def test_an_engine_that_dies_while_ranks_leave_their_group_stops_nobody(line: Li
     assert [rank for rank, _ in engines.sent] == [0]
 
 
-def test_where_one_engine_is_dead_none_is_asked(line: Line, engines: FakeEngines) -> None:
+def test_where_one_engine_is_dead_none_is_asked(line: WorkQueue, engines: FakeEngines) -> None:
     """What some ranks were asked for and others not would be done when nobody counts on it."""
     asked = engines_of(line, Hub(looks=1))
     with pytest.raises(ClusterError, match=r"the engine of rank 1 ended or stopped answering; cluster.restart\(1\)"):
@@ -333,7 +333,7 @@ def test_an_engine_that_goes_is_gone_for_who_sends(when: str) -> None:
         assert send_to(Client(), 10, int) == "a task"  # type: ignore[arg-type]
 
 
-def test_while_ranks_are_interrupted_they_are_given_only_what_goes_first(line: Line, engines: FakeEngines) -> None:
+def test_while_ranks_are_interrupted_they_are_given_only_what_goes_first(line: WorkQueue, engines: FakeEngines) -> None:
     cut_off = line.add(Submission(b"cut off", [0, 1]))
     eventually(lambda: len(engines.sent) == 2)
     with line.held([0, 1]):
@@ -371,7 +371,7 @@ def test_a_loss_is_of_an_interrupt_only_where_that_came_first() -> None:
 
 
 def test_failures_come_by_rank_and_the_others_are_released(
-    line: Line, engines: FakeEngines, failed: list[Submission]
+    line: WorkQueue, engines: FakeEngines, failed: list[Submission]
 ) -> None:
     engines.gone = {2}
     work = line.add(Submission(b"work", [0, 1, 2]))
@@ -395,7 +395,7 @@ def test_failures_come_by_rank_and_the_others_are_released(
     assert {failure.message for failure in late.failures.values()} == {"the controller has died"}
 
 
-def test_many_at_once_are_one_order_on_all_ranks(line: Line, engines: FakeEngines) -> None:
+def test_many_at_once_are_one_order_on_all_ranks(line: WorkQueue, engines: FakeEngines) -> None:
     """Two notebooks that submit at the same time: what one rank does first, all do first."""
     draw = random.Random(0)
     stop = threading.Event()
@@ -458,14 +458,14 @@ def test_what_a_later_version_writes_into_a_clusters_files_is_passed_over(tmp_pa
     holds, run = tmp_path / "holds.json", tmp_path / "run"
     hold = {"key": "mine", "pid": os.getpid(), "started": psutil.Process().create_time()}
     holds.write_text(json.dumps({str(run): hold | later}))
-    taken = Holds(holds)
+    taken = RunLocks(holds)
     taken.take_over()
     assert run in taken
     entry = {"id": "one", "rank": 0, "ranks": [0], "message": "m", "place": 7}
     (tmp_path / "submissions.jsonl").write_text(json.dumps(entry | later) + "\n")
     assert FileJournal(tmp_path / "submissions.jsonl").before()["one"].messages == {0: "m"}
     count = {"token": "t", "failed": 2, "from_step": 20, "answered": "one"}
-    assert msgspec.json.decode(json.dumps(count | later), type=Count) == Count(**count)
+    assert msgspec.json.decode(json.dumps(count | later), type=AttemptCount) == AttemptCount(**count)
     (tmp_path / "runs.json").write_text(json.dumps({"runs": [str(run)]} | later))
     assert remembered_runs(SimpleNamespace(directory=tmp_path, name="c", token="t")) == [run]
 
@@ -493,15 +493,17 @@ class FakeController:
         return task
 
 
-def taken_over(engines: FakeEngines, controller: FakeController, path: Path) -> tuple[Line, Adopted]:
+def taken_over(engines: FakeEngines, controller: FakeController, path: Path) -> tuple[WorkQueue, RecoveredWork]:
     """What the next supervisor has, with the journal of the one before."""
     journal = FileJournal(path)
-    line = Line(engines.send, journal, lambda submission: None)
+    line = WorkQueue(engines.send, journal, lambda submission: None)
     entries = [SimpleNamespace(rank=rank, engine_id=10 + rank) for rank in range(3)]
-    return line, Adopted(line, controller, SimpleNamespace(engines=entries), journal)  # type: ignore[arg-type]
+    return line, RecoveredWork(line, controller, SimpleNamespace(engines=entries), journal)  # type: ignore[arg-type]
 
 
-def test_who_takes_over_sends_what_was_certainly_not_sent(line: Line, engines: FakeEngines, tmp_path: Path) -> None:
+def test_who_takes_over_sends_what_was_certainly_not_sent(
+    line: WorkQueue, engines: FakeEngines, tmp_path: Path
+) -> None:
     """Rank 1 is at work when the supervisor ends, so what the others were given waits for it, in the same order."""
     busy = line.add(Submission(b"busy", [1]))
     eventually(lambda: len(engines.sent) == 1)
@@ -548,7 +550,7 @@ def test_who_takes_over_sends_what_was_certainly_not_sent(line: Line, engines: F
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_what_an_engine_that_is_gone_was_given_ends_under_the_next_supervisor(
-    line: Line, engines: FakeEngines, tmp_path: Path, when: str
+    line: WorkQueue, engines: FakeEngines, tmp_path: Path, when: str
 ) -> None:
     """The controller keeps it in the engine's queue for ever, and has no result for a while."""
     line.add(Submission(b"a run", [0, 1], label="a run"))
@@ -575,7 +577,7 @@ def test_what_an_engine_that_is_gone_was_given_ends_under_the_next_supervisor(
     line.close()
 
 
-def test_what_was_taken_up_late_is_followed_to_its_end(line: Line, engines: FakeEngines, tmp_path: Path) -> None:
+def test_what_was_taken_up_late_is_followed_to_its_end(line: WorkQueue, engines: FakeEngines, tmp_path: Path) -> None:
     """The controller may hear of a message only when its sender has ended."""
     line.add(Submission(b"a run", [0], label="a run"))
     eventually(lambda: engines.sent)
@@ -617,7 +619,12 @@ def test_what_takes_over_ends_only_engines_that_nobody_counts() -> None:
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        for own in ("name_nursery()", "name_engine(7)", "name_engine(7); processes._name('my-program')", "name_nanny()")
+        for own in (
+            "name_fork_server()",
+            "name_engine(7)",
+            "name_engine(7); processes._name('my-program')",
+            "name_nanny()",
+        )
     ]
     nursery, forked, renamed, nanny = named
     try:
@@ -626,7 +633,7 @@ def test_what_takes_over_ends_only_engines_that_nobody_counts() -> None:
             assert process.stdout.readline() == b"named\n"
         eventually(lambda: len(processes.marked("token-of-this-test")) == 14)
         assert [processes.rank_of(psutil.Process(process.pid)) for process in (forked, renamed)] == [7, None]
-        hands = Here(SimpleNamespace(), SimpleNamespace(), "token-of-this-test", None)  # type: ignore[arg-type]  # not asked
+        hands = LocalProcesses(SimpleNamespace(), SimpleNamespace(), "token-of-this-test", None)  # type: ignore[arg-type]  # not asked
         unknowns = hands.end_unknown([EngineEntry(rank=0, pid=counted.pid, engine_id=0)])
         assert sorted(unknowns) == sorted([unknown.pid, forked.pid, renamed.pid])
         assert nursery.wait(10) == -signal.SIGKILL
@@ -668,9 +675,9 @@ def test_messages_arrive_whole_and_strangers_end_the_channel(pair: tuple[Channel
     sending.start()
     assert server.receive() == m.Submit(call=3, id="a", work=work, ranks=[1])
     sending.join()
-    later = msgspec.msgpack.encode({"type": "Look", "call": 4, "added_later": True})
+    later = msgspec.msgpack.encode({"type": "GetRankStatus", "call": 4, "added_later": True})
     client._socket.sendall(len(later).to_bytes(8, "big") + later)
-    assert server.receive() == m.Look(call=4)  # A field that a later version adds is passed over.
+    assert server.receive() == m.GetRankStatus(call=4)  # A field that a later version adds is passed over.
     client._socket.sendall((5).to_bytes(8, "big") + b"hello")
     with pytest.raises(ChannelClosedError, match=r"what came is no message"):
         server.receive()
@@ -737,16 +744,16 @@ def test_questions_are_answered_or_refused_with_the_error_that_was_raised(
     path, supervisor = served
     client = Client(path, lambda *printed: None)
     assert client.token == "the token"
-    assert client.ask(m.Look()) == []
+    assert client.ask(m.GetRankStatus()) == []
     with pytest.raises(ClusterError, match=r"^rank 2 cannot be restarted$"):
         client.ask(m.Restart(rank=2))
     with pytest.raises(TypeError, match=r"Expected `int`, got `str` - at `\$.rank`"):
         client.ask(m.Restart(rank="2"))  # type: ignore[arg-type]
     supervisor.engines.status = lambda: ["of another version"]
     with pytest.raises(OtherVersionError, match="says what this version does not understand: Expected `object`"):
-        client.ask(m.Look(), seconds=5)
+        client.ask(m.GetRankStatus(), seconds=5)
     supervisor.engines.status = list
-    assert client.ask(m.Look()) == []  # The connection is as it was.
+    assert client.ask(m.GetRankStatus()) == []  # The connection is as it was.
     del client  # Nobody holds it: the connection ends.
     gc.collect()  # The error above is in a circle with its traceback.
     assert supervisor.gone.wait(5)
@@ -763,12 +770,12 @@ def test_a_connection_that_cannot_be_written_to_is_lost_at_once(
     """Before the thread that listens has heard of it: who asks again must not ask there."""
     client = Client(served[0], lambda *printed: None)
 
-    def closed(message: m.Message) -> None:
+    def closed(message: m.ProtocolMessage) -> None:
         raise ChannelClosedError("broken pipe")
 
     monkeypatch.setattr(client._channel, "send", closed)
     with pytest.raises(SupervisorGoneError, match="broken pipe"):
-        client.ask(m.Look())
+        client.ask(m.GetRankStatus())
     assert client.lost
     client.close()
 
@@ -839,35 +846,37 @@ def test_a_hold_that_was_given_up_while_it_waited_is_given_back(
     client = connect(path, m.FromSupervisor)
     client.send(m.Hello())
     assert isinstance(client.receive(), m.Welcome)
-    client.send(m.Hold(call=1, folder="a run", seconds=5.0, key="its key"))
+    client.send(m.LockRun(call=1, folder="a run", seconds=5.0, key="its key"))
     assert asked.wait(5)
     if leaves:
         client.close()
         assert supervisor.gone.wait(5)
     else:
         client.send(m.Cancel(call=1))
-        client.send(m.Look(call=2))
+        client.send(m.GetRankStatus(call=2))
         assert client.receive().call == 2  # What came before was read.
     go_on.set()
     assert given_back.get(timeout=5) == (Path("a run"), "its key", *held_over)
     client.close()
 
 
-@pytest.mark.parametrize(("greeting", "told"), [(m.Hello(version=7), "7"), (m.Look(call=1), "None")])
-def test_versions_that_differ_are_told(served: tuple[Path, FakeSupervisor], greeting: m.Message, told: str) -> None:
+@pytest.mark.parametrize(("greeting", "told"), [(m.Hello(version=7), "7"), (m.GetRankStatus(call=1), "None")])
+def test_versions_that_differ_are_told(
+    served: tuple[Path, FakeSupervisor], greeting: m.ProtocolMessage, told: str
+) -> None:
     path, _ = served
     client = connect(path, m.FromSupervisor)
     client.send(greeting)
     refused = client.receive()
     assert (
-        f"speaks version 1 of its protocol, and this client {told}: they come from different versions" in refused.text
+        f"speaks version 2 of its protocol, and this client {told}: they come from different versions" in refused.text
     )
     with pytest.raises(ChannelClosedError):
         client.receive()
     client.close()
 
 
-def test_a_refusal_names_all_that_are_dead_also_whom_the_controller_still_counts(line: Line) -> None:
+def test_a_refusal_names_all_that_are_dead_also_whom_the_controller_still_counts(line: WorkQueue) -> None:
     engines = engines_of(line, SimpleNamespace(ids=[10, 11, 13]), size=4, ended=(0, 2))
     with pytest.raises(ClusterError, match=r"ranks 0, 2 ended .* cluster\.restart\(0, 2\)"):
         engines.living(None)

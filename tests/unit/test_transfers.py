@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 import speedlab.comm
-from speedlab.comm import HostCopies, PeerLost, Traffic, Transfer
+from speedlab.comm import CommStats, HostCopies, PeerLost, Transfer
 from speedlab.comm.errors import reason_of, tells_of_lost_peer
-from speedlab.comm.process_groups import Wires
+from speedlab.comm.process_groups import ProcessGroups
 from speedlab.comm.transports.base import Transport
 from speedlab.comm.transports.nccl import Exchanging, rounds_often
-from speedlab.comm.transports.select import Link, choose, link_of
+from speedlab.comm.transports.select import GroupLink, choose, link_of
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def test_transfer_is_counted_when_started_and_waited_for_once() -> None:
-    traffic, calls = Traffic(phase="forward"), []
+    traffic, calls = CommStats(phase="forward"), []
     transfer = Transfer(lambda: calls.append(1), traffic, CPU, name="all_gather", link="gloo", nbytes=40)
     assert (transfer.name, transfer.link, transfer.nbytes, transfer.stream) == ("all_gather", "gloo", 40, None)
     assert not transfer.over
@@ -45,7 +45,7 @@ def test_transfer_is_counted_when_started_and_waited_for_once() -> None:
 
 
 def test_ways_to_the_host_and_the_disk_are_counted_apart() -> None:
-    traffic = Traffic(phase="optimizer")
+    traffic = CommStats(phase="optimizer")
     for link, nbytes in (("disk read", 100), ("disk write", 60), ("host copy", 8), ("gloo", 40)):
         Transfer(lambda: None, traffic, CPU, link=link, nbytes=nbytes).wait()
     traffic.phase = ""
@@ -57,7 +57,7 @@ def test_ways_to_the_host_and_the_disk_are_counted_apart() -> None:
 
 
 def test_what_a_thread_waits_beside_the_step_is_in_no_phase() -> None:
-    traffic = Traffic(phase="forward")
+    traffic = CommStats(phase="forward")
 
     def beside() -> None:
         with traffic.beside_the_step():
@@ -77,7 +77,7 @@ def test_transfer_that_failed_fails_again() -> None:
     def fail() -> None:
         raise PeerLost("rank 1 left")
 
-    transfer = Transfer(fail, Traffic(), CPU)
+    transfer = Transfer(fail, CommStats(), CPU)
     for _ in range(2):
         with pytest.raises(PeerLost, match="rank 1 left"):
             transfer.wait()
@@ -85,14 +85,14 @@ def test_transfer_that_failed_fails_again() -> None:
 
 def test_transfer_may_be_over_by_itself() -> None:
     done = [False]
-    transfer = Transfer(lambda: None, Traffic(), CPU, over=lambda: done[0])
+    transfer = Transfer(lambda: None, CommStats(), CPU, over=lambda: done[0])
     assert not transfer.over
     done[0] = True
     assert transfer.over
 
 
 def test_host_copies_on_a_cpu_are_copies() -> None:
-    traffic = Traffic()
+    traffic = CommStats()
     copies = HostCopies(CPU, traffic)
     source, into = torch.arange(6, dtype=torch.bfloat16), torch.zeros(6, dtype=torch.bfloat16)
     for copy in (copies.to_device, copies.to_host):
@@ -106,7 +106,7 @@ def test_host_copies_on_a_cpu_are_copies() -> None:
 
 
 def test_host_copies_of_what_does_not_match_are_refused() -> None:
-    copies = HostCopies(CPU, Traffic())
+    copies = HostCopies(CPU, CommStats())
     with pytest.raises(ValueError, match=r"from \(6,\) torch.float32 to \(3,\) torch.float32; expected contiguous"):
         copies.to_host(torch.zeros(6), torch.zeros(3))
     with pytest.raises(ValueError, match=r"torch.float32 to \(6,\) torch.float64"):
@@ -187,29 +187,29 @@ class Mixed:
 def test_link_depends_on_where_the_flat_lives() -> None:
     group = Mixed()
     links = {kind: link_of(group, kind) for kind in ("cpu", "cuda", "meta")}
-    assert links == {"cpu": Link.GLOO, "cuda": Link.FABRIC, "meta": Link.OTHER}
-    assert link_of(None, "cuda") is Link.PROCESS
-    assert link_of(group.gloo, "cpu") is Link.GLOO, "where ranks cannot share memory, gloo is the group itself"
+    assert links == {"cpu": GroupLink.GLOO, "cuda": GroupLink.FABRIC, "meta": GroupLink.OTHER}
+    assert link_of(None, "cuda") is GroupLink.PROCESS
+    assert link_of(group.gloo, "cpu") is GroupLink.GLOO, "where ranks cannot share memory, gloo is the group itself"
 
 
 @pytest.mark.parametrize(
     ("link", "name"),
     [
-        (Link.SHARED, "InPlace"),
-        (Link.HOSTS, "Transport"),
-        (Link.GLOO, "GlooPeers"),
-        (Link.FABRIC, "Exchanging"),
-        (Link.OTHER, "Transport"),
+        (GroupLink.SHARED, "InPlace"),
+        (GroupLink.HOSTS, "Transport"),
+        (GroupLink.GLOO, "GlooPeers"),
+        (GroupLink.FABRIC, "Exchanging"),
+        (GroupLink.OTHER, "Transport"),
     ],
 )
-def test_transport_of_a_link(link: Link, name: str) -> None:
+def test_transport_of_a_link(link: GroupLink, name: str) -> None:
     class Met:
         meeting = None
 
-    traffic = Traffic()
-    made = choose(link, Wires(Met()), 2, 0, CPU, traffic.buffers)
+    traffic = CommStats()
+    made = choose(link, ProcessGroups(Met()), 2, 0, CPU, traffic.buffers)
     assert type(made).__name__ == name
-    assert choose(Link.PROCESS, Wires(None), 1, 0, CPU, traffic.buffers) is None
+    assert choose(GroupLink.PROCESS, ProcessGroups(None), 1, 0, CPU, traffic.buffers) is None
 
 
 def test_sums_are_taken_wide_where_their_own_dtype_would_round_twice() -> None:

@@ -14,16 +14,16 @@ import torch.distributed as dist
 
 from speedlab.comm import PeerLost, world
 from speedlab.comm import peer_watchdog as module
-from speedlab.comm.peer_watchdog import Watch
+from speedlab.comm.peer_watchdog import PeerWatchdog
 
 QUICK = 0.01
 
 
-def looking(path: Path, size: int) -> tuple[list[Watch], list[threading.Event]]:
+def looking(path: Path, size: int) -> tuple[list[PeerWatchdog], list[threading.Event]]:
     """The look-outs of so many ranks, all in this process, and what tells that each has aborted."""
     aborted = [threading.Event() for _ in range(size)]
     stores = [dist.PrefixStore("watch", dist.FileStore(str(path), size)) for _ in range(size)]
-    return [Watch(stores[k], k, size, aborted[k].set, seconds=QUICK) for k in range(size)], aborted
+    return [PeerWatchdog(stores[k], k, size, aborted[k].set, seconds=QUICK) for k in range(size)], aborted
 
 
 @pytest.mark.timeout(30)
@@ -56,7 +56,7 @@ def test_rank_that_fails_with_the_one_that_serves_the_store_leaves_all_the_same(
     """torchrun's store goes with its process; what is told through it reaches nobody any more."""
     server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     aborted = threading.Event()
-    watch = Watch(dist.TCPStore("127.0.0.1", server.port, 2, is_master=False), 1, 2, aborted.set, seconds=QUICK)
+    watch = PeerWatchdog(dist.TCPStore("127.0.0.1", server.port, 2, is_master=False), 1, 2, aborted.set, seconds=QUICK)
     del server
     assert aborted.wait(20)
     with pytest.raises(PeerLost, match="the store of the world is gone") as caught:
@@ -72,8 +72,8 @@ def test_process_of_this_host_that_ends_is_noticed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as peer:
         store = dist.FileStore(str(tmp_path / "store"), 2)
         with mock.patch.object(module.os, "getpid", return_value=peer.pid):
-            other = Watch(store, 1, 2, lambda: None, seconds=3600)
-        watch = Watch(store, 0, 2, aborted.set, seconds=QUICK)
+            other = PeerWatchdog(store, 1, 2, lambda: None, seconds=3600)
+        watch = PeerWatchdog(store, 0, 2, aborted.set, seconds=QUICK)
         watch.check()
         peer.kill()
         assert aborted.wait(20)

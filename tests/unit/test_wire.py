@@ -15,7 +15,7 @@ import speedlab.cluster.agents.tasks as agent_tasks
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files.agent_run_dir import RUNS, folder_here, origin_of
 from speedlab.cluster.launch.placement import hosts_for
-from speedlab.cluster.supervisor.record_relay import Wire, wire_for
+from speedlab.cluster.supervisor.record_relay import RecordRelay, relay_for
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.run_folder import RunFolder
@@ -60,7 +60,7 @@ def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hosts:
 def test_what_ranks_write_elsewhere_is_whole_here(hosts: Hosts, tmp_path: Path) -> None:
     folder = make_folder(tmp_path, "apart")
     folder.post("pause")
-    wire = wire_for(folder, hosts)
+    wire = relay_for(folder, hosts)
     assert wire is not None
     wire.give()
     there = {name: hosts.run_on(name, folder) for name in hosts.host_names}
@@ -89,7 +89,7 @@ def test_what_ranks_write_elsewhere_is_whole_here(hosts: Hosts, tmp_path: Path) 
     with (there["b"].path / "records" / "rank-1.jsonl").open("ab") as file:
         file.write(b'{"step": 3, "ra')  # Being written.
     writers[0].event(make_event("finished", 2))
-    later = Wire(folder, hosts)
+    later = RecordRelay(folder, hosts)
     later.settle()
     feed.poll()
     assert [event.kind for event in feed.events] == ["paused", "recovering", "finished"]
@@ -109,7 +109,7 @@ def test_what_ranks_write_elsewhere_is_whole_here(hosts: Hosts, tmp_path: Path) 
 def test_events_come_before_the_status_that_counts_them(hosts: Hosts, tmp_path: Path, monkeypatch) -> None:
     """Also where an answer is too short for all of them: the status waits."""
     folder = make_folder(tmp_path, "long")
-    wire = Wire(folder, hosts)
+    wire = RecordRelay(folder, hosts)
     wire.give()
     own = hosts.run_on("a", folder)
     with RecordWriter(own, 0, stream_hz=1) as writer:
@@ -128,18 +128,18 @@ def test_events_come_before_the_status_that_counts_them(hosts: Hosts, tmp_path: 
 
 def test_what_cannot_go_over_a_wire_is_refused(hosts: Hosts, tmp_path: Path) -> None:
     hosts.sees = {"a", "b"}
-    assert wire_for(make_folder(tmp_path, "shared", checkpoint={"every_steps": 5}), hosts) is None
+    assert relay_for(make_folder(tmp_path, "shared", checkpoint={"every_steps": 5}), hosts) is None
     hosts.sees = {"a"}
     with pytest.raises(
         ClusterError, match=r"^b does not see .*: records come over the wire, but checkpoint.every_steps is 5"
     ):
-        wire_for(make_folder(tmp_path, "saves", checkpoint={"every_steps": 5}), hosts)
+        relay_for(make_folder(tmp_path, "saves", checkpoint={"every_steps": 5}), hosts)
     with pytest.raises(ClusterError, match=r"data.source: /no/text is not on b, and its ranks read it there"):
-        wire_for(make_folder(tmp_path, "no-text", data={"source": "/no/text"}), hosts)
+        relay_for(make_folder(tmp_path, "no-text", data={"source": "/no/text"}), hosts)
     own = make_folder(tmp_path, "own")
     (own.path / "model.pickle").write_bytes(b"")
     with pytest.raises(ClusterError, match="a model of your own is read from there"):
-        wire_for(own, hosts)
+        relay_for(own, hosts)
 
 
 def test_hosts_come_and_go_whole() -> None:

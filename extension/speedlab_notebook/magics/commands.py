@@ -48,7 +48,7 @@ class Option:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class MagicCommand:
     """One subcommand of `%speedlab`."""
 
     name: str
@@ -131,10 +131,10 @@ _PLAN_OPTIONS = (
     Option(name="largest", description="the largest model that fits on the machines"),
 )
 
-COMMANDS: Mapping[str, Command] = {
+COMMANDS: Mapping[str, MagicCommand] = {
     command.name: command
     for command in (
-        Command(
+        MagicCommand(
             name="start",
             description="start engines, one per GPU or on CPU cores, or find those that run; sets `cluster`",
             example="%speedlab start --engines 4",
@@ -173,58 +173,58 @@ COMMANDS: Mapping[str, Command] = {
                 Option(name="mpi", value="FILE", description="under mpiexec, on the hosts of this host file"),
             ),
         ),
-        Command(
+        MagicCommand(
             name="status",
             description="engines, their devices, states and memory, and the runs they hold",
             example="%speedlab status",
             options=(_CLUSTER_NAME,),
         ),
-        Command(
+        MagicCommand(
             name="panel",
             description="configure a run, start it, and steer it",
             example="%speedlab panel quickstart",
             takes="run",
         ),
-        Command(
+        MagicCommand(
             name="plan",
             description="what fits, how fast and why, on this machine or any other; nothing runs",
             example="%speedlab plan gpt2 --zero 3",
             takes="model",
             options=_PLAN_OPTIONS,
         ),
-        Command(
+        MagicCommand(
             name="dash",
             description="live memory, throughput, loss and anatomy of a run's steps; of several, side by side",
             example="%speedlab dash",
             takes="run",
             several=True,
         ),
-        Command(
+        MagicCommand(
             name="attach",
             description="find the cluster and run another kernel started; sets `cluster` and `run`, shows both views",
             example="%speedlab attach quickstart",
             takes="run",
         ),
-        Command(
+        MagicCommand(
             name="interrupt",
             description="interrupt what the ranks are doing; they keep their state",
             example="%speedlab interrupt",
             options=(_CLUSTER_NAME,),
         ),
-        Command(
+        MagicCommand(
             name="debug",
             description="look at what a rank raised last, with pdb's commands; q ends it",
             example="%speedlab debug 2",
             options=(_CLUSTER_NAME,),
             takes="rank",
         ),
-        Command(
+        MagicCommand(
             name="stop",
             description="end the engines, and with them what they hold that is not saved",
             example="%speedlab stop --yes",
             options=(_CLUSTER_NAME, Option(name="yes", description="also when a run has not ended")),
         ),
-        Command(
+        MagicCommand(
             name="config",
             description="every field of a configuration with its description: the defaults, or those of a run",
             example="%speedlab config --json",
@@ -234,13 +234,13 @@ COMMANDS: Mapping[str, Command] = {
             ),
             takes="run",
         ),
-        Command(
+        MagicCommand(
             name="report",
             description="write report.html, which shows a run's plots without a server, and link it",
             example="%speedlab report quickstart",
             takes="run",
         ),
-        Command(
+        MagicCommand(
             name="layout",
             description="which rank stands where: pipeline stages and their blocks, data and tensor index, device",
             example="%speedlab layout --parameters",
@@ -250,7 +250,7 @@ COMMANDS: Mapping[str, Command] = {
             ),
             takes="run",
         ),
-        Command(
+        MagicCommand(
             name="trace",
             description="write a pipeline's step as a Chrome trace, which chrome://tracing and Perfetto open",
             example="%speedlab trace --step 20",
@@ -260,7 +260,7 @@ COMMANDS: Mapping[str, Command] = {
             ),
             takes="run",
         ),
-        Command(
+        MagicCommand(
             name="guide",
             description="read the guides: tutorials, how-to, concepts, performance, limitations, decisions",
             example="%speedlab guide trouble",
@@ -278,7 +278,7 @@ def without_comment(line: str) -> str:
     return re.split(r"(?:^|\s)#", line, maxsplit=1)[0].rstrip()
 
 
-def parse(line: str) -> tuple[Command | None, dict[str, Any]]:
+def parse(line: str) -> tuple[MagicCommand | None, dict[str, Any]]:
     """The subcommand of `line` and its arguments: what follows by itself, `help`, and one entry for each option given.
 
     (None, {}) asks for the help of all. Raises UsageError, which names the nearest known word.
@@ -296,7 +296,7 @@ def parse(line: str) -> tuple[Command | None, dict[str, Any]]:
     return command, _arguments(command, words[1:])
 
 
-def _arguments(command: Command, words: Sequence[str]) -> dict[str, Any]:
+def _arguments(command: MagicCommand, words: Sequence[str]) -> dict[str, Any]:
     options = {option.flag: option for option in command.options}
     found: dict[str, Any] = {}
     rest = list(words)
@@ -331,7 +331,7 @@ def _arguments(command: Command, words: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def _value(command: Command, option: Option, text: str) -> str | int:
+def _value(command: MagicCommand, option: Option, text: str) -> str | int:
     if option.choices and text not in option.choices:
         raise UsageError(f"%speedlab {command.name} {option.flag}: {unknown('value', text, option.choices)}")
     if not option.number:

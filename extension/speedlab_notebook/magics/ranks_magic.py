@@ -30,7 +30,7 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.error import UsageError
 from IPython.core.inputtransformer2 import TransformerManager
 
-from speedlab.cluster.debug.connection import Door
+from speedlab.cluster.debug.connection import DebugServer
 from speedlab.cluster.errors import name_ranks
 from speedlab.cluster.interrupts import is_the_users
 from speedlab_notebook.magics.commands import unknown, without_comment
@@ -47,7 +47,7 @@ Came = list[tuple[list[int], str]]
 """New output as (ranks, text)."""
 
 
-class View(Protocol):
+class CellView(Protocol):
     """One cell's place."""
 
     def update(self, transcript: Transcript, came: Came, note: str) -> int:
@@ -59,7 +59,7 @@ class View(Protocol):
         ...
 
 
-def view_in(shell: InteractiveShell, note: str) -> View:
+def view_in(shell: InteractiveShell, note: str) -> CellView:
     """A view in the cell that `shell` runs; `note` is what it says first."""
     return HandleView(note) if hasattr(shell, "kernel") else TerminalView(note)
 
@@ -148,7 +148,7 @@ def live_cell(
     threading.Thread(target=_follow, args=(live, view, shows_result), name="speedlab-live-cell", daemon=True).start()
 
 
-def _follow(live: LiveCell, view: View, shows_result: bool) -> None:
+def _follow(live: LiveCell, view: CellView, shows_result: bool) -> None:
     from speedlab_notebook.magics.transcript import Transcript
 
     try:
@@ -158,7 +158,7 @@ def _follow(live: LiveCell, view: View, shows_result: bool) -> None:
         view.end(Transcript([]), [], f"{type(error).__name__}: {error}", None)
 
 
-def _show(live: LiveCell, view: View, *, shows_result: bool, shows_error: bool) -> None:
+def _show(live: LiveCell, view: CellView, *, shows_result: bool, shows_error: bool) -> None:
     """What the ranks said, in the order in which each said it."""
     from speedlab.cluster import RankError
     from speedlab.display.formatting import seconds_text
@@ -192,7 +192,7 @@ _MOST_RANKS = 2**16
 OPTIONS = ("--live", "--wait")
 
 
-class Line(NamedTuple):
+class RanksLine(NamedTuple):
     """What the magic's line asks for; ranks are None for all."""
 
     ranks: list[int] | None
@@ -200,7 +200,7 @@ class Line(NamedTuple):
     wait: bool
 
 
-def parse(line: str) -> Line:
+def parse(line: str) -> RanksLine:
     """Raises UsageError."""
     ranks: list[int] = []
     asked = set()
@@ -218,7 +218,7 @@ def parse(line: str) -> Line:
             if last - first >= _MOST_RANKS:
                 raise UsageError(f"%%ranks: {word} are {last - first + 1:,} ranks; no cluster has so many")
             ranks += range(first, last + 1)
-    return Line(list(dict.fromkeys(ranks)) or None, "--live" in asked, "--wait" in asked)
+    return RanksLine(list(dict.fromkeys(ranks)) or None, "--live" in asked, "--wait" in asked)
 
 
 def ranks_cell(shell: InteractiveShell, line: str, code: str) -> None:
@@ -234,7 +234,7 @@ def ranks_cell(shell: InteractiveShell, line: str, code: str) -> None:
         return
     note = _why_it_waits(cluster, asked.ranks)
     name = secrets.token_hex(8) if wait and can_ask(shell) else ""
-    with Door(cluster.directory, name) if name else contextlib.nullcontext() as door:
+    with DebugServer(cluster.directory, name) if name else contextlib.nullcontext() as door:
         results = cluster.execute(code, ranks=asked.ranks, shown=True, door=name)
         view = view_in(shell, note or f"{name_ranks(results.ranks)} running")
         cell = RanksCell(cluster, results, view, shows_error=not wait, shows_result=not quiet)
@@ -284,7 +284,7 @@ class RanksCell:
         self,
         cluster: Cluster,
         results: RankResults,
-        view: View,
+        view: CellView,
         *,
         shows_error: bool = True,
         shows_result: bool = True,
@@ -307,7 +307,7 @@ class RanksCell:
     def start(self) -> None:
         self._thread.start()
 
-    def wait(self, door: Door | None) -> None:
+    def wait(self, door: DebugServer | None) -> None:
         """Wait until the ranks are done and everything is shown, and serve `door` meanwhile, where there is one. Raises
         RankError; a KeyboardInterrupt interrupts the ranks, too."""
         try:

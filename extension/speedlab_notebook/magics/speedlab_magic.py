@@ -247,7 +247,7 @@ def _dash(shell: InteractiveShell, runs: tuple[str, ...] | list[str] = ()) -> No
 def _attach(shell: InteractiveShell, run: str | None = None) -> None:
     from speedlab.cluster import Cluster, attach
     from speedlab.cluster.known_runs import RunError
-    from speedlab.cluster.run_commands import way_on
+    from speedlab.cluster.run_commands import resume_hint
     from speedlab_notebook.current import push_run
     from speedlab_notebook.dashboard.widget import show as show_dashboard
     from speedlab_notebook.panel.panel import show as show_panel
@@ -264,7 +264,7 @@ def _attach(shell: InteractiveShell, run: str | None = None) -> None:
         return
     push_run(shell, found)
     if found.cluster is None:
-        print(f"{found!r} · {way_on(found)} · it is `run`")
+        print(f"{found!r} · {resume_hint(found)} · it is `run`")
     else:
         print(f"{_described(found.cluster)} · {found!r} · they are `cluster` and `run`")
         show_panel(found.cluster, found)

@@ -28,7 +28,7 @@ _IMAGES = ("image/svg+xml", "image/png", "image/jpeg")
 
 
 @dataclass
-class _Entry:
+class _TranscriptEntry:
     ranks: list[int]
     kind: str
     lines: list[str] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Transcript:
 
     def __init__(self, ranks: Iterable[int]) -> None:
         self._folder = LineFolder(ranks)
-        self._entries: list[_Entry] = []
+        self._entries: list[_TranscriptEntry] = []
         self._left_out = 0
         self._printed: dict[int, str] = {}
         self._to_clear: set[int] = set()
@@ -144,7 +144,7 @@ class Transcript:
     def _write(self, ranks: list[int], stream: str, text: str) -> None:
         last = self._entries[-1] if self._entries else None
         if last is None or (last.ranks, last.kind) != (ranks, stream):
-            last = _Entry(ranks, stream)
+            last = _TranscriptEntry(ranks, stream)
             self._entries.append(last)
         for line in text.replace("\r\n", "\n").splitlines(keepends=True):
             if last.lines and last.lines[-1].endswith("\r"):
@@ -159,7 +159,7 @@ class Transcript:
             for entry in shown:
                 entry.data, entry.metadata = data, metadata
         else:
-            self._entries.append(_Entry(ranks, _DISPLAY, data=data, metadata=metadata, display_id=display_id))
+            self._entries.append(_TranscriptEntry(ranks, _DISPLAY, data=data, metadata=metadata, display_id=display_id))
         return _plain(data) + "\n"
 
     def _forget(self) -> None:
@@ -183,13 +183,13 @@ def _plain(data: Mapping[str, Any]) -> str:
     return text if isinstance(text, str) else f"a display of {', '.join(sorted(data)) or 'nothing'}"
 
 
-def _lines_html(entry: _Entry) -> str:
+def _lines_html(entry: _TranscriptEntry) -> str:
     text = html.escape(_ANSI.sub("", "".join(entry.lines)).replace("\r", "\n"))
     style = f"{_TEXT};{_STDERR}" if entry.kind == "stderr" else _TEXT
     return f'<pre style="{style}">{text}</pre>'
 
 
-def _bundle_html(entry: _Entry) -> str:
+def _bundle_html(entry: _TranscriptEntry) -> str:
     """The richest of what a rank gave: HTML, else a picture, else its text."""
     if isinstance(fragment := entry.data.get("text/html"), str):
         return f'<div style="flex:1 1 auto;overflow-x:auto">{fragment}</div>'

@@ -14,8 +14,8 @@ from speedlab.hardware import Device
 from speedlab.planner.hardware import disk_rates
 from speedlab.planner.hardware.disk_rates import DiskRates
 from speedlab.planner.setup import Setup
-from speedlab_notebook.panel.prediction import Prediction, advice_text, fit_problem
-from speedlab_notebook.panel.run_control import TROUBLE, Watch
+from speedlab_notebook.panel.prediction import PanelPrediction, advice_text, fit_problem
+from speedlab_notebook.panel.run_control import TROUBLE, PollingThread
 
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster
@@ -32,7 +32,7 @@ class Asking(Protocol):
 
     cluster: Cluster | None
     config: RunConfig | None
-    prediction: Prediction | None
+    prediction: PanelPrediction | None
     devices: Sequence[Device]
 
     @property
@@ -49,7 +49,7 @@ class Advisor:
         self._panel = panel
         self._found: tuple[Setup | None, str] = (None, "")
         """How what does not fit would, and what it was that does not."""
-        self.watch = Watch(self._look)
+        self.watch = PollingThread(self._look)
 
     def text(self) -> str:
         """How what does not fit would, once that is found."""
@@ -83,7 +83,7 @@ class DiskMeasurer:
         self._panel = panel
         self._tried: set[Path] = set()
         """Folders of which the disk was measured, or could not be."""
-        self.watch = Watch(self._look)
+        self.watch = PollingThread(self._look)
 
     def measure_if_wanted(self) -> None:
         if self._folder() is not None:

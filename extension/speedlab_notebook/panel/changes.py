@@ -15,12 +15,12 @@ from speedlab.config import RunConfig
 from speedlab.display.figure_style import LABELS
 from speedlab.display.formatting import bytes_text, count_text
 from speedlab.hardware import Device
-from speedlab.placement import Holders, Where
-from speedlab.planner.memory.offload import residency_of, state_places, state_widths
+from speedlab.placement import MemoryKind, Replication
+from speedlab.planner.memory.offload import state_places, state_widths, zero_policy_of
 from speedlab.telemetry.run_shape import CHANGES, differences, present_config, shape_of
 from speedlab_notebook.panel.disabled_reasons import bubble_text, greyed_fields, greyed_options, remarks, sizes
-from speedlab_notebook.panel.fields import Field, Reading
-from speedlab_notebook.panel.prediction import Prediction, fit_text, speed_text
+from speedlab_notebook.panel.fields import Field, FormValues
+from speedlab_notebook.panel.prediction import PanelPrediction, fit_text, speed_text
 
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster, Run
@@ -35,7 +35,7 @@ _MOST_SHOWN = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Change:
+class PendingChange:
     """One field in which the panel differs from the run that is under way."""
 
     path: str
@@ -74,26 +74,28 @@ class Change:
         return [(_NAMES.get(self.path, self.path).replace("_", " "), self.before, self.after)]
 
 
-def changes(running: RunConfig, wanted: RunConfig, engines: int) -> list[Change]:
+def changes(running: RunConfig, wanted: RunConfig, engines: int) -> list[PendingChange]:
     """Where `wanted` differs from a run on `engines` engines that is of `running` now; what is live first. Its name and
     folder are not part of the comparison: they are the next run's."""
     shape = shape_of(running, engines)
     live = differences(running, wanted, engines)
     if live.keys() & {"islands", "tp", "pp", "cp"}:
         live.pop("dp", None)  # It follows.
-    found = [Change(path=name, before=shape[name], after=value, live=True) for name, value in live.items()]
+    found = [PendingChange(path=name, before=shape[name], after=value, live=True) for name, value in live.items()]
     before, after = _flat(running, engines), _flat(wanted, engines)
     return found + [
-        Change(path=path, before=before[path], after=after[path]) for path in after if before[path] != after[path]
+        PendingChange(path=path, before=before[path], after=after[path])
+        for path in after
+        if before[path] != after[path]
     ]
 
 
-def reshaping(found: Sequence[Change]) -> dict[str, Any]:
+def reshaping(found: Sequence[PendingChange]) -> dict[str, Any]:
     """What `run.reshape` is to be given for the changes that are live."""
     return {change.path: change.after for change in found if change.live}
 
 
-def changes_line(found: Sequence[Change]) -> str:
+def changes_line(found: Sequence[PendingChange]) -> str:
     """'changed: stage 2 → 3 (live, under 1 s) · steps 200 → 400 (needs a restart)'; '' when nothing differs."""
     if not found:
         return ""
@@ -120,7 +122,7 @@ def live_batch(running: RunConfig, engines: int) -> dict[str, Any]:
     }
 
 
-def marks(found: Sequence[Change]) -> dict[str, str]:
+def marks(found: Sequence[PendingChange]) -> dict[str, str]:
     """Path of a field -> how it differs from the run."""
     told: dict[str, str] = {}
     for change in found:
@@ -156,7 +158,7 @@ _HALF = 0.5
 _STATES = {"parameters": "parameter", "gradients": "gradient", "optimizer_moments": "optimizer_state"}
 
 
-def effect_text(before: Prediction, after: Prediction) -> str:
+def effect_text(before: PanelPrediction, after: PanelPrediction) -> str:
     """'a rank holds 19.9 MiB → 13.7 MiB (-31.2%) · 41 k → 38 k tokens/s (-7.3%) · parameters: whole on every
     rank → 1/4 a rank'."""
     held = _held(before), _held(after)
@@ -174,7 +176,7 @@ def effect_text(before: Prediction, after: Prediction) -> str:
     return " · ".join(parts) or "memory, speed and placement stay as they are"
 
 
-def _held(prediction: Prediction) -> int:
+def _held(prediction: PanelPrediction) -> int:
     """Bytes of the rank that holds most."""
     return prediction.heaviest[prediction.stage].total
 
@@ -187,15 +189,15 @@ def _share(before: float, after: float) -> str:
     return f"{ratio - 1:+.1%}" if _HALF <= ratio < 1 / _HALF else f"{ratio:.2g} times as much"
 
 
-def _placed(prediction: Prediction) -> dict[str, str]:
+def _placed(prediction: PanelPrediction) -> dict[str, str]:
     """State -> what each rank has of it, and where: '1/4 on disk'."""
     setup, device = prediction.plan.setup, "cpu" if prediction.plan.machines.device.on_host else "cuda"
-    residency, ranks = residency_of(setup, device), setup.layout.replicas
-    widths, places = state_widths(setup, device), state_places(residency)
+    zero_policy, ranks = zero_policy_of(setup, device), setup.layout.replicas
+    widths, places = state_widths(setup, device), state_places(zero_policy)
     found = {}
     for name, state in _STATES.items():
-        part = f"1/{ranks} a rank" if residency.of(state) is Holders.PARTITIONED else "whole on every rank"
-        where = "" if places[name] is Where.DEVICE else f", {places[name].value}"
+        part = f"1/{ranks} a rank" if zero_policy.of(state) is Replication.PARTITIONED else "whole on every rank"
+        where = "" if places[name] is MemoryKind.DEVICE else f", {places[name].value}"
         found[name] = f"{part}{where}" if widths[name] else "none"
     return found
 
@@ -205,9 +207,9 @@ _AXES = ("parallel.islands", "parallel.tp", "parallel.pp", "parallel.cp")
 
 def show_notes(
     fields: Mapping[str, Field],
-    reading: Reading,
+    reading: FormValues,
     devices: Sequence[Device],
-    prediction: Prediction | None,
+    prediction: PanelPrediction | None,
     marks: Mapping[str, str],
 ) -> dict[str, str]:
     """Show beside each field what is wrong, why it is greyed, what its value means here, and how it differs from the
@@ -245,7 +247,7 @@ def engines_text(cluster: Cluster | None, devices: Sequence[Device], hosts: str)
 
 
 def summary_parts(
-    config: RunConfig, prediction: Prediction, devices: Sequence[Device], batch: str, advice: str, *, known: bool
+    config: RunConfig, prediction: PanelPrediction, devices: Sequence[Device], batch: str, advice: str, *, known: bool
 ) -> tuple[str, list[str]]:
     """Whether it fits; and that with speed, layout and batch. `known`: whether these are the devices."""
     layout = config.layout(len(devices))

@@ -14,7 +14,7 @@ import anywidget
 import ipywidgets as widgets
 import traitlets
 
-from speedlab_notebook.panel.fields import Field, Kind
+from speedlab_notebook.panel.fields import ControlKind, Field
 
 
 class Choice(anywidget.AnyWidget):
@@ -73,7 +73,7 @@ _MOST_LETTERS = 16
 """Options with more letters than this, together, do not fit beside their note."""
 
 
-class Looks:
+class StyleCache:
     """Layouts and styles of one panel's widgets, each made once."""
 
     def __init__(self) -> None:
@@ -121,10 +121,10 @@ class Looks:
         self._made.clear()
 
 
-class Shown:
+class ShownField:
     """A field on the page."""
 
-    def __init__(self, field: Field, looks: Looks) -> None:
+    def __init__(self, field: Field, looks: StyleCache) -> None:
         self._field = field
         self.control = _make_control(field, looks)
         names = [class_of(field.path)]
@@ -148,7 +148,7 @@ class Shown:
         else:
             control.value = field.value
             control.disabled = bool(field.reason)
-            if field.kind is Kind.TEXT:
+            if field.kind is ControlKind.TEXT:
                 control.placeholder = field.placeholder
         self.note.value = note_html(field)
 
@@ -187,8 +187,8 @@ def set_class(widget: Any, name: str, *, on: bool) -> None:
         (widget.add_class if on else widget.remove_class)(name)
 
 
-def _make_control(field: Field, looks: Looks) -> Any:
-    if field.kind is Kind.CHOICE:
+def _make_control(field: Field, looks: StyleCache) -> Any:
+    if field.kind is ControlKind.CHOICE:
         choice = Choice(field.label, field.options, field.value, meaning=field.description, layout=looks.control)
         return looks.keep(choice)
     common = {
@@ -198,15 +198,15 @@ def _make_control(field: Field, looks: Looks) -> Any:
         "layout": looks.control,
     }
     match field.kind:
-        case Kind.SWITCH:
+        case ControlKind.SWITCH:
             return looks.make(widgets.Checkbox, **common)
-        case Kind.LIST:
+        case ControlKind.LIST:
             return looks.make(widgets.Dropdown, options=field.options, **common)
-        case Kind.KNOWN:
+        case ControlKind.KNOWN:
             return looks.make(widgets.Combobox, options=field.options, continuous_update=False, **common)
-        case Kind.NUMBER:
+        case ControlKind.NUMBER:
             return looks.make(widgets.FloatText, **common)
-        case Kind.WHOLE:
+        case ControlKind.WHOLE:
             least, most = field.bounds
             return looks.make(widgets.BoundedIntText, min=least, max=most, **common)
     return looks.make(widgets.Text, placeholder=field.placeholder, continuous_update=False, **common)

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from speedlab.config import RunConfig
 from speedlab.hardware import Device
-from speedlab_notebook.panel.changes import Change, effect_text
+from speedlab_notebook.panel.changes import PendingChange, effect_text
 from speedlab_notebook.panel.controls import class_of
-from speedlab_notebook.panel.history import History
-from speedlab_notebook.panel.prediction import Prediction, link_of
-from speedlab_notebook.panel.presets import Preset, presets
+from speedlab_notebook.panel.history import UndoHistory
+from speedlab_notebook.panel.prediction import PanelPrediction, link_of
+from speedlab_notebook.panel.presets import PanelPreset, presets
 from speedlab_notebook.panel.toolbar import ExportTab, PresetTab, Search
-from speedlab_notebook.panel.view import EXPORT, PRESETS, View
+from speedlab_notebook.panel.view import EXPORT, PRESETS, PanelView
 
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster
@@ -24,9 +24,9 @@ class Edited(Protocol):
 
     cluster: Cluster | None
     config: RunConfig | None
-    prediction: Prediction | None
+    prediction: PanelPrediction | None
     problems: list[tuple[str, str]]
-    changes: list[Change]
+    changes: list[PendingChange]
     devices: Sequence[Device]
     effect_text: str
 
@@ -39,11 +39,11 @@ class Edited(Protocol):
 class Edits:
     """The row above the tabs, the tabs behind the fields, and what was changed so far."""
 
-    def __init__(self, panel: Edited, view: View) -> None:
+    def __init__(self, panel: Edited, view: PanelView) -> None:
         self._panel = panel
         self._view = view
         self._form = view.form
-        self._history = History(self._form.shown)
+        self._history = UndoHistory(self._form.shown)
         self._presets: PresetTab | None = None
         self._export: ExportTab | None = None
         self.search = Search(view.looks, self._form.fields, self.go_to)
@@ -79,7 +79,7 @@ class Edits:
         self._history.follow(shown)
         self._done("as the run")
 
-    def _take_preset(self, preset: Preset) -> None:
+    def _take_preset(self, preset: PanelPreset) -> None:
         if preset.config is not None:
             self._form.load(preset.config)
             self._done(preset.name)
@@ -90,7 +90,7 @@ class Edits:
         if self._history.note(words, self._form.shown) is not None:
             self._refresh(words, before)
 
-    def _refresh(self, words: str, before: Prediction | None) -> None:
+    def _refresh(self, words: str, before: PanelPrediction | None) -> None:
         panel = self._panel
         panel.refresh()
         after = panel.prediction

@@ -97,7 +97,7 @@ _MOST_IN_A_NUMBER_BOX = 2**53 - 1
 """A page's numbers are exact up to here."""
 
 
-class Kind(Enum):
+class ControlKind(Enum):
     """What a control is."""
 
     CHOICE = "one of a few, all to be seen"
@@ -146,7 +146,7 @@ class Field:
 
     def get(self) -> Any:
         """The value as RunConfig takes it; text is left to RunConfig to read."""
-        if self.kind not in (Kind.TEXT, Kind.KNOWN):
+        if self.kind not in (ControlKind.TEXT, ControlKind.KNOWN):
             return self.value
         text = self.value.strip()
         if self.path == "data.source":
@@ -165,7 +165,7 @@ class Field:
         if shown == self.value and type(shown) is type(self.value):
             return
         self.value = shown
-        if self.kind is Kind.CHOICE and shown not in self.options:
+        if self.kind is ControlKind.CHOICE and shown not in self.options:
             self.options = sorted([*self.options, shown])
         if self._shown is not None:
             self._shown.show()
@@ -232,7 +232,7 @@ class Field:
 
     def _shown_as(self, value: Any) -> Any:
         """A value of RunConfig's as the control shows it, and `get` reads it."""
-        if self.kind not in (Kind.TEXT, Kind.KNOWN):
+        if self.kind not in (ControlKind.TEXT, ControlKind.KNOWN):
             return value
         if value is None:
             return ""
@@ -241,22 +241,22 @@ class Field:
         return str(value)
 
 
-def _kind(path: str, info: Any) -> Kind:
+def _kind(path: str, info: Any) -> ControlKind:
     kind = info.annotation
     if path in _AXES or typing.get_origin(kind) is Literal:
-        return Kind.CHOICE
+        return ControlKind.CHOICE
     if kind is bool:
-        return Kind.SWITCH
+        return ControlKind.SWITCH
     if path == "model.preset":
-        return Kind.LIST
+        return ControlKind.LIST
     if path in _KNOWN:
-        return Kind.KNOWN
+        return ControlKind.KNOWN
     if kind is float:
-        return Kind.NUMBER
+        return ControlKind.NUMBER
     upper = [limit for bound in info.metadata if (limit := getattr(bound, "lt", None)) is not None]
     if kind is int and all(limit <= _MOST_IN_A_NUMBER_BOX for limit in upper):
-        return Kind.WHOLE
-    return Kind.TEXT
+        return ControlKind.WHOLE
+    return ControlKind.TEXT
 
 
 def _options(path: str, info: Any) -> list[Any]:
@@ -284,7 +284,7 @@ def _is_tuple(kind: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class FormValues:
     """What follows from the controls alone."""
 
     config: RunConfig | None
@@ -295,7 +295,7 @@ class Reading:
     """(path of the field or '', what is wrong)"""
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], fields: Mapping[str, Field], engines: int, last: str) -> Reading:
+    def of(cls, values: Mapping[str, Any], fields: Mapping[str, Field], engines: int, last: str) -> FormValues:
         """Of what the controls say, as keywords of RunConfig, for so many engines. `last`: the field changed last."""
         found: Sequence[tuple[str, str]] = ()
         config, batch = None, None

@@ -14,8 +14,8 @@ from typing import Any
 import ipywidgets as widgets
 
 from speedlab.config import RunConfig
-from speedlab.config.base import Part
-from speedlab_notebook.panel.controls import Looks, Shown
+from speedlab.config.base import ConfigSection
+from speedlab_notebook.panel.controls import ShownField, StyleCache
 from speedlab_notebook.panel.fields import SECTIONS, Field, value_at
 
 _FEWEST_FOLDED = 3
@@ -37,7 +37,7 @@ class Section:
 class _Fold:
     """A line in the place of fields that do nothing now, which shows them when it is pressed."""
 
-    def __init__(self, page: Page, looks: Looks) -> None:
+    def __init__(self, page: FormPage, looks: StyleCache) -> None:
         self._fields: Sequence[Field] = ()
         self.button = looks.button("", "Show these fields all the same", "speedlab-fold")
         self.note = looks.html("speedlab-note")
@@ -53,11 +53,11 @@ class _Fold:
         self.note.value = f'<span class="speedlab-reason">{escape(named + why)}</span>'
 
 
-class Page:
+class FormPage:
     """One tab. `box` is there at once, and empty until `arrange`, which its form calls while it is open."""
 
     def __init__(
-        self, looks: Looks, sections: Sequence[Section], extra: Sequence[Any], below: Mapping[str, Any]
+        self, looks: StyleCache, sections: Sequence[Section], extra: Sequence[Any], below: Mapping[str, Any]
     ) -> None:
         self._looks = looks
         self._sections = sections
@@ -125,7 +125,7 @@ class Form:
 
     def __init__(
         self,
-        looks: Looks,
+        looks: StyleCache,
         on_change: Callable[[str], object],
         *,
         extra: Mapping[str, Sequence[Any]],
@@ -139,10 +139,10 @@ class Form:
         self.attention: Any = looks.html("speedlab-seen")
         """What queries see, below the fields of `model.attention`; empty for dense attention."""
         self._more = list(more)
-        self.pages: list[Page] = []
+        self.pages: list[FormPage] = []
         for title, names in SECTIONS.items():
             sections = [section for name in names for section in self._sections(RunConfig, name, name)]
-            self.pages.append(Page(looks, sections, extra.get(title, ()), {"attention": self.attention}))
+            self.pages.append(FormPage(looks, sections, extra.get(title, ()), {"attention": self.attention}))
         boxes = [*(page.box for page in self.pages), *more.values()]
         self.tabs: Any = looks.make(widgets.Tab, children=boxes, titles=[*SECTIONS, *more], selected_index=0)
         self.tabs.add_class("speedlab-tabs")
@@ -216,11 +216,11 @@ class Form:
 
     # Making
 
-    def _sections(self, owner: type[Part], name: str, path: str) -> list[Section]:
+    def _sections(self, owner: type[ConfigSection], name: str, path: str) -> list[Section]:
         """The field `name` of `owner`; of a part, its heading and its fields, which may be parts, too."""
         info, part = owner.model_fields[name], owner.part_of(name)
         if part is None:
-            field = self.fields[path] = Field(path, info, self._changed, lambda one: Shown(one, self._looks))
+            field = self.fields[path] = Field(path, info, self._changed, lambda one: ShownField(one, self._looks))
             return [Section("", [field])]
         inner = [section for one in part.model_fields for section in self._sections(part, one, f"{path}.{one}")]
         own = [field for section in inner if not section.heading for field in section.fields]

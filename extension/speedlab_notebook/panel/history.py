@@ -20,7 +20,7 @@ class Edit:
     after: Shown
 
 
-class History:
+class UndoHistory:
     """Changes that were made, and those that were taken back since."""
 
     def __init__(self, shown: Shown) -> None:

@@ -28,7 +28,7 @@ from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.report import attention_html
 from speedlab_notebook.panel.advisor import Advisor, DiskMeasurer
 from speedlab_notebook.panel.changes import (
-    Change,
+    PendingChange,
     changes,
     changes_line,
     engines_text,
@@ -39,11 +39,11 @@ from speedlab_notebook.panel.changes import (
     summary_parts,
 )
 from speedlab_notebook.panel.edits import Edits
-from speedlab_notebook.panel.fields import Field, Reading
-from speedlab_notebook.panel.prediction import Prediction, fit_problem, link_of, predict, states_html
+from speedlab_notebook.panel.fields import Field, FormValues
+from speedlab_notebook.panel.prediction import PanelPrediction, fit_problem, link_of, predict, states_html
 from speedlab_notebook.panel.run_control import TROUBLE, WORDS, PanelRun, run_line
 from speedlab_notebook.panel.train import PanelTrain, devices_of, engines_note
-from speedlab_notebook.panel.view import View
+from speedlab_notebook.panel.view import PanelView
 
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster, Run
@@ -60,9 +60,9 @@ class Panel(widgets.VBox):
         """What the controls say; None while that is no configuration."""
         self.problems: list[tuple[str, str]] = []
         """(path of the field or '', what is wrong): nothing can be trained while there is one."""
-        self.prediction: Prediction | None = None
+        self.prediction: PanelPrediction | None = None
         """Memory at every stage and speed, as the controls say; of the last that was a configuration."""
-        self.changes: list[Change] = []
+        self.changes: list[PendingChange] = []
         """Where the panel differs from the run that is under way."""
         self.batch_text = self.summary_text = self.status_text = self.message_text = self.effect_text = ""
         """The batch equation; the line below the tabs; the line beside the buttons; what was told last; what the last
@@ -75,7 +75,7 @@ class Panel(widgets.VBox):
         self._train = PanelTrain(self, self._run, on_run)
         self._advisor = Advisor(self)
         self._disk = DiskMeasurer(self)
-        self._view = View(len(self.devices), self._on_change, self._handlers())
+        self._view = PanelView(len(self.devices), self._on_change, self._handlers())
         self._edits = Edits(self, self._view)
         for box in (self._view.engines, self._view.hosts):
             box.observe(self._on_engines, "value")
@@ -200,10 +200,10 @@ class Panel(widgets.VBox):
             self.show_run()
             self._edits.show()
 
-    def _read_controls(self) -> Reading:
+    def _read_controls(self) -> FormValues:
         """Set `config`, `problems` and `batch_text`."""
         form = self._view.form
-        reading = Reading.of(form.values(), self.fields, len(self.devices), self._last_changed)
+        reading = FormValues.of(form.values(), self.fields, len(self.devices), self._last_changed)
         self.config, self.problems = reading.config, list(reading.problems)
         self.batch_text = "" if reading.batch is None else str(reading.batch)
         if self._hosts_problem:
@@ -216,7 +216,7 @@ class Panel(widgets.VBox):
         if running is not None and self.config is not None and not self.problems:
             self.changes = changes(running, self.config, len(self.devices))
 
-    def _show_notes(self, reading: Reading) -> None:
+    def _show_notes(self, reading: FormValues) -> None:
         told = marks(self.changes)
         problems = show_notes(self.fields, reading, self.devices, self.prediction, told)
         if self._hosts_problem:

@@ -43,7 +43,7 @@ def compute_dtype(dtype: Dtype | Literal["auto"], devices: Sequence[Device]) -> 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prediction:
+class PanelPrediction:
     """What follows from a configuration on this machine's devices."""
 
     plan: Plan
@@ -61,7 +61,7 @@ class Prediction:
         return [max(by_rank, key=lambda rank: rank.total) for by_rank in self.by_stage]
 
 
-def predict(config: RunConfig, devices: Sequence[Device], link: Link | None = None) -> Prediction:
+def predict(config: RunConfig, devices: Sequence[Device], link: Link | None = None) -> PanelPrediction:
     """Memory at every stage and the speed; one rank on each of `devices`. `link`: which they pretend to have."""
     dtype = compute_dtype(config.precision.dtype, devices)
     hardware = hardware_here(devices, dtype, config.offload.folder or config.folder)
@@ -74,7 +74,7 @@ def predict(config: RunConfig, devices: Sequence[Device], link: Link | None = No
     by_stage = []
     for stage in STAGES:
         by_stage.append(hardware.by_rank(_at_stage(setup, stage)))
-    return Prediction(plan=plan_setup(setup, hardware), by_stage=by_stage)
+    return PanelPrediction(plan=plan_setup(setup, hardware), by_stage=by_stage)
 
 
 def link_of(cluster: Cluster | None) -> Link | None:
@@ -97,7 +97,7 @@ def smallest(devices: Sequence[Device]) -> Device:
     return min(devices, key=lambda device: device.free_bytes)
 
 
-def fit_problem(prediction: Prediction, devices: Sequence[Device]) -> str:
+def fit_problem(prediction: PanelPrediction, devices: Sequence[Device]) -> str:
     """Why it cannot be held; '' when it can."""
     capacity = min(device.capacity_bytes for device in devices)
     need = prediction.heaviest[prediction.stage].total
@@ -115,7 +115,7 @@ def advice_text(plan: Plan) -> str:
     return f"cheapest changes that fit: {'; or '.join(map(str, changes))}"
 
 
-def fit_text(prediction: Prediction, devices: Sequence[Device]) -> str:
+def fit_text(prediction: PanelPrediction, devices: Sequence[Device]) -> str:
     """'fits, 5.2 GiB free of 6.0 GiB', or why it does not."""
     if problem := fit_problem(prediction, devices):
         return f"does not fit: {problem}"
@@ -129,13 +129,13 @@ def fit_text(prediction: Prediction, devices: Sequence[Device]) -> str:
     return f"fits, {bytes_text(left)} free of {bytes_text(device.capacity_bytes)}"
 
 
-def speed_text(prediction: Prediction) -> str:
+def speed_text(prediction: PanelPrediction) -> str:
     """'about 41.2 k tokens/s (not yet calibrated)'."""
     note = prediction.plan.hardware.note
     return f"about {count_text(prediction.plan.time.tokens_per_second)} tokens/s{f' {note}' if note else ''}"
 
 
-def limit_text(prediction: Prediction) -> str:
+def limit_text(prediction: PanelPrediction) -> str:
     """'speed: limited by the update (31% of the step)'."""
     return f"speed: limited by {prediction.plan.time.limit}"
 
@@ -149,7 +149,7 @@ def disk_text(plan: Plan) -> str:
     return f"disk: reads {reads:.1f} GB/s, writes {writes:.1f} GB/s ({known}), {limits}"
 
 
-def states_html(prediction: Prediction, devices: Sequence[Device], *, running: int | None) -> str:
+def states_html(prediction: PanelPrediction, devices: Sequence[Device], *, running: int | None) -> str:
     """The pictures, the numbers and a sentence; `running` is the stage of a live run."""
     stage, setup, heaviest = prediction.stage, prediction.plan.setup, prediction.heaviest
     layout = setup.layout

@@ -13,7 +13,7 @@ from speedlab.hardware import Device
 from speedlab.layout import LayoutError
 from speedlab.planner.hardware.links import Link
 from speedlab.planner.setup import Setup
-from speedlab_notebook.panel.prediction import Prediction, fit_problem, predict
+from speedlab_notebook.panel.prediction import PanelPrediction, fit_problem, predict
 
 _Changes = dict[str, Any]
 """Parts of a RunConfig; and the largest `micro_size`, and how many `micro_batches` there are to be at least."""
@@ -26,7 +26,7 @@ _LEAST: _Changes = {"zero": 3, "activation": {"checkpointing": "block"}, "micro_
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preset:
+class PanelPreset:
     """A configuration with a name."""
 
     name: str
@@ -36,7 +36,7 @@ class Preset:
     """What it comes to on these devices; where `config` is None, why it cannot be."""
 
 
-def presets(now: RunConfig, devices: Sequence[Device], link: Link | None = None) -> list[Preset]:
+def presets(now: RunConfig, devices: Sequence[Device], link: Link | None = None) -> list[PanelPreset]:
     """Named configurations of what `now` trains, with its global batch, in an order from plain to special."""
     found = [_tried(name, about, now, changes, devices, link) for name, about, changes in _named(now, devices)]
     return [*found, _fastest(now, devices, link), _largest(now, devices, link)]
@@ -44,15 +44,15 @@ def presets(now: RunConfig, devices: Sequence[Device], link: Link | None = None)
 
 def _tried(
     name: str, about: str, now: RunConfig, changes: _Changes, devices: Sequence[Device], link: Link | None
-) -> Preset:
+) -> PanelPreset:
     try:
         config = _arranged(now, changes, len(devices))
         prediction = predict(config, devices, link)
     except (ConfigError, LayoutError) as error:
-        return Preset(name=name, about=about, config=None, result=f"not here: {str(error).splitlines()[0]}")
+        return PanelPreset(name=name, about=about, config=None, result=f"not here: {str(error).splitlines()[0]}")
     if problem := fit_problem(prediction, devices):
-        return Preset(name=name, about=about, config=None, result=f"does not fit: {problem}")
-    return Preset(name=name, about=about, config=config, result=_result(prediction))
+        return PanelPreset(name=name, about=about, config=None, result=f"does not fit: {problem}")
+    return PanelPreset(name=name, about=about, config=config, result=_result(prediction))
 
 
 def _arranged(now: RunConfig, changes: _Changes, engines: int) -> RunConfig:
@@ -87,27 +87,29 @@ def _named(now: RunConfig, devices: Sequence[Device]) -> Iterator[tuple[str, str
         yield "Three dimensions", "tp 2 and pp 2, and dp with what is left", three
 
 
-def _fastest(now: RunConfig, devices: Sequence[Device], link: Link | None) -> Preset:
+def _fastest(now: RunConfig, devices: Sequence[Device], link: Link | None) -> PanelPreset:
     name, about = "Fastest", "the best layout, stage, micro-batch and recomputation that the planner finds"
     try:
         found = predict(now, devices, link).plan.search().candidates
         config = RunConfig(**{**now.model_dump(), **_as_fields(found[0].setup, now)}) if found else None
     except (ConfigError, LayoutError, ValueError) as error:
-        return Preset(name=name, about=about, config=None, result=f"not here: {str(error).splitlines()[0]}")
+        return PanelPreset(name=name, about=about, config=None, result=f"not here: {str(error).splitlines()[0]}")
     if config is None:
-        return Preset(name=name, about=about, config=None, result="does not fit: no layout does; a smaller model may")
+        return PanelPreset(
+            name=name, about=about, config=None, result="does not fit: no layout does; a smaller model may"
+        )
     result = _figures(found[0].held_bytes, found[0].time.tokens_per_second)
-    return Preset(name=name, about=about, config=config, result=result)
+    return PanelPreset(name=name, about=about, config=config, result=result)
 
 
-def _largest(now: RunConfig, devices: Sequence[Device], link: Link | None) -> Preset:
+def _largest(now: RunConfig, devices: Sequence[Device], link: Link | None) -> PanelPreset:
     """The largest of the built-in models that these devices hold, arranged for least memory."""
     name, about = "Largest model", "the largest built-in model that fits, arranged for least memory"
     for model in reversed(MODEL_PRESETS):
         tried = _tried(name, about, now, {**_LEAST, "model": {"preset": model}}, devices, link)
         if tried.config is not None:
             return replace(tried, result=f"{model}, {tried.result}")
-    return Preset(name=name, about=about, config=None, result="not here: none of the built-in models fits")
+    return PanelPreset(name=name, about=about, config=None, result="not here: none of the built-in models fits")
 
 
 def _as_fields(setup: Setup, now: RunConfig) -> dict[str, Any]:
@@ -122,7 +124,7 @@ def _as_fields(setup: Setup, now: RunConfig) -> dict[str, Any]:
     return {"parallel": parallel, "activation": activation, "batch": batch, "zero": zero, **others}
 
 
-def _result(prediction: Prediction) -> str:
+def _result(prediction: PanelPrediction) -> str:
     held = prediction.heaviest[prediction.stage].total
     return _figures(held, prediction.plan.time.tokens_per_second)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from speedlab.cluster.calibration_update import learn_from
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.known_runs import RunError
-from speedlab.cluster.run_commands import unsaved_text
+from speedlab.cluster.run_commands import unsaved_warning
 from speedlab.config import ConfigError, RunConfig
 from speedlab.display.formatting import bytes_text, count_text, seconds_text
 from speedlab.hardware import Device
@@ -27,7 +27,7 @@ from speedlab_notebook.panel.changes import live_batch, live_config
 
 if TYPE_CHECKING:
     from speedlab.cluster import Cluster, Run
-    from speedlab.cluster.run_commands import Pending
+    from speedlab.cluster.run_commands import CommandFuture
 
 
 BUSY_LOOK_SECONDS = 0.2
@@ -62,7 +62,7 @@ def run_line(run: Run) -> str:
     state, last = run.state, run.feed.last
     figures = f" · loss {last.loss:.3f} · {count_text(last.tokens_per_second)} tokens/s" if last is not None else ""
     line = f"{STATE_MARKS[state]} {run.name} {state}: step {run.step:,} of {run.feed.status.steps:,}{figures}"
-    return " · ".join(filter(None, [line, unsaved_text(run)]))
+    return " · ".join(filter(None, [line, unsaved_warning(run)]))
 
 
 def request_line(word: str) -> str:
@@ -99,7 +99,7 @@ def answer_line(event: Event) -> str:
     return f"{line}; the findings are below" if event.kind == "proof" else line
 
 
-class Watch:
+class PollingThread:
     """Calls `look` in a thread of its own, again after the seconds that it returns, until it returns None."""
 
     def __init__(self, look: Callable[[], float | None]) -> None:
@@ -172,11 +172,11 @@ class PanelRun:
         self.running: RunConfig | None = None
         """What the run began as, with the shape that it has now."""
         self._began_as = RunConfig()
-        self._pending: list[Pending] = []
+        self._pending: list[CommandFuture] = []
         self._proof: Proof | None = None
         self._proof_of: tuple[Run | None, int] = None, 0
         """The run of `_proof`, and how many proofs it had made."""
-        self.watch = Watch(self._look)
+        self.watch = PollingThread(self._look)
 
     @property
     def under_way(self) -> bool:
@@ -223,7 +223,7 @@ class PanelRun:
             self._panel.show(live_batch(self.running, engines))
         self.watch.start()
 
-    def post(self, word: Callable[[Run], Pending]) -> None:
+    def post(self, word: Callable[[Run], CommandFuture]) -> None:
         """Post a control word; the thread tells the answer."""
         if self.run is None:
             return

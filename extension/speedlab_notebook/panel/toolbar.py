@@ -15,9 +15,9 @@ from typing import Any
 import ipywidgets as widgets
 
 from speedlab.config import RunConfig, annotated_yaml
-from speedlab_notebook.panel.controls import Choice, Looks, set_class
+from speedlab_notebook.panel.controls import Choice, StyleCache, set_class
 from speedlab_notebook.panel.fields import SECTIONS, Field
-from speedlab_notebook.panel.presets import Preset
+from speedlab_notebook.panel.presets import PanelPreset
 from speedlab_notebook.panel.search import MOST_FOUND, deepspeed_names, find
 
 _WIDTH = 96
@@ -52,7 +52,7 @@ FORMATS: dict[str, tuple[str, Callable[[RunConfig], str]]] = {
 class Search:
     """A box, and below it the fields that are found, each a button that goes there."""
 
-    def __init__(self, looks: Looks, fields: Mapping[str, Field], go_to: Callable[[str], object]) -> None:
+    def __init__(self, looks: StyleCache, fields: Mapping[str, Field], go_to: Callable[[str], object]) -> None:
         self._looks = looks
         self._fields = fields
         self._go_to = go_to
@@ -105,14 +105,14 @@ def _found_text(field: Field) -> str:
 class PresetTab:
     """The named configurations, each a button, with what it comes to here."""
 
-    def __init__(self, looks: Looks, page: Any, take: Callable[[Preset], object]) -> None:
+    def __init__(self, looks: StyleCache, page: Any, take: Callable[[PanelPreset], object]) -> None:
         self._looks = looks
         self._take = take
-        self.presets: list[Preset] = []
+        self.presets: list[PanelPreset] = []
         self._rows: list[tuple[Any, Any]] = []
         self._page = page
 
-    def show(self, presets: Sequence[Preset]) -> None:
+    def show(self, presets: Sequence[PanelPreset]) -> None:
         self.presets = list(presets)
         while len(self._rows) < len(presets):
             self._rows.append(self._row(len(self._rows)))
@@ -134,7 +134,7 @@ class ExportTab:
     """The configuration as text: to be copied, or written to a file."""
 
     def __init__(
-        self, looks: Looks, page: Any, tell: Callable[[str], object], tell_error: Callable[[Exception], object]
+        self, looks: StyleCache, page: Any, tell: Callable[[str], object], tell_error: Callable[[Exception], object]
     ) -> None:
         self._tell, self._tell_error = tell, tell_error
         self._config: RunConfig | None = None

@@ -11,7 +11,7 @@ import anywidget
 import ipywidgets as widgets
 
 from speedlab.telemetry.proof import Proof
-from speedlab_notebook.panel.controls import Looks, set_class, with_classes
+from speedlab_notebook.panel.controls import StyleCache, set_class, with_classes
 from speedlab_notebook.panel.form import Form
 from speedlab_notebook.panel.run_control import WORDS
 from speedlab_notebook.panel.train import HOSTS_EXAMPLE
@@ -22,13 +22,13 @@ PRESETS, EXPORT = "Presets", "Export"
 """Tabs behind those of the fields."""
 
 
-class Keys(anywidget.AnyWidget):
+class PanelKeys(anywidget.AnyWidget):
     """What the page does by itself: keys, the focus of a field that was looked for, names for screen readers."""
 
     _esm = _HERE / "panel.js"
 
 
-class View:
+class PanelView:
     """The widgets, and what is written in them. All text is escaped here; only the states come as HTML."""
 
     def __init__(
@@ -37,8 +37,8 @@ class View:
         on_change: Callable[[str], object],
         handlers: Mapping[str, Callable[[], object]],
     ) -> None:
-        self.looks = looks = Looks()
-        self.keys = looks.keep(Keys(layout=looks.plain))
+        self.looks = looks = StyleCache()
+        self.keys = looks.keep(PanelKeys(layout=looks.plain))
         self._make_engines(engines)
         extra = {"Parallelism": (self.engines, self.engines_note, self.hosts)}
         self.presets, self.export = (
@@ -148,5 +148,5 @@ class View:
         set_class(self.changes_row, "speedlab-hidden", on=not text)
 
 
-def _button(looks: Looks, word: str, tooltip: str, style: str = "") -> Any:
+def _button(looks: StyleCache, word: str, tooltip: str, style: str = "") -> Any:
     return looks.button(word.capitalize(), tooltip, f"speedlab-{word}", style=style)

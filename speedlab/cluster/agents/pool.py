@@ -22,14 +22,14 @@ from typing import Any
 import ipyparallel
 
 import speedlab.cluster.agents.tasks as agent_tasks
-from speedlab.cluster.agents.registration import Muster, RollCall
+from speedlab.cluster.agents.registration import AgentRegistration, EngineRegistration
 from speedlab.cluster.agents.rpc import ANSWER_SECONDS, AT_ONCE_SECONDS, SILENT_SECONDS, AgentEntry
 from speedlab.cluster.errors import ClusterError, name_ranks
-from speedlab.cluster.files.cluster_dir import EngineEntry, Home
+from speedlab.cluster.files.cluster_dir import ClusterDir, EngineEntry
 from speedlab.cluster.launch.backends import Launching, launching_for
 from speedlab.cluster.launch.environment import host_environment
 from speedlab.cluster.launch.host_specs import Spec
-from speedlab.cluster.launch.placement import Host, places
+from speedlab.cluster.launch.placement import Host, rank_hosts
 from speedlab.network import Endpoint, free_port
 
 _ENGINE_SECONDS = 90.0
@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.02
 
 
 def start_agents(
-    home: Home,
+    home: ClusterDir,
     client: ipyparallel.Client,
     launching: Launching,
     *,
@@ -53,7 +53,7 @@ def start_agents(
     leads to the controller). `progress` hears what is waited for, such as a place in a queue; `cancelled` ends that.
     Raises ClusterError that names the host and says what to do. Then nothing is left on any host, and no job.
     """
-    agents = Agents(home, Muster(home, client, launching, token, device, interface))
+    agents = Agents(home, AgentRegistration(home, client, launching, token, device, interface))
     try:
         entries = agents._muster.first(progress, cancelled or threading.Event())
         agents.known.update({entry.host.name: entry for entry in entries})
@@ -67,7 +67,7 @@ def start_agents(
 class Agents:
     """The agents of one cluster, by host. Made by `start_agents`, or by `Agents.of` for those that run."""
 
-    def __init__(self, home: Home, muster: Muster) -> None:
+    def __init__(self, home: ClusterDir, muster: AgentRegistration) -> None:
         self.known: dict[str, AgentEntry] = {}
         """Each host's newest agent, also of hosts that were left out."""
         self.stores: dict[str, Endpoint] = {}
@@ -99,7 +99,7 @@ class Agents:
         return frozenset(entry.engine_id for entry in self.entries)
 
     def host_of(self, rank: int) -> Host:
-        return self.hosts[places(self.hosts)[rank].host]
+        return self.hosts[rank_hosts(self.hosts)[rank].host]
 
     # ---- hosts that go and come --------------------------------------------------------------------------------------
 
@@ -138,7 +138,7 @@ class Agents:
         `environment`: what all of them get besides (SPEEDLAB_BACKEND). Raises ClusterError with the host and the end of
         the engine's log where one ends before, and once `cancelled()`. Then none of these is left.
         """
-        wanted = sorted(range(len(places(self.hosts))) if ranks is None else set(ranks))
+        wanted = sorted(range(len(rank_hosts(self.hosts))) if ranks is None else set(ranks))
         with self._coming:
             environments = self.environments(environment)
             self.set_generation(self._home.generation)
@@ -147,7 +147,7 @@ class Agents:
             started: dict[int, dict[str, Any]] = {}
             try:
                 for number, entry in enumerate(self.entries):
-                    mine = {rank: environments[rank] for rank in wanted if places(self.hosts)[rank].host == number}
+                    mine = {rank: environments[rank] for rank in wanted if rank_hosts(self.hosts)[rank].host == number}
                     if mine:
                         self._await_imports([entry.host.name], cancelled)  # What was installed since is imported anew.
                         kept = [(engine.pid, engine.started) for engine in keep if engine.host == entry.host.name]
@@ -187,13 +187,13 @@ class Agents:
                 **host_environment(place.rank, self.hosts, self.entries[place.host].rendezvous, store),
                 **environment,
             }
-            for place in places(self.hosts)
+            for place in rank_hosts(self.hosts)
         ]
 
     def _await_engines(
         self, started: Mapping[int, Mapping[str, Any]], cancelled: Callable[[], bool]
     ) -> tuple[EngineEntry, ...]:
-        roll = RollCall(self._muster.calls)
+        roll = EngineRegistration(self._muster.calls)
         found: dict[int, EngineEntry] = {}
         deadline = time.monotonic() + _ENGINE_SECONDS
         looked = time.monotonic()
@@ -351,12 +351,14 @@ class Agents:
         }
 
     @classmethod
-    def of(cls, home: Home, client: ipyparallel.Client, spec: Spec, token: str, fields: Mapping[str, Any]) -> Agents:
+    def of(
+        cls, home: ClusterDir, client: ipyparallel.Client, spec: Spec, token: str, fields: Mapping[str, Any]
+    ) -> Agents:
         """Agents that another process has started: what its `to_fields` gave."""
         launching = launching_for(home, spec)
         for name in launching.to_fields().keys() - {"kind"}:
             setattr(launching, name, fields["launching"][name])
-        agents = cls(home, Muster(home, client, launching, token, fields["device"], fields["interface"]))
+        agents = cls(home, AgentRegistration(home, client, launching, token, fields["device"], fields["interface"]))
         entries = [AgentEntry.from_fields(entry) for entry in fields["agents"]]
         agents.known = {entry.host.name: entry for entry in entries}
         agents._muster.came.update({entry.host.name: entry.engine_id for entry in entries})

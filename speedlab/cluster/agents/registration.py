@@ -19,7 +19,7 @@ import speedlab.cluster.worker.remote as remote
 from speedlab.cluster.agents.process import Order, own_versions
 from speedlab.cluster.agents.rpc import AgentEntry, Calls, HostLost, has_ended
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import Home, this_host
+from speedlab.cluster.files.cluster_dir import ClusterDir, this_host
 from speedlab.cluster.launch.backends import Launching
 from speedlab.cluster.launch.placement import Host
 from speedlab.hardware import Device
@@ -31,7 +31,7 @@ _SILENT_SECONDS = 3.0
 """Until an engine that has not answered is asked again who it is."""
 
 
-class Register:
+class EngineWatch:
     """The engines that the hub counts, for who waits for new ones. A client is told of those that register after its
     subscription has reached the hub, and its first list is older than that: an engine that comes in between, when all
     start at once, it would never hear of. So the hub is asked again."""
@@ -64,7 +64,7 @@ class Register:
             self._client._io_loop.add_callback(self._client._update_engines, unheard)
 
 
-class Present(NamedTuple):
+class RegisteredEngine(NamedTuple):
     """An engine that has answered: `engine_id` is ipyparallel's number, `pid` is on its host."""
 
     rank: int
@@ -72,7 +72,7 @@ class Present(NamedTuple):
     engine_id: int
 
 
-class RollCall:
+class EngineRegistration:
     """Engines that were asked and have not answered. One that ends meanwhile is none to wait for: a supervisor that
     died may have left one that the hub counts for a while yet; whoever started an engine looks whether it runs.
 
@@ -95,7 +95,7 @@ class RollCall:
             self._asked.setdefault(engine_id, []).append(task)
             self._ask_again[engine_id] = time.monotonic() + _SILENT_SECONDS
 
-    def answers(self) -> Iterator[Present]:
+    def answers(self) -> Iterator[RegisteredEngine]:
         """Those that have answered since the last look. Raises ipyparallel's RemoteError where one cannot."""
         for engine_id, tasks in list(self._asked.items()):
             task = next((task for task in tasks if task.done()), None)
@@ -110,7 +110,7 @@ class RollCall:
                 if has_ended(error):
                     continue
                 raise
-            yield Present(who["rank"], who["pid"], engine_id)
+            yield RegisteredEngine(who["rank"], who["pid"], engine_id)
 
 
 REGISTER_SECONDS = 60.0
@@ -119,12 +119,12 @@ REGISTER_SECONDS = 60.0
 _POLL_SECONDS = 0.02
 
 
-class Muster:
+class AgentRegistration:
     """Brings the agents of one cluster together. `device` and `interface` as `start_agents` takes them."""
 
     def __init__(
         self,
-        home: Home,
+        home: ClusterDir,
         client: ipyparallel.Client,
         launching: Launching,
         token: str,
@@ -135,7 +135,7 @@ class Muster:
         self.calls = Calls(client)
         self.came: dict[str, int] = {}
         """ipyparallel's number of the agent that came last, by host."""
-        self._home, self._register, self._token = home, Register(client), token
+        self._home, self._register, self._token = home, EngineWatch(client), token
         self._known = self._register.ids()
         """Numbers that were there before, or were asked who they are."""
 

@@ -24,7 +24,7 @@ import psutil
 
 import speedlab.cluster.files.processes as processes
 import speedlab.cluster.launch.rendezvous as host_rendezvous
-from speedlab.cluster.debug.agent_relay import Given, Lobby, Said
+from speedlab.cluster.debug.agent_relay import DebugRelay, Given, Said
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.launch.environment import (
     ENGINE_ARGUMENTS,
@@ -34,7 +34,7 @@ from speedlab.cluster.launch.environment import (
     UNSUPERVISED_FILE,
 )
 from speedlab.cluster.launch.placement import choose_devices
-from speedlab.cluster.worker.fork_server_client import Nursery, can_fork
+from speedlab.cluster.worker.fork_server_client import ForkServer, can_fork
 from speedlab.cluster.worker.utilization import Load, Loads
 from speedlab.hardware import Device
 from speedlab.network import Endpoint, address_of, interface_towards
@@ -59,13 +59,13 @@ _ANSWERED_SECONDS = 1.0
 _HEARD_SECONDS = 1.0
 _SAME_SECONDS = 0.05
 _folder: Path | None = None
-_lobby: Lobby | None = None
+_lobby: DebugRelay | None = None
 _started = 0.0
 _heard = 0.0
 _loads = Loads()
 _children: dict[int, subprocess.Popen[bytes]] = {}
 """Engines that this agent has started by themselves, by process id: to hear how they ended."""
-_nursery: Nursery | None = None
+_nursery: ForkServer | None = None
 """What the others are forked off."""
 _threads = 1
 
@@ -73,7 +73,7 @@ _threads = 1
 def begin(folder: Path, started: float) -> None:
     """This process is an agent, and `folder` its host's own."""
     global _folder, _started, _lobby  # functions are sent by reference, and know their process by this
-    _folder, _started, _lobby = folder, started, Lobby(folder)
+    _folder, _started, _lobby = folder, started, DebugRelay(folder)
     _hear()
     threading.Thread(target=_listen, name="speedlab-supervised", daemon=True).start()
 
@@ -166,7 +166,7 @@ def _have_nursery(devices: Sequence[Device]) -> None:
     if not can_fork(each.kind for each in devices):
         return
     if _nursery is None:
-        _nursery = Nursery(_engine_environment(), own_folder() / "log" / "nursery.log")
+        _nursery = ForkServer(_engine_environment(), own_folder() / "log" / "nursery.log")
     _threads = devices[0].threads
     if not _engine_processes():
         _nursery.begin(_threads)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from speedlab.cluster.debug.connection import Knock, Nobody, lobby_path
+from speedlab.cluster.debug.connection import ConnectRequest, NoClient, relay_path
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, UnfitMessageError, listen
 
 MOST_BYTES = 2**20
@@ -29,7 +29,7 @@ Given = tuple[bytes, bool, bool]
 """What is to be passed on, whether that was the last of it, and whether more of the other side can be taken."""
 
 
-class Caller:
+class DebugCaller:
     """One rank that has knocked."""
 
     def __init__(self, channel: Channel, door: str) -> None:
@@ -87,18 +87,18 @@ class Caller:
                 elif self._over or self._ends:
                     break
             if self._ends and not self._spoken_to:
-                self._channel.send(Nobody())
+                self._channel.send(NoClient())
         self.close()
 
 
-class Lobby:
+class DebugRelay:
     """The ranks of this host that have knocked."""
 
     def __init__(self, folder: Path) -> None:
         """`folder`: the host's own."""
-        self._callers: dict[str, Caller] = {}
+        self._callers: dict[str, DebugCaller] = {}
         self._lock = threading.Lock()
-        self._listening = listen(lobby_path(folder))
+        self._listening = listen(relay_path(folder))
         threading.Thread(target=self._accept, name="speedlab-lobby", daemon=True).start()
 
     def waiting(self) -> dict[str, str]:
@@ -107,7 +107,7 @@ class Lobby:
             return {number: caller.door for number, caller in self._callers.items() if not caller.heard_of}
 
     def exchange(self, given: Mapping[str, Given]) -> dict[str, Said]:
-        """As `Caller.exchange`, by number. Who is not here any more has said its last."""
+        """As `DebugCaller.exchange`, by number. Who is not here any more has said its last."""
         with self._lock:
             callers = {number: self._callers.get(number) for number in given}
         said = {
@@ -141,12 +141,12 @@ class Lobby:
                 connection.close()
 
     def _take_in(self, connection: socket.socket) -> None:
-        channel = Channel(connection, Knock)
+        channel = Channel(connection, ConnectRequest)
         try:
             connection.settimeout(_KNOCK_SECONDS)
             door = channel.receive().door
             connection.settimeout(None)
-            caller = Caller(channel, door)
+            caller = DebugCaller(channel, door)
         except (ChannelClosedError, UnfitMessageError, RuntimeError):
             channel.close()  # It is no rank of this version; or there can be no more threads.
             return

@@ -1,7 +1,7 @@
 """The line between a rank that is debugged and the person who debugs it: who asks listens, the rank calls.
 
-1. Whoever waits for the rank (a post-mortem, a cell) opens a `Door`: a socket in the cluster's own folder, which only
-   its owner can enter.
+1. Whoever waits for the rank (a post-mortem, a cell) opens a `DebugServer`: a socket in the cluster's own folder, which
+   only its owner can enter.
 2. The rank connects, and is greeted once somebody serves the door. A rank that is not greeted goes on without. In a
    cluster of several hosts it does not see that folder: it connects to the agent of its host (`agent_lobby.py`), names
    the door, and the supervisor passes on what both sides say (`supervisor/debug_relay.py`), as it stands. Whether it
@@ -26,7 +26,7 @@ from pathlib import Path
 
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, connect, listen
-from speedlab.cluster.supervisor.protocol import Message
+from speedlab.cluster.supervisor.protocol import ProtocolMessage
 
 GREET_SECONDS = 15.0
 """How long a rank waits to be greeted."""
@@ -40,67 +40,67 @@ _LAST_SECONDS = 2.0
 """How long the last words of ranks may be on their way."""
 
 
-class Greeting(Message, kw_only=True):
+class Greeting(ProtocolMessage, kw_only=True):
     """Somebody is here who will be asked."""
 
 
-class Nobody(Message, kw_only=True):
+class NoClient(ProtocolMessage, kw_only=True):
     """Of an agent: the supervisor has looked, and nobody serves that door."""
 
 
-class Words(Message, kw_only=True):
+class DebuggerOutput(ProtocolMessage, kw_only=True):
     """Of the debugger. `asks`: whether it wants a line, with `text` as the prompt."""
 
     text: str
     asks: bool = False
 
 
-class Line(Message, kw_only=True):
+class DebuggerInput(ProtocolMessage, kw_only=True):
     """What the person says."""
 
     text: str
 
 
-class Knock(Message, kw_only=True):
+class ConnectRequest(ProtocolMessage, kw_only=True):
     """To an agent: at which door the rank wants to be let in."""
 
     door: str
 
 
-def door_path(folder: Path, name: str) -> Path:
+def server_path(folder: Path, name: str) -> Path:
     """Where the door `name` is, in a cluster's folder. Raises ValueError for what is no name of a door."""
     if not _NAME.fullmatch(name):
         raise ValueError(f"no name of a door: {name!r:.80}")
     return folder / f"debug-{name}.sock"
 
 
-def lobby_path(folder: Path) -> Path:
+def relay_path(folder: Path) -> Path:
     """Where a host's agent listens, in the host's folder."""
     return folder / "debug.sock"
 
 
-def knock(folder: Path, name: str) -> Channel | None:
+def request_connection(folder: Path, name: str) -> Channel | None:
     """A channel to whoever serves the door; None where nobody does. `folder`: the cluster's, or the host's own. Raises
     ClusterError, with what has happened, where somebody may be there and does not answer."""
     try:
-        channel = connect(door_path(folder, name), Greeting | Line)
+        channel = connect(server_path(folder, name), Greeting | DebuggerInput)
     except OSError:
-        return _knock_at_the_agent(folder, name)
+        return _request_from_agent(folder, name)
     try:
         return _let_in(channel, GREET_SECONDS, "the kernel with the prompt has not answered")
     except ChannelClosedError:
         return None
 
 
-def _knock_at_the_agent(folder: Path, name: str) -> Channel | None:
+def _request_from_agent(folder: Path, name: str) -> Channel | None:
     try:
-        channel = connect(lobby_path(folder), Greeting | Line | Nobody)
+        channel = connect(relay_path(folder), Greeting | DebuggerInput | NoClient)
     except FileNotFoundError:  # All ranks are on one host.
         return None
     except OSError as error:
         raise ClusterError(f"the agent of this host, over which a prompt is reached, has ended ({error})") from None
     try:
-        channel.send(Knock(door=name))
+        channel.send(ConnectRequest(door=name))
         return _let_in(channel, FAR_GREET_SECONDS, "over the agent of this host no prompt has answered")
     except ChannelClosedError as error:
         raise ClusterError(f"the line to the prompt, over the agent of this host, has broken ({error})") from None
@@ -119,7 +119,7 @@ def _let_in(channel: Channel, seconds: float, silence: str) -> Channel | None:
     return channel if isinstance(said, Greeting) else None
 
 
-class Door:
+class DebugServer:
     """Where ranks come in that want to be debugged. `serve` it often; `close` it in the end."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Door:
     ) -> None:
         """`ask(prompt)` gives a line, by default `input`; EOFError and an interrupt in it end that rank's session. It
         closes when it is dropped, too."""
-        path = door_path(folder, name)
+        path = server_path(folder, name)
         self._listening = listen(path)
         self._shut = weakref.finalize(self, _shut, self._listening, path)
         self._ask = ask or _input
@@ -159,7 +159,7 @@ class Door:
             self._leave(channel)
         self._shut()
 
-    def __enter__(self) -> Door:
+    def __enter__(self) -> DebugServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -174,7 +174,7 @@ class Door:
                 connection, _ = self._listening.accept()
             except OSError:
                 return  # It was closed meanwhile.
-            channel = Channel(connection, Words)
+            channel = Channel(connection, DebuggerOutput)
             self._inside.append(channel)
             try:
                 channel.send(Greeting())
@@ -234,7 +234,7 @@ class Door:
             return False
         return words is not None
 
-    def _answer(self, channel: Channel, words: Words) -> None:
+    def _answer(self, channel: Channel, words: DebuggerOutput) -> None:
         if not words.asks:
             print(words.text, end="", flush=True)
             return
@@ -250,7 +250,7 @@ class Door:
             print("\nthe rank is out of reach, which ends its session" if gone.is_set() else "")
             self._leave(channel)
             return
-        channel.send(Line(text=line))
+        channel.send(DebuggerInput(text=line))
 
     def _leave(self, channel: Channel) -> None:
         channel.close()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import speedlab.cluster.debug.rank_debugger as debugging
-from speedlab.cluster.debug.connection import Door
+from speedlab.cluster.debug.connection import DebugServer
 from speedlab.cluster.errors import DIED, ClusterError, RankError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def debug(cluster: Cluster, rank: int, ask: Callable[[str], str] | None = None) 
     nothing."""
     _refuse(cluster, rank)
     name = secrets.token_hex(8)
-    with Door(cluster.directory, name, ask=ask) as door:
+    with DebugServer(cluster.directory, name, ask=ask) as door:
         results = cluster.submit(debugging.post_mortem, name, ranks=[rank])
         while not results.wait(_SERVE_SECONDS):
             try:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from speedlab.cluster.debug.connection import Line, Words, knock
+from speedlab.cluster.debug.connection import DebuggerInput, DebuggerOutput, request_connection
 from speedlab.cluster.errors import ClusterError, RemoteFailure
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError
 
@@ -52,7 +52,7 @@ def post_mortem(name: str) -> bool:
     error = _kept[0]
     why = "that kernel, or the cluster's supervisor, has ended meanwhile"
     try:
-        channel = knock(_folder(), name)
+        channel = request_connection(_folder(), name)
     except ClusterError as problem:
         channel, why = None, str(problem)
     if channel is None:
@@ -115,7 +115,7 @@ class Breakpoints:
     def _knock(self) -> Channel | None:
         """Where somebody is to be asked; else it says why not."""
         try:
-            channel = knock(_folder(), self._name) if self._name else None
+            channel = request_connection(_folder(), self._name) if self._name else None
         except ClusterError as problem:
             print(f"breakpoint(): {problem}, so this cell goes on; run it again to stop there")
             return None
@@ -142,24 +142,24 @@ class _Talk(io.TextIOBase):
         lines, newline, rest = (self._unsent + text).rpartition("\n")
         self._unsent = rest
         if newline:
-            self._send(Words(text=lines + newline))
+            self._send(DebuggerOutput(text=lines + newline))
         return len(text)
 
     def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]  # of text, whatever its size
         prompt, self._unsent = self._unsent, ""
         try:
-            self._send(Words(text=prompt, asks=True))
+            self._send(DebuggerOutput(text=prompt, asks=True))
             line = self._channel.receive() if not self.over else None
         except (ChannelClosedError, KeyboardInterrupt):  # An interrupt ends the session: pdb would ask again.
             self.close()
             line = None
-        return f"{line.text}\n" if isinstance(line, Line) else ""
+        return f"{line.text}\n" if isinstance(line, DebuggerInput) else ""
 
     def close(self) -> None:
         self.over = True
         self._channel.close()
 
-    def _send(self, words: Words) -> None:
+    def _send(self, words: DebuggerOutput) -> None:
         with contextlib.suppress(ChannelClosedError):  # Then nothing can be read either, which ends the session.
             if not self.over:
                 self._channel.send(words)

@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from speedlab.cluster.debug.agent_relay import MOST_BYTES, Given, Said
-from speedlab.cluster.debug.connection import door_path
+from speedlab.cluster.debug.connection import server_path
 from speedlab.cluster.supervisor.channel import Channel, connect
-from speedlab.cluster.supervisor.protocol import Message
+from speedlab.cluster.supervisor.protocol import ProtocolMessage
 
 log = logging.getLogger("speedlab.supervisor")
 
@@ -31,7 +31,7 @@ _LEAST_PAUSE_SECONDS = 0.01
 _MOST_PAUSE_SECONDS = 0.25
 
 
-class Relay:
+class SupervisorDebugRelay:
     """The sessions of all hosts of a cluster."""
 
     def __init__(self, folder: Path, exchange: Exchange) -> None:
@@ -85,7 +85,7 @@ class _Session:
 
     def __init__(self, folder: Path, door: str) -> None:
         self.over = False
-        self._door = door_path(folder, door)
+        self._door = server_path(folder, door)
         self._unsent = b""
         self._ended = self._told = self._rank_ended = False
         """Whether the person's side has ended, the agent was told so, and the rank's side has ended."""
@@ -94,7 +94,7 @@ class _Session:
 
     def _connect(self) -> None:
         try:
-            self._channel = connect(self._door, Message, waits=False)  # Others are watched on this thread.
+            self._channel = connect(self._door, ProtocolMessage, waits=False)  # Others are watched on this thread.
         except BlockingIOError:
             pass  # Too many wait there to be let in: it is tried again.
         except (OSError, ValueError):

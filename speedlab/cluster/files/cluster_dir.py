@@ -106,7 +106,7 @@ def timeout_environment(timeout_seconds: float) -> dict[str, str]:
     return {"SPEEDLAB_TIMEOUT_SECONDS": f"{timeout_seconds:g}"} if timeout_seconds else {}
 
 
-class Home:
+class ClusterDir:
     """The folder of the cluster `name`. Raises ClusterError for a name that cannot be one of a folder."""
 
     def __init__(self, name: str, at: Path | None = None) -> None:

@@ -95,7 +95,7 @@ def name_engine(rank: int) -> None:
     _name(f"{_ENGINE_NAME}{rank}")
 
 
-def name_nursery() -> None:
+def name_fork_server() -> None:
     """Let this process be listed as what engines are forked off; its forks have the name until they have their own."""
     _name(_NURSERY_NAME)
 
@@ -127,7 +127,7 @@ def rank_of(engine: psutil.Process) -> int | None:
     return int(own) if own is not None else None
 
 
-def nurseries(token: str) -> list[psutil.Process]:
+def fork_servers(token: str) -> list[psutil.Process]:
     """What engines of the cluster with this token are forked off, and forks that have not taken their place yet."""
     found = []
     for process in _with_mark(token):

@@ -20,7 +20,7 @@ from speedlab.telemetry.run_folder import place
 _SIGNATURE_BYTES = 32
 
 
-def write_sealed(path: Path, data: bytes) -> None:
+def write_signed(path: Path, data: bytes) -> None:
     """A new file, 0600, of `data` and its signature: whole, or not there. Raises FileExistsError."""
     _write_new(path, _sign(data) + data)
 
@@ -36,7 +36,7 @@ def _write_new(path: Path, data: bytes) -> None:
         draft.unlink(missing_ok=True)
 
 
-def read_sealed(path: Path, what_to_do: str) -> bytes:
+def read_signed(path: Path, what_to_do: str) -> bytes:
     """The data of a file. Raises ClusterError, with `what_to_do`, for one that this user did not write."""
     found = path.read_bytes()
     signature, data = found[:_SIGNATURE_BYTES], found[_SIGNATURE_BYTES:]

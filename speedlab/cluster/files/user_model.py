@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speedlab.cluster.files.signed_files import read_sealed, write_sealed
+from speedlab.cluster.files.signed_files import read_signed, write_signed
 from speedlab.cluster.worker.serialization import pack, unpack
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def read_own_model(path: Path) -> dict[str, Any]:
     """The `model`, `loss` and `tp_plan` that were given, made anew at every call. Raises ClusterError for a file that
     this user did not write."""
     again = "Start a run with the same model by cluster.train(config, model=...), and load the checkpoint that you want"
-    return unpack(read_sealed(path, again))
+    return unpack(read_signed(path, again))
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def packed_model(cluster: Cluster, given: Mapping[str, Any]) -> Iterator[Path | 
         return
     with tempfile.TemporaryDirectory(dir=cluster.directory, prefix="model-") as folder:
         path = Path(folder) / OWN_MODEL
-        write_sealed(path, pack(dict(given), given))
+        write_signed(path, pack(dict(given), given))
         yield path
 
 

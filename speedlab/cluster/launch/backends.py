@@ -15,7 +15,7 @@ import psutil
 
 from speedlab.cluster.agents.process import Order
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import Home, write_private
+from speedlab.cluster.files.cluster_dir import ClusterDir, write_private
 from speedlab.cluster.launch.host_specs import MpiHosts, SlurmJob, Spec, SshHosts
 from speedlab.cluster.launch.ipyparallel_launchers import (
     AgentMPILauncher,
@@ -93,7 +93,7 @@ class OverSSH:
     """The first host alone is given its order, since what is wrong there is mostly wrong everywhere; then all others at
     once. The connections are made before."""
 
-    def __init__(self, home: Home, spec: SshHosts) -> None:
+    def __init__(self, home: ClusterDir, spec: SshHosts) -> None:
         self._home, self._spec = home, spec
         self.names, self.count = spec.names, len(spec.names)
         self.began: list[str] = []
@@ -168,7 +168,7 @@ class OverSSH:
 
 
 class InSlurm:
-    def __init__(self, home: Home, spec: SlurmJob) -> None:
+    def __init__(self, home: ClusterDir, spec: SlurmJob) -> None:
         self._home, self._spec = home, spec
         self.names: tuple[str, ...] = ()
         self.count = spec.nodes
@@ -265,7 +265,7 @@ class InSlurm:
 
 
 class UnderMPI:
-    def __init__(self, home: Home, spec: MpiHosts) -> None:
+    def __init__(self, home: ClusterDir, spec: MpiHosts) -> None:
         self._home, self._spec = home, spec
         self.names: tuple[str, ...] = ()  # It may give addresses.
         self.count = len(spec.names)
@@ -352,7 +352,7 @@ def _ends_within(process: psutil.Process, seconds: float) -> bool:
     return True
 
 
-def launching_for(home: Home, spec: Spec) -> OverSSH | InSlurm | UnderMPI:
+def launching_for(home: ClusterDir, spec: Spec) -> OverSSH | InSlurm | UnderMPI:
     match spec:
         case SshHosts():
             return OverSSH(home, spec)
@@ -362,19 +362,19 @@ def launching_for(home: Home, spec: Spec) -> OverSSH | InSlurm | UnderMPI:
             return UnderMPI(home, spec)
 
 
-def _agents_folder(home: Home) -> Path:
+def _agents_folder(home: ClusterDir) -> Path:
     folder = home.path / "agents"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
 
-def _write_order(home: Home, order: Order) -> str:
+def _write_order(home: ClusterDir, order: Order) -> str:
     file = _agents_folder(home) / "order.json"
     write_private(file, order.to_json())
     return str(file)
 
 
-def _raise_problems(home: Home) -> None:
+def _raise_problems(home: ClusterDir) -> None:
     found = sorted(_agents_folder(home).glob("problem-*"))
     if found:
         raise ClusterError("\n".join(file.read_text() for file in found))

@@ -13,7 +13,7 @@ from typing import Any
 
 from speedlab.cluster.files.agent_run_dir import RUNS, RUNS_FOLDER
 from speedlab.cluster.files.processes import ENGINE_MODULE
-from speedlab.cluster.launch.placement import Host, places, thread_limits
+from speedlab.cluster.launch.placement import Host, rank_hosts, thread_limits
 from speedlab.hardware import Device
 from speedlab.network import Endpoint
 
@@ -57,7 +57,7 @@ def rank_environment(rank: int, devices: list[dict[str, Any]], rendezvous: str) 
 def host_environment(rank: int, hosts: Sequence[Host], rendezvous: str, store: Endpoint) -> dict[str, str]:
     """As `rank_environment`, for a cluster of several hosts. `rendezvous`: the folder, on the rank's host, with
     `generation`; `store`: where rank 0 serves what all ranks meet in (`speedlab.comm.multi_host_rendezvous`)."""
-    place = places(hosts)[rank]
+    place = rank_hosts(hosts)[rank]
     host = hosts[place.host]
     devices = device_fields(device for each in hosts for device in each.devices)
     return {

@@ -45,7 +45,7 @@ class Host:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class RankHost:
     """Where a rank runs: on which of the hosts, and which of that host's ranks it is."""
 
     rank: int
@@ -53,10 +53,10 @@ class Place:
     local_rank: int
 
 
-def places(hosts: Sequence[Host]) -> list[Place]:
+def rank_hosts(hosts: Sequence[Host]) -> list[RankHost]:
     """The place of each rank, by rank."""
     pairs = [(number, local) for number, host in enumerate(hosts) for local in range(len(host.devices))]
-    return [Place(rank=rank, host=number, local_rank=local) for rank, (number, local) in enumerate(pairs)]
+    return [RankHost(rank=rank, host=number, local_rank=local) for rank, (number, local) in enumerate(pairs)]
 
 
 def hosts_for(size: int, used: Mapping[str, int], aside: Mapping[str, int], lost: Collection[str]) -> list[str]:

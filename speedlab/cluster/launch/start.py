@@ -18,13 +18,13 @@ import ipyparallel
 from ipyparallel.serialize.canning import can_map
 
 import speedlab.cluster.files.processes as processes
-from speedlab.cluster.agents.registration import Register, RollCall
+from speedlab.cluster.agents.registration import EngineRegistration, EngineWatch
 from speedlab.cluster.agents.rpc import Calls
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import ClusterState, EngineEntry, Home
+from speedlab.cluster.files.cluster_dir import ClusterDir, ClusterState, EngineEntry
 from speedlab.cluster.launch.environment import HEARTBEAT_SECONDS, SILENT_SECONDS, device_fields
 from speedlab.cluster.launch.ipyparallel_launchers import DeviceEngineLauncher, DeviceEngineSetLauncher, Fork
-from speedlab.cluster.worker.fork_server_client import START_SECONDS, Nursery, can_fork
+from speedlab.cluster.worker.fork_server_client import START_SECONDS, ForkServer, can_fork
 from speedlab.config.errors import more_in
 from speedlab.hardware import Device
 from speedlab.network import reserved_ports
@@ -56,13 +56,13 @@ def controller_arguments(address: str, ports: Iterable[int]) -> list[str]:
 
 
 def start_cluster(
-    home: Home,
+    home: ClusterDir,
     token: str,
     devices: Sequence[Device],
     backend: str,
     link: str,
     timeout_seconds: float,
-    nursery: Nursery,
+    nursery: ForkServer,
     cancelled: Callable[[], bool],
 ) -> tuple[ClusterState, ipyparallel.Client]:
     """Start a controller and one engine per device; returns when all are ready, torch imported. `link`: what engines
@@ -99,7 +99,7 @@ def start_cluster(
         raise
 
 
-def _fork(nursery: Nursery, devices: Sequence[Device], cancelled: Callable[[], bool]) -> Fork | None:
+def _fork(nursery: ForkServer, devices: Sequence[Device], cancelled: Callable[[], bool]) -> Fork | None:
     """How engines of these devices are made, which begins to import torch; None where they are started by
     themselves."""
     if not can_fork(device.kind for device in devices):
@@ -109,11 +109,11 @@ def _fork(nursery: Nursery, devices: Sequence[Device], cancelled: Callable[[], b
 
 
 def start_engines(
-    home: Home,
+    home: ClusterDir,
     state: ClusterState,
     client: ipyparallel.Client,
     ranks: Iterable[int],
-    nursery: Nursery,
+    nursery: ForkServer,
     cancelled: Callable[[], bool],
 ) -> tuple[EngineEntry, ...]:
     """Start engines for these ranks of `state.devices`; returns when all are ready.
@@ -150,12 +150,12 @@ def start_engines(
         raise
 
 
-def connect(home: Home, state: ClusterState) -> ipyparallel.Client:
+def connect(home: ClusterDir, state: ClusterState) -> ipyparallel.Client:
     """A client of the running cluster."""
     return connect_to(home, state.controller_pid, state.token)
 
 
-def read_connection(home: Home) -> dict[str, Any]:
+def read_connection(home: ClusterDir) -> dict[str, Any]:
     """What a client has to know to connect: addresses, ports and the key that signs messages."""
     return json.loads(home.connection_file("client").read_text())
 
@@ -167,7 +167,7 @@ def tree(pid: int, token: str) -> list[Any]:
 
 
 async def _launch_all(
-    home: Home, devices: Sequence[Device], environment: dict[str, str], fork: Fork | None, ports: Iterable[int]
+    home: ClusterDir, devices: Sequence[Device], environment: dict[str, str], fork: Fork | None, ports: Iterable[int]
 ) -> tuple[int, dict[int, int]]:
     """Start all processes; returns (pid of the controller, pids of the engines by rank)."""
     cluster = ipyparallel.Cluster(
@@ -199,7 +199,7 @@ async def _launch_all(
     return pid, {int(identifier): launcher.pid for identifier, launcher in launchers.items()}
 
 
-async def launch_controller(home: Home, environment: dict[str, str], address: str, ports: Iterable[int]) -> int:
+async def launch_controller(home: ClusterDir, environment: dict[str, str], address: str, ports: Iterable[int]) -> int:
     """Start a controller alone, which listens as `controller_arguments` has it; returns its process id."""
     cluster = ipyparallel.Cluster(
         profile_dir=str(home.path),
@@ -216,7 +216,7 @@ async def launch_controller(home: Home, environment: dict[str, str], address: st
     return cluster.controller.pid  # pyright: ignore[reportOptionalMemberAccess]  # it was just started
 
 
-def connect_to(home: Home, controller_pid: int, token: str) -> ipyparallel.Client:
+def connect_to(home: ClusterDir, controller_pid: int, token: str) -> ipyparallel.Client:
     def read() -> dict[str, Any] | None:
         try:
             return read_connection(home)
@@ -237,14 +237,14 @@ def connect_to(home: Home, controller_pid: int, token: str) -> ipyparallel.Clien
 
 
 def _await_engines(
-    home: Home,
+    home: ClusterDir,
     client: ipyparallel.Client,
     pids: dict[int, int],
     token: str,
     cancelled: Callable[[], bool],
 ) -> list[EngineEntry]:
     """Wait until the engine of each of these ranks has answered which rank it is."""
-    roll, register = RollCall(Calls(client)), Register(client)
+    roll, register = EngineRegistration(Calls(client)), EngineWatch(client)
     asked = _busy_elsewhere(home)
     found: dict[int, EngineEntry] = {}
 
@@ -269,7 +269,7 @@ def _await_engines(
     return _poll(ready, START_SECONDS, late)
 
 
-def _busy_elsewhere(home: Home) -> set[int]:
+def _busy_elsewhere(home: ClusterDir) -> set[int]:
     """Engines that are known already; they may be busy for long, so they are not asked."""
     state = home.read()
     return {engine.engine_id for engine in state.engines} if state is not None else set()
@@ -284,7 +284,7 @@ def _poll(check: Callable[[], Any], seconds: float, what: Callable[[], str]) -> 
     return answer
 
 
-def _logs(home: Home) -> str:
+def _logs(home: ClusterDir) -> str:
     """The last lines of every log, and where to read on."""
     parts = []
     for path in sorted(home.log.glob("*.log")):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import Home
+from speedlab.cluster.files.cluster_dir import ClusterDir
 from speedlab.cluster.files.file_locks import hold
 from speedlab.cluster.files.processes import TOKEN
 from speedlab.cluster.supervisor.channel import listen
@@ -31,7 +31,7 @@ def main() -> None:
     """Supervise the cluster until it ends."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A Ctrl-C is its clients' to hear.
-    home = Home(sys.argv[2], Path(sys.argv[1]))
+    home = ClusterDir(sys.argv[2], Path(sys.argv[1]))
     lock = _locked(home.supervisor_lock)
     listening = listen(home.supervisor_socket)
     asked = json.load(sys.stdin)
@@ -52,8 +52,8 @@ def main() -> None:
         os.close(lock)
 
 
-def _what_was_asked(home: Home, asked: dict[str, Any] | None) -> Begin:
-    from speedlab.cluster.worker.fork_server_client import Nursery, can_fork
+def _what_was_asked(home: ClusterDir, asked: dict[str, Any] | None) -> Begin:
+    from speedlab.cluster.worker.fork_server_client import ForkServer, can_fork
     from speedlab.hardware import Device
 
     token = os.environ[TOKEN]
@@ -68,7 +68,7 @@ def _what_was_asked(home: Home, asked: dict[str, Any] | None) -> Begin:
     devices = [Device(**{**device, "cores": tuple(device["cores"])}) for device in asked["devices"]]
     between = asked["backend"], asked["link"], asked["timeout_seconds"]
     environment = home.environment(token, *between)
-    nursery = Nursery({**os.environ, **environment}, home.nursery_log)
+    nursery = ForkServer({**os.environ, **environment}, home.nursery_log)
     if can_fork(device.kind for device in devices):
         nursery.begin(devices[0].threads)  # It imports torch while this process imports ipyparallel.
     from speedlab.cluster.supervisor.supervisor import start_here

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from speedlab.cluster.supervisor.protocol import Message
+from speedlab.cluster.supervisor.protocol import ProtocolMessage
 
 _LENGTH = struct.Struct("!Q")
 _PEER = struct.Struct("3i")
@@ -48,7 +48,7 @@ class Channel:
         """How much of `_coming` is there: a length, or, once it was `_announced`, the message after it."""
         self._announced = False
 
-    def send(self, message: Message) -> None:
+    def send(self, message: ProtocolMessage) -> None:
         """Raises ChannelClosedError."""
         data = _encoder.encode(message)
         try:

@@ -51,11 +51,11 @@ _KINDS = {
 }
 
 
-class Hearer(Protocol):
+class SubmissionListener(Protocol):
     """Whom a client tells of one submission."""
 
     def ended(self, message: m.Ended) -> object: ...
-    def said(self, message: m.Said) -> object: ...
+    def said(self, message: m.DisplayMessage) -> object: ...
 
 
 class Client:
@@ -122,13 +122,13 @@ class Client:
             return answer.result(seconds)
         except KeyboardInterrupt:
             with contextlib.suppress(Exception):  # The supervisor may have ended; the interrupt is what counts.
-                if isinstance(question, m.Resize | m.Hold):
+                if isinstance(question, m.ResizeCluster | m.LockRun):
                     self._channel.send(m.Cancel(call=question.call))
-                if isinstance(question, m.Resize):  # Whoever goes on behind it finds one state or the other.
+                if isinstance(question, m.ResizeCluster):  # Whoever goes on behind it finds one state or the other.
                     answer.result(_CANCEL_SECONDS)
             raise
 
-    def hear_of(self, id: str, hearer: Hearer) -> None:
+    def hear_of(self, id: str, hearer: SubmissionListener) -> None:
         """Tell `hearer` of the submission `id`, as long as somebody else holds it."""
         self._hearers[id] = hearer
 
@@ -178,7 +178,7 @@ class Client:
     # ---- on the thread that listens ----------------------------------------------------------------------------------
 
     def _take(self, message: Any, printed: Callable[[list[int], str, str], object]) -> None:
-        if isinstance(message, m.Ended | m.Said):
+        if isinstance(message, m.Ended | m.DisplayMessage):
             hearer = self._hearers.get(message.id)
             if hearer is not None:
                 (hearer.ended if isinstance(message, m.Ended) else hearer.said)(message)

@@ -20,20 +20,20 @@ import speedlab.cluster.launch.start as start
 import speedlab.cluster.worker.remote as remote
 from speedlab.cluster.agents.rpc import send_to
 from speedlab.cluster.errors import DIED, ClusterError, RankError, name_ranks
-from speedlab.cluster.files.cluster_dir import INTERRUPTING, ClusterState, EngineEntry, Home
-from speedlab.cluster.supervisor.journal import Adopted, FileJournal
-from speedlab.cluster.supervisor.output import Output
-from speedlab.cluster.supervisor.process_control import AtWork, Hands, Process
+from speedlab.cluster.files.cluster_dir import INTERRUPTING, ClusterDir, ClusterState, EngineEntry
+from speedlab.cluster.supervisor.journal import FileJournal, RecoveredWork
+from speedlab.cluster.supervisor.output import RankOutput
+from speedlab.cluster.supervisor.process_control import AtWork, EngineProcess, ProcessController
 from speedlab.cluster.supervisor.protocol import RankStatus
 from speedlab.cluster.supervisor.resize import Resize
-from speedlab.cluster.supervisor.unreachable_hosts import LostHosts, Unreached, at_work
-from speedlab.cluster.supervisor.work_queue import Line, Submission
+from speedlab.cluster.supervisor.unreachable_hosts import LostHosts, PendingInterrupts, at_work
+from speedlab.cluster.supervisor.work_queue import Submission, WorkQueue
 from speedlab.cluster.worker.serialization import pack
 
 if TYPE_CHECKING:
     from ipyparallel import Client
 
-    from speedlab.cluster.supervisor.record_relay import Wire
+    from speedlab.cluster.supervisor.record_relay import RecordRelay
     from speedlab.hardware import Device
     from speedlab.telemetry.run_folder import RunFolder
 
@@ -56,7 +56,7 @@ _POLL_SECONDS = 0.02
 class Engines:
     """One engine for each rank. Methods may be called from any thread."""
 
-    def __init__(self, home: Home, state: ClusterState, client: Client, hands: Hands) -> None:
+    def __init__(self, home: ClusterDir, state: ClusterState, client: Client, hands: ProcessController) -> None:
         self.home = home
         self.hands = hands
         self.state = state
@@ -69,12 +69,12 @@ class Engines:
         self._rank_by_id: dict[int, int] = {}
         self._lost = LostHosts()
         journal = FileJournal(home.path / "submissions.jsonl")
-        self.line = Line(self._send, journal, self._release_in_a_while)
-        self.output = Output(start.read_connection(home), self._rank_by_id.get, len(state.devices), home.output)
-        self._unreached = Unreached(self.line, hands)
+        self.line = WorkQueue(self._send, journal, self._release_in_a_while)
+        self.output = RankOutput(start.read_connection(home), self._rank_by_id.get, len(state.devices), home.output)
+        self._unreached = PendingInterrupts(self.line, hands)
         self._count(state)
         with self._after_an_interrupt():
-            self.adopted = Adopted(self.line, client, state, journal)
+            self.adopted = RecoveredWork(self.line, client, state, journal)
 
     @property
     def directory(self) -> Path:
@@ -129,7 +129,7 @@ class Engines:
         """The newest submission of this label that an earlier supervisor has sent."""
         return self.adopted.newest(label)
 
-    def wire(self, folder: RunFolder) -> Wire | None:
+    def wire(self, folder: RunFolder) -> RecordRelay | None:
         """What a run needs whose folder not all hosts see."""
         return self.hands.wire(folder)
 
@@ -425,7 +425,7 @@ class Engines:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _status_of(self, engine: EngineEntry, look: Process, busy: bool) -> RankStatus:
+    def _status_of(self, engine: EngineEntry, look: EngineProcess, busy: bool) -> RankStatus:
         if look.suspended:
             word = "frozen"
         elif not look.alive or not self.reaches(engine):

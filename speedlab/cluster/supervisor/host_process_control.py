@@ -22,21 +22,21 @@ import speedlab.cluster.launch.start as start
 from speedlab.cluster.agents.pool import Agents, start_agents
 from speedlab.cluster.agents.rpc import AT_ONCE_SECONDS
 from speedlab.cluster.debug.agent_relay import Given, Said
-from speedlab.cluster.debug.supervisor_relay import Relay
+from speedlab.cluster.debug.supervisor_relay import SupervisorDebugRelay
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files.cluster_dir import (
+    ClusterDir,
     ClusterState,
     EngineEntry,
-    Home,
     this_host,
     timeout_environment,
     write_private,
 )
 from speedlab.cluster.launch.backends import launching_for
-from speedlab.cluster.launch.placement import Host, hosts_for, places
+from speedlab.cluster.launch.placement import Host, hosts_for, rank_hosts
 from speedlab.cluster.launch.rendezvous import controller_address
-from speedlab.cluster.supervisor.process_control import AtWork, Plan, Process
-from speedlab.cluster.supervisor.record_relay import Wire, wire_for
+from speedlab.cluster.supervisor.process_control import AtWork, EngineProcess, ResizePlan
+from speedlab.cluster.supervisor.record_relay import RecordRelay, relay_for
 from speedlab.cluster.worker.abort_connections import CUT_SIGNAL
 from speedlab.cluster.worker.utilization import Load
 from speedlab.network import Endpoint, reserved_ports, try_to_reach
@@ -61,11 +61,17 @@ _SILENT_ROUNDS = 3
 """After so many looks at which a host's agent does not answer, but the host does, the agent is started anew."""
 
 
-class OnHosts:
+class RemoteProcesses:
     """Engines that agents have started, and whoever takes over finds again."""
 
     def __init__(
-        self, home: Home, agents: Agents, token: str, backend: str, timeout_seconds: float, spec: Mapping[str, Any]
+        self,
+        home: ClusterDir,
+        agents: Agents,
+        token: str,
+        backend: str,
+        timeout_seconds: float,
+        spec: Mapping[str, Any],
     ) -> None:
         """`spec`: as `host_specs.fields_of` gives it. `timeout_seconds`: 0 for no limit of the user's."""
         self._home, self._agents, self._spec = home, agents, spec
@@ -85,12 +91,12 @@ class OnHosts:
         """Hosts that were left out when they were lost, and answer."""
         self._seen: set[tuple[Path, tuple[str, ...]]] = set()
         """Folders of runs that all of these hosts share."""
-        self._relay = Relay(home.path, self._exchange)
+        self._relay = SupervisorDebugRelay(home.path, self._exchange)
         self._bringing = threading.Lock()
         """Held while an agent is started anew."""
 
     def require(self, ranks: Iterable[int]) -> None:
-        at = places(self._agents.hosts)
+        at = rank_hosts(self._agents.hosts)
         self._require_agents(dict.fromkeys(self._agents.hosts[at[rank].host].name for rank in sorted(ranks)))
 
     def start(
@@ -124,17 +130,17 @@ class OnHosts:
         if there := self._there(silent):
             self._require_agents(there)
 
-    def look(self, engines: Sequence[EngineEntry]) -> list[Process]:
+    def look(self, engines: Sequence[EngineEntry]) -> list[EngineProcess]:
         hosts = dict.fromkeys(engine.host for engine in engines if engine.host not in self._lost)
         answers, silent = self._agents.ask_all(agent_tasks.look, seconds=_LOOK_SECONDS, hosts=hosts)
         found = {(host, each["pid"]): each for host, those in answers.items() for each in those}
         return [self._process(engine, found.get((engine.host, engine.pid)), silent) for engine in engines]
 
-    def _process(self, engine: EngineEntry, seen: Mapping[str, Any] | None, silent: Collection[str]) -> Process:
+    def _process(self, engine: EngineEntry, seen: Mapping[str, Any] | None, silent: Collection[str]) -> EngineProcess:
         if seen is not None:
-            return Process(True, seen["frozen"], seen["rss_bytes"], Load(*seen["load"]))
+            return EngineProcess(True, seen["frozen"], seen["rss_bytes"], Load(*seen["load"]))
         # An agent that ended has taken no engine with it; whether they live, the controller knows.
-        return Process(engine.host in silent and engine.host not in self._lost, False, 0)
+        return EngineProcess(engine.host in silent and engine.host not in self._lost, False, 0)
 
     def interrupt(self, at_work: AtWork) -> list[EngineEntry]:
         return self._signal(at_work, signal.SIGINT)
@@ -168,20 +174,20 @@ class OnHosts:
             except ClusterError:  # The watch counts such a host as lost.
                 log.exception("ranks of %s are not told that all meet anew", host)
 
-    def plan(self, state: ClusterState, size: int) -> Plan:
+    def plan(self, state: ClusterState, size: int) -> ResizePlan:
         used = {host.name: len(host.devices) for host in self._agents.hosts}
         names = hosts_for(size, used, self._agents.aside, self._lost)
         now = {(engine.host, number): engine for host in used for number, engine in enumerate(_on(state, host))}
         hosts = [self._agents.known[name].host for name in names]
         stays = {}
         engines = []
-        for place in places(hosts):
+        for place in rank_hosts(hosts):
             engine = now.get((hosts[place.host].name, place.local_rank))
             if engine is not None:
                 stays[engine.rank] = place.rank
                 engines.append(replace(engine, rank=place.rank))
         devices = tuple(device for host in hosts for device in host.devices)
-        return Plan(replace(state, devices=devices, engines=tuple(engines), hosts=tuple(names)), stays)
+        return ResizePlan(replace(state, devices=devices, engines=tuple(engines), hosts=tuple(names)), stays)
 
     def turn_to(self, state: ClusterState) -> None:
         self._agents.use(state.hosts)
@@ -197,14 +203,14 @@ class OnHosts:
 
     # ---- folders of runs ---------------------------------------------------------------------------------------------
 
-    def wire(self, folder: RunFolder) -> Wire | None:
+    def wire(self, folder: RunFolder) -> RecordRelay | None:
         """Hosts that have seen the folder once are not asked again: others wait meanwhile. Where an agent has just
         ended, another one is started for the question."""
         place = (folder.path, self.host_names)
         if place in self._seen:
             return None
         self._bring_ended(self._agents.silent(hosts=self.host_names))
-        found = wire_for(folder, self)
+        found = relay_for(folder, self)
         if found is None:
             self._seen.add(place)
         return found
@@ -285,12 +291,12 @@ def _is_there(host: Host) -> bool:
 
 
 def start_on_hosts(
-    home: Home,
+    home: ClusterDir,
     token: str,
     asked: Mapping[str, Any],
     progress: Callable[[str], None],
     cancelled: threading.Event,
-) -> tuple[ClusterState, Client, OnHosts]:
+) -> tuple[ClusterState, Client, RemoteProcesses]:
     """Start a controller that the hosts can reach, an agent on each and the engines; returns when all are ready.
 
     `asked`: spec (of `host_specs.fields_of`), device, backend, interface. Raises ClusterError, also once `cancelled`.
@@ -320,7 +326,7 @@ def start_on_hosts(
                 cancelled=cancelled,
             )
             progress("starting engines")
-            hands = OnHosts(home, agents, token, asked["backend"], asked["timeout_seconds"], asked["spec"])
+            hands = RemoteProcesses(home, agents, token, asked["backend"], asked["timeout_seconds"], asked["spec"])
             engines = agents.start_engines(hands._environment, cancelled=cancelled.is_set)
             state = ClusterState(
                 name=home.name,
@@ -346,7 +352,7 @@ def start_on_hosts(
     return state, client, hands
 
 
-def found_on_hosts(home: Home, state: ClusterState, client: Client) -> OnHosts:
+def found_on_hosts(home: ClusterDir, state: ClusterState, client: Client) -> RemoteProcesses:
     """The agents that an earlier supervisor has started."""
     file = home.path / "hosts.json"
     try:
@@ -359,4 +365,4 @@ def found_on_hosts(home: Home, state: ClusterState, client: Client) -> OnHosts:
         ) from None
     agents.use(state.hosts)  # Its last words may be of a change that was not made.
     agents.silent()  # They hear that there is a supervisor again, before a run that has paused for want of one goes on.
-    return OnHosts(home, agents, state.token, state.backend, state.timeout_seconds, fields["spec"])
+    return RemoteProcesses(home, agents, state.token, state.backend, state.timeout_seconds, fields["spec"])

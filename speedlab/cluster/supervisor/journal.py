@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from speedlab.cluster.files.cluster_dir import ClusterState
-from speedlab.cluster.supervisor.work_queue import Line, Submission
+from speedlab.cluster.supervisor.work_queue import Submission, WorkQueue
 
 if TYPE_CHECKING:
     from ipyparallel import Client
@@ -31,7 +31,7 @@ _MOST_LINES = 4000
 _KEPT_LINES = 1000
 
 
-class Sent(NamedTuple):
+class JournalEntry(NamedTuple):
     """A submission, as it was written down."""
 
     ranks: list[int]
@@ -77,13 +77,13 @@ class FileJournal:
                 self._write(_entry(submission, rank) | {"withdrawn": True})
                 self._count_out(submission, rank)
 
-    def before(self) -> dict[str, Sent]:
+    def before(self) -> dict[str, JournalEntry]:
         """What earlier supervisors have sent, by id, oldest first."""
-        found: dict[str, Sent] = {}
+        found: dict[str, JournalEntry] = {}
         for line in self._lines:
             if (sent := found.get(line["id"])) is None:
                 work = self._kept(line["id"])
-                sent = found[line["id"]] = Sent(
+                sent = found[line["id"]] = JournalEntry(
                     line["ranks"], line.get("label", ""), line.get("place", 0), {}, set(), work
                 )
             if line.get("withdrawn"):
@@ -151,10 +151,10 @@ _FETCH_SECONDS = 0.2
 """A result that the controller has comes with its first answer."""
 
 
-class Adopted:
+class RecoveredWork:
     """Submissions of earlier supervisors, by id."""
 
-    def __init__(self, line: Line, client: Client, state: ClusterState, journal: FileJournal) -> None:
+    def __init__(self, line: WorkQueue, client: Client, state: ClusterState, journal: FileJournal) -> None:
         self._line, self._client = line, client
         self._engine_ids = {engine.rank: engine.engine_id for engine in state.engines}
         self._sent = journal.before()

@@ -43,7 +43,7 @@ _SETTLE_SECONDS = 0.5
 _NUMBER_SECONDS = 0.2
 
 
-class Output:
+class RankOutput:
     """Listens from its making on, complete, until it is closed."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """What a supervisor can do to engines' processes: where they run makes the difference, and nothing else knows it.
 
-`Here` are processes of this host. `OnHosts` (`hands_on_hosts.py`) asks the agents of several.
+`LocalProcesses` are processes of this host. `RemoteProcesses` (`hands_on_hosts.py`) asks the agents of several.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import psutil
 
 import speedlab.cluster.files.processes as processes
 import speedlab.cluster.launch.start as start
-from speedlab.cluster.files.cluster_dir import ClusterState, EngineEntry, Home
+from speedlab.cluster.files.cluster_dir import ClusterDir, ClusterState, EngineEntry
 from speedlab.cluster.launch.environment import device_fields, rank_environment
 from speedlab.cluster.launch.placement import devices_for
 from speedlab.cluster.worker.abort_connections import CUT_SIGNAL
@@ -25,12 +25,12 @@ from speedlab.cluster.worker.utilization import Load, Loads
 if TYPE_CHECKING:
     from ipyparallel import Client
 
-    from speedlab.cluster.supervisor.record_relay import Wire
-    from speedlab.cluster.worker.fork_server_client import Nursery
+    from speedlab.cluster.supervisor.record_relay import RecordRelay
+    from speedlab.cluster.worker.fork_server_client import ForkServer
     from speedlab.telemetry.run_folder import RunFolder
 
 
-class Process(NamedTuple):
+class EngineProcess(NamedTuple):
     """An engine's process, as it is now."""
 
     alive: bool
@@ -39,7 +39,7 @@ class Process(NamedTuple):
     load: Load = Load()
 
 
-class Plan(NamedTuple):
+class ResizePlan(NamedTuple):
     """Another number of engines."""
 
     state: ClusterState
@@ -52,7 +52,7 @@ AtWork = Mapping[EngineEntry, str]
 """Engines, each with ipyparallel's id of the message that it works on."""
 
 
-class Hands(Protocol):
+class ProcessController(Protocol):
     """Engines' processes of one cluster. Methods may be called from any thread."""
 
     def require(self, ranks: Iterable[int]) -> None:
@@ -65,7 +65,7 @@ class Hands(Protocol):
         """New engines for these ranks of `state`, ready. Raises ClusterError, also once it is cancelled."""
         ...
 
-    def look(self, engines: Sequence[EngineEntry]) -> list[Process]:
+    def look(self, engines: Sequence[EngineEntry]) -> list[EngineProcess]:
         """Each engine's process."""
         ...
 
@@ -87,7 +87,7 @@ class Hands(Protocol):
         tells the ranks (`remote.reset`)."""
         ...
 
-    def plan(self, state: ClusterState, size: int) -> Plan:
+    def plan(self, state: ClusterState, size: int) -> ResizePlan:
         """What `size` engines instead of those of `state` would be; nothing is changed. Raises ClusterError where there
         cannot be so many."""
         ...
@@ -100,7 +100,7 @@ class Hands(Protocol):
         """What binds an engine to its rank, by rank."""
         ...
 
-    def wire(self, folder: RunFolder) -> Wire | None:
+    def wire(self, folder: RunFolder) -> RecordRelay | None:
         """What a run needs whose folder not all hosts see; None where they do. Raises ClusterError where that is not
         enough."""
         ...
@@ -122,10 +122,10 @@ class Hands(Protocol):
         ...
 
 
-class Here:
+class LocalProcesses:
     """Engines on this host."""
 
-    def __init__(self, home: Home, client: Client, token: str, nursery: Nursery) -> None:
+    def __init__(self, home: ClusterDir, client: Client, token: str, nursery: ForkServer) -> None:
         self._home, self._client, self._token, self._nursery = home, client, token, nursery
         self._loads = Loads()
 
@@ -137,7 +137,7 @@ class Here:
     ) -> tuple[EngineEntry, ...]:
         return start.start_engines(self._home, state, self._client, ranks, self._nursery, cancelled)
 
-    def look(self, engines: Sequence[EngineEntry]) -> list[Process]:
+    def look(self, engines: Sequence[EngineEntry]) -> list[EngineProcess]:
         return [self._look(engine) for engine in engines]
 
     def interrupt(self, at_work: AtWork) -> list[EngineEntry]:
@@ -160,7 +160,7 @@ class Here:
     def end_unknown(self, engines: Sequence[EngineEntry]) -> list[int]:
         """End engines that are none of these: an earlier supervisor died while it started or ended them. Returns their
         process ids."""
-        processes.end(processes.nurseries(self._token), patience_seconds=0.0)  # At first: it could fork another one.
+        processes.end(processes.fork_servers(self._token), patience_seconds=0.0)  # At first: it could fork another one.
         known = {engine.pid for engine in engines}
         unknown = [process.pid for process in processes.engines(self._token) if process.pid not in known]
         trees = [process for pid in unknown for process in start.tree(pid, self._token)]
@@ -170,10 +170,10 @@ class Here:
     def next_generation(self, *, at_once: bool = False) -> None:
         self._home.next_generation()
 
-    def plan(self, state: ClusterState, size: int) -> Plan:
+    def plan(self, state: ClusterState, size: int) -> ResizePlan:
         engines = state.engines[:size]
         after = replace(state, devices=tuple(devices_for(size, state.devices)), engines=engines)
-        return Plan(after, {engine.rank: engine.rank for engine in engines})
+        return ResizePlan(after, {engine.rank: engine.rank for engine in engines})
 
     def turn_to(self, state: ClusterState) -> None:
         """Ranks are counted on, from 0."""
@@ -182,7 +182,7 @@ class Here:
         devices = device_fields(state.devices)
         return [rank_environment(rank, devices, str(self._home.rendezvous)) for rank in range(len(devices))]
 
-    def wire(self, folder: RunFolder) -> Wire | None:
+    def wire(self, folder: RunFolder) -> RecordRelay | None:
         return None
 
     def lost(self) -> dict[str, str]:
@@ -204,10 +204,10 @@ class Here:
                     os.kill(engine.pid, number)
         return []
 
-    def _look(self, engine: EngineEntry) -> Process:
+    def _look(self, engine: EngineEntry) -> EngineProcess:
         if processes.is_alive(engine.pid, self._token):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process = psutil.Process(engine.pid)
                 suspended = process.status() == psutil.STATUS_STOPPED
-                return Process(True, suspended, process.memory_info().rss, self._loads.of(process))
-        return Process(False, False, 0)
+                return EngineProcess(True, suspended, process.memory_info().rss, self._loads.of(process))
+        return EngineProcess(False, False, 0)

@@ -12,27 +12,27 @@ from typing import Any, ClassVar
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 
 
-class Message(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
+class ProtocolMessage(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
     """Anything that travels."""
 
 
-class Hello(Message, kw_only=True):
+class Hello(ProtocolMessage, kw_only=True):
     """The first word of a client."""
 
     version: int = VERSION
 
 
-class Welcome(Message, kw_only=True):
+class Welcome(ProtocolMessage, kw_only=True):
     """The supervisor's answer to Hello, once the cluster is ready. `token`: which cluster it is."""
 
     version: int = VERSION
     token: str
 
 
-class Question(Message, kw_only=True):
+class Question(ProtocolMessage, kw_only=True):
     """What a client asks. `call`: the number under which it is answered."""
 
     call: int = 0
@@ -48,11 +48,11 @@ class Submit(Question, kw_only=True):
     work: bytes
     ranks: list[int] | None = None
     shown: bool = False
-    """Whether the client wants what the ranks print and display in it, by `Said`."""
+    """Whether the client wants what the ranks print and display in it, by `DisplayMessage`."""
     answer: ClassVar[Any] = list[int]
 
 
-class Watch(Question, kw_only=True):
+class ResumeSubmission(Question, kw_only=True):
     """Hear of a submission again, after a loss of the connection; answered with the ranks it went to, [] if none."""
 
     id: str
@@ -69,7 +69,7 @@ class Interrupt(Question, kw_only=True):
     answer: ClassVar[Any] = list[int]
 
 
-class RankStatus(Message, kw_only=True):
+class RankStatus(ProtocolMessage, kw_only=True):
     """One rank's engine, as it is now; `EngineStatus` without the device."""
 
     rank: int
@@ -84,7 +84,7 @@ class RankStatus(Message, kw_only=True):
     """Share of the last moments in which its GPU computed, 0 to 1; None where there is none, or NVML is silent."""
 
 
-class Look(Question, kw_only=True):
+class GetRankStatus(Question, kw_only=True):
     """Each rank's engine, as it is now."""
 
     answer: ClassVar[Any] = list[RankStatus]
@@ -97,7 +97,7 @@ class Restart(Question, kw_only=True):
     more: list[int] = []
 
 
-class Resize(Question, kw_only=True):
+class ResizeCluster(Question, kw_only=True):
     """Change the number of engines. `Progress` comes with the same number."""
 
     engines: int
@@ -114,19 +114,19 @@ class Stop(Question, kw_only=True):
     """End all engines, the controller and the supervisor."""
 
 
-class Listen(Question, kw_only=True):
+class Subscribe(Question, kw_only=True):
     """From now on send, or no longer send, what ranks print, by `Printed`."""
 
     on: bool = True
 
 
-class Begin(Question, kw_only=True):
+class StartRun(Question, kw_only=True):
     """A new run: let the ranks begin with it."""
 
     folder: str
 
 
-class Post(Question, kw_only=True):
+class SendCommand(Question, kw_only=True):
     """A control word for a run; answered with its number. `key`: sent twice, it is one word."""
 
     folder: str
@@ -136,13 +136,13 @@ class Post(Question, kw_only=True):
     answer: ClassVar[Any] = int
 
 
-class Attend(Question, kw_only=True):
+class WakeRun(Question, kw_only=True):
     """Look after a run, whose last word its client may not have sent on."""
 
     folder: str
 
 
-class Standing(Message, kw_only=True):
+class RunStatus(ProtocolMessage, kw_only=True):
     """How a run stands with its ranks."""
 
     active: bool = False
@@ -154,37 +154,37 @@ class Standing(Message, kw_only=True):
     trouble_kind: str = ""
 
 
-class AskStanding(Question, kw_only=True):
+class GetRunStatus(Question, kw_only=True):
     """How a run stands with its ranks."""
 
     folder: str
-    answer: ClassVar[Any] = Standing
+    answer: ClassVar[Any] = RunStatus
 
 
-class Hold(Question, kw_only=True):
-    """Let nobody advance the run until `LetGo` of the same `key`, or until this client is gone: where the supervisor is
-    gone first, until this client's process is."""
+class LockRun(Question, kw_only=True):
+    """Let nobody advance the run until `ReleaseRun` of the same `key`, or until this client is gone: where the
+    supervisor is gone first, until this client's process is."""
 
     folder: str
     seconds: float
     key: str
 
 
-class LetGo(Question, kw_only=True):
-    """The end of the `Hold` of this key."""
+class ReleaseRun(Question, kw_only=True):
+    """The end of the `LockRun` of this key."""
 
     folder: str
     key: str
 
 
-class Answer(Message, kw_only=True):
+class Answer(ProtocolMessage, kw_only=True):
     """The answer to the question `call`."""
 
     call: int
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
-class Refused(Message, kw_only=True):
+class Refused(ProtocolMessage, kw_only=True):
     """The question `call` was refused; `kind` is the error's class, 0 as `call` stands for the greeting."""
 
     call: int
@@ -192,14 +192,14 @@ class Refused(Message, kw_only=True):
     text: str
 
 
-class Progress(Message, kw_only=True):
+class Progress(ProtocolMessage, kw_only=True):
     """What is being done about the question `call`."""
 
     call: int
     text: str
 
 
-class Ended(Message, kw_only=True):
+class Ended(ProtocolMessage, kw_only=True):
     """A rank has returned from a submission: with `value`, packed, or with the fields of a RemoteFailure."""
 
     id: str
@@ -208,7 +208,7 @@ class Ended(Message, kw_only=True):
     failure: dict[str, Any] | None = None
 
 
-class Said(Message, kw_only=True):
+class DisplayMessage(ProtocolMessage, kw_only=True):
     """A rank printed or displayed something in a submission that is shown; content as in Jupyter's protocol."""
 
     id: str
@@ -217,7 +217,7 @@ class Said(Message, kw_only=True):
     content: dict[str, Any]
 
 
-class Printed(Message, kw_only=True):
+class Printed(ProtocolMessage, kw_only=True):
     """Ranks printed the same text; `stream` is 'stdout' or 'stderr'."""
 
     ranks: list[int]
@@ -228,19 +228,19 @@ class Printed(Message, kw_only=True):
 FromClient = (
     Hello
     | Submit
-    | Watch
+    | ResumeSubmission
     | Interrupt
-    | Look
+    | GetRankStatus
     | Restart
-    | Resize
+    | ResizeCluster
     | Cancel
     | Stop
-    | Listen
-    | Begin
-    | Post
-    | Attend
-    | AskStanding
-    | Hold
-    | LetGo
+    | Subscribe
+    | StartRun
+    | SendCommand
+    | WakeRun
+    | GetRunStatus
+    | LockRun
+    | ReleaseRun
 )
-FromSupervisor = Welcome | Answer | Refused | Progress | Ended | Said | Printed
+FromSupervisor = Welcome | Answer | Refused | Progress | Ended | DisplayMessage | Printed

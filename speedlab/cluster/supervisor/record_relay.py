@@ -33,7 +33,7 @@ _KNOWN = "wire.json"
 _GIVEN = ("config.json", "status.json")
 
 
-class Reach(Protocol):
+class AgentRecords(Protocol):
     """The agents, as far as a wire asks them anything."""
 
     def ask_hosts(self, function: Callable[..., Any], by_host: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class Reach(Protocol):
         ...
 
 
-def wire_for(folder: RunFolder, hosts: Reach) -> Wire | None:
+def relay_for(folder: RunFolder, hosts: AgentRecords) -> RecordRelay | None:
     """The wire of a run; None where all hosts see its folder. Raises ClusterError for a run that needs more than goes
     over a wire, and where a host does not answer."""
     names = hosts.host_names
@@ -71,7 +71,7 @@ def wire_for(folder: RunFolder, hosts: Reach) -> Wire | None:
                 f"data.source: {paths[0]} is not on {name}, and its ranks read it there; copy it to the same place on "
                 "each host, or to a folder that all share"
             )
-    return Wire(folder, hosts)
+    return RecordRelay(folder, hosts)
 
 
 def _refusal(folder: RunFolder) -> str:
@@ -87,10 +87,10 @@ def _refusal(folder: RunFolder) -> str:
     return ""
 
 
-class Wire:
+class RecordRelay:
     """The wire of one run. Its methods may be called from any thread."""
 
-    def __init__(self, folder: RunFolder, hosts: Reach) -> None:
+    def __init__(self, folder: RunFolder, hosts: AgentRecords) -> None:
         self._folder, self._hosts = folder, hosts
         self._lock = threading.Lock()
         self._known: dict[str, dict[str, Any]] = self._read_known()

@@ -30,7 +30,7 @@ from speedlab.telemetry.writer import note
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from speedlab.cluster.supervisor.runs import Ranks, Run
+    from speedlab.cluster.supervisor.runs import RunEngines, SupervisedRun
 
 
 log = logging.getLogger("speedlab.supervisor")
@@ -39,7 +39,7 @@ FIRST_PAUSE_SECONDS = 1.0
 MOST_PAUSE_SECONDS = 60.0
 
 
-class Count(msgspec.Struct, kw_only=True):
+class AttemptCount(msgspec.Struct, kw_only=True):
     """What counts, as it is kept."""
 
     token: str
@@ -71,9 +71,9 @@ class Recovery:
     """The attempts to bring one run back. Called by whoever has the turn of `Runs`, but for `under_way`, `stop` and its
     own thread."""
 
-    def __init__(self, run: Run, ranks: Ranks) -> None:
+    def __init__(self, run: SupervisedRun, ranks: RunEngines) -> None:
         self._run, self._ranks = run, ranks
-        self._count = Count(token=ranks.token)
+        self._count = AttemptCount(token=ranks.token)
         self._attempt: Attempt | None = None
 
     @property
@@ -94,7 +94,7 @@ class Recovery:
 
     def begin_anew(self) -> None:
         """A new run: what an earlier one at this place went through does not count."""
-        self._count = Count(token=self._ranks.token)
+        self._count = AttemptCount(token=self._ranks.token)
 
     def take_over(self, *, rests: bool) -> bool:
         """Count on where an earlier supervisor has ended, and take the attempt up that was under way; True where one is
@@ -169,17 +169,17 @@ class Recovery:
     def _keep(self, *, due: float | None) -> None:
         """`due`: of the attempt that is under way from now on."""
         self._count.due = due
-        if self._count == Count(token=self._ranks.token) and not self._path.exists():
+        if self._count == AttemptCount(token=self._ranks.token) and not self._path.exists():
             return  # A run that has never failed has no such file.
         try:
             write_atomically(self._path, msgspec.json.encode(self._count).decode())
         except OSError as full:  # It is brought back all the same, and only a takeover knows less.
             log.warning("how often %s was brought back cannot be kept: %s", self._run.folder.name, full)
 
-    def _read(self) -> Count:
-        fresh = Count(token=self._ranks.token)
+    def _read(self) -> AttemptCount:
+        fresh = AttemptCount(token=self._ranks.token)
         try:
-            found = msgspec.json.decode(self._path.read_bytes(), type=Count)
+            found = msgspec.json.decode(self._path.read_bytes(), type=AttemptCount)
         except FileNotFoundError:
             return fresh
         except (OSError, msgspec.MsgspecError) as error:
@@ -272,7 +272,7 @@ def _cause(error: RankError) -> str:
     return f"{name_ranks(ranks)}: {failure.kind}"
 
 
-def advice(error: RankError, folder: RunFolder, ranks: Ranks) -> str | None:
+def advice(error: RankError, folder: RunFolder, ranks: RunEngines) -> str | None:
     """Look at the ranks, go back to the last checkpoint, read the whole trace; None where the error's own words do."""
     if any(failure.kind == DIED for failure in error.by_rank.values()):
         return without_hosts(folder, ranks)
@@ -281,7 +281,7 @@ def advice(error: RankError, folder: RunFolder, ranks: Ranks) -> str | None:
     return f"The engines are idle and keep their state. {error.way_to_look}{back} · full trace: run.errors[-1]"
 
 
-def without_hosts(folder: RunFolder, ranks: Ranks) -> str | None:
+def without_hosts(folder: RunFolder, ranks: RunEngines) -> str | None:
     """How the run can go on without the hosts that are lost, or once they are back; None where none is lost."""
     lost = sorted(ranks.lost_ranks)
     if not lost:

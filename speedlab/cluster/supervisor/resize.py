@@ -25,7 +25,7 @@ from speedlab.telemetry.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from speedlab.cluster.supervisor.engines import Engines
-    from speedlab.cluster.supervisor.process_control import Plan
+    from speedlab.cluster.supervisor.process_control import ResizePlan
     from speedlab.cluster.supervisor.protocol import RankStatus
 
 log = logging.getLogger("speedlab.supervisor")
@@ -61,7 +61,7 @@ class Resize:
                 raise
         self._change_over(before, plan, new)  # 3
 
-    def _change_over(self, before: ClusterState, plan: Plan, new: tuple[EngineEntry, ...]) -> None:
+    def _change_over(self, before: ClusterState, plan: ResizePlan, new: tuple[EngineEntry, ...]) -> None:
         with self._engines.home.amid(CHANGING), self._engines.line.held(range(len(before.engines))):
             try:
                 _rebind(self._engines, plan.stays, plan.state)
@@ -76,7 +76,7 @@ class Resize:
             self._engines.take(replace(plan.state, engines=tuple(engines)))
         self._engines.end([engine for engine in before.engines if engine.rank not in plan.stays])
 
-    def _require_rest(self, engines: int, plan: Plan) -> None:
+    def _require_rest(self, engines: int, plan: ResizePlan) -> None:
         """Raise ClusterError while something works on the engines, or a run would lose steps."""
         statuses = self._engines.status()
         runs = {folder.path: folder for folder in remembered_folders(self._engines)}

@@ -23,7 +23,7 @@ _START_SECONDS = 1.0
 """A process of the same number that started within this of the other is the same."""
 
 
-class Hold(msgspec.Struct, frozen=True):
+class RunLock(msgspec.Struct, frozen=True):
     """`key`: by which its holder lets go; `pid`, `started`: of the holder's process, 0 where the system does not say
     who asks."""
 
@@ -32,7 +32,7 @@ class Hold(msgspec.Struct, frozen=True):
     started: float = 0.0
 
     @classmethod
-    def of(cls, key: str, pid: int | None) -> Hold:
+    def of(cls, key: str, pid: int | None) -> RunLock:
         """Of a process that runs."""
         return cls(key, pid or 0, _start_of(pid) if pid else 0.0)
 
@@ -42,31 +42,31 @@ class Hold(msgspec.Struct, frozen=True):
         return self.pid != 0 and abs(_start_of(self.pid) - self.started) < _START_SECONDS
 
 
-class _Held(NamedTuple):
-    hold: Hold
+class _LockEntry(NamedTuple):
+    hold: RunLock
     connections: set[object]
     """Over which it was asked for; none where an earlier supervisor was asked."""
 
 
-class Holds:
+class RunLocks:
     """The holds of one cluster's runs, by folder. Called with the lock of `Runs`."""
 
     def __init__(self, path: Path) -> None:
         """`path`: of the file."""
         self._path = path
-        self._by_run: dict[Path, _Held] = {}
+        self._by_run: dict[Path, _LockEntry] = {}
 
     def __contains__(self, run: Path) -> bool:
         return run in self._by_run
 
-    def take(self, run: Path, hold: Hold, connection: object) -> bool:
+    def take(self, run: Path, hold: RunLock, connection: object) -> bool:
         """Whether `run` is held by `hold` from now on; also where it was. `connection`: over which it was asked for.
         Raises OSError where that cannot be kept."""
         if (known := self._by_run.get(run)) is not None:
             if known.hold.key == hold.key:
                 known.connections.add(connection)
             return known.hold.key == hold.key
-        self._by_run[run] = _Held(hold, {connection})
+        self._by_run[run] = _LockEntry(hold, {connection})
         try:
             self._write()
         except BaseException:
@@ -74,7 +74,7 @@ class Holds:
             raise
         return True
 
-    def let_go(self, run: Path, key: str) -> bool:
+    def release(self, run: Path, key: str) -> bool:
         """The end of a hold; whether there was one."""
         if (held := self._by_run.get(run)) is None or held.hold.key != key:
             return False
@@ -90,18 +90,18 @@ class Holds:
         if (held := self._by_run.get(run)) is None or held.hold.key != key:
             return False
         held.connections.discard(connection)
-        return not held.connections and self.let_go(run, key)
+        return not held.connections and self.release(run, key)
 
     def take_over(self) -> None:
         """Keep the holds of an earlier supervisor whose holders live."""
         try:
-            kept = msgspec.json.decode(self._path.read_bytes(), type=dict[str, Hold])
+            kept = msgspec.json.decode(self._path.read_bytes(), type=dict[str, RunLock])
         except FileNotFoundError:
             return
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("which runs were held is not known: %s: %s", self._path, error)
             return
-        self._by_run = {Path(run): _Held(hold, set()) for run, hold in kept.items() if hold.lives}
+        self._by_run = {Path(run): _LockEntry(hold, set()) for run, hold in kept.items() if hold.lives}
 
     def abandoned(self) -> list[tuple[Path, str]]:
         """(run, key) of holds whose holders' processes have ended."""

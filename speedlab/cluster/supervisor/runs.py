@@ -26,19 +26,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import speedlab.cluster.worker.remote as remote
 from speedlab.cluster.errors import ClusterError, RankError, is_kept, keep_failure, newest_failure
-from speedlab.cluster.known_runs import Given, remember_run, remembered_runs
-from speedlab.cluster.supervisor.protocol import Standing
+from speedlab.cluster.known_runs import KnownCluster, remember_run, remembered_runs
+from speedlab.cluster.supervisor.protocol import RunStatus
 from speedlab.cluster.supervisor.recovery import Recovery, advice, without_hosts
-from speedlab.cluster.supervisor.run_locks import Hold, Holds
+from speedlab.cluster.supervisor.run_locks import RunLock, RunLocks
 from speedlab.telemetry.records import RESTING, RunState
-from speedlab.telemetry.run_folder import UNSUPERVISED, Command, RunFolder, RunFolderError, Status
+from speedlab.telemetry.run_folder import UNSUPERVISED, RunCommand, RunFolder, RunFolderError, Status
 
 if TYPE_CHECKING:
-    from speedlab.cluster.supervisor.record_relay import Wire
+    from speedlab.cluster.supervisor.record_relay import RecordRelay
     from speedlab.hardware import Device
 
 
-class Worked(Protocol):
+class RunSubmission(Protocol):
     """A submission, as far as a run asks it anything."""
 
     id: str
@@ -51,7 +51,7 @@ class Worked(Protocol):
     def add_done_callback(self, callback: Any, /) -> None: ...
 
 
-class Ranks(Given, Protocol):
+class RunEngines(KnownCluster, Protocol):
     """The engines, as far as a run needs them."""
 
     @property
@@ -63,13 +63,13 @@ class Ranks(Given, Protocol):
     @property
     def lost_ranks(self) -> Collection[int]: ...
 
-    def submit(self, function: Any, *arguments: Any, label: str = "") -> Worked: ...
-    def left_of(self, label: str) -> Worked | None: ...
+    def submit(self, function: Any, *arguments: Any, label: str = "") -> RunSubmission: ...
+    def left_of(self, label: str) -> RunSubmission | None: ...
     def at_work(self, submission: Any) -> bool: ...
     def way_back(self, dead: list[int]) -> str: ...
     def restart(self, *ranks: int) -> None: ...
     def resize(self, size: int) -> None: ...
-    def wire(self, folder: RunFolder) -> Wire | None: ...
+    def wire(self, folder: RunFolder) -> RecordRelay | None: ...
     def interrupt(self, only: Any = None, seconds: float = 2.0) -> list[int]: ...
 
 
@@ -80,17 +80,17 @@ _TEXT_LIMIT = 2000
 _WAY_ON = "; run.resume() goes on once that is mended"
 
 
-class Runs:
+class SupervisedRuns:
     """All runs that this cluster was given. Methods may be called from any thread."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RunEngines) -> None:
         self._ranks = ranks
         self._turn = threading.RLock()
         """Held while something is done to a run, which may ask hosts; who only looks does not wait for it."""
         self._lock = threading.RLock()
         """Held for moments, while what is known of runs changes. Taken behind `_turn` where both are."""
-        self._open: dict[Path, Run] = {}
-        self._holds = Holds(ranks.directory / "holds.json")
+        self._open: dict[Path, SupervisedRun] = {}
+        self._holds = RunLocks(ranks.directory / "holds.json")
 
     def begin(self, path: Path) -> None:
         """Let the ranks begin with a new run. Raises ClusterError while another one is under way."""
@@ -122,13 +122,13 @@ class Runs:
         with self._turn:
             self._of(path).attend()
 
-    def standing(self, path: Path) -> Standing:
+    def standing(self, path: Path) -> RunStatus:
         """How a run stands with its ranks. Waits for no host."""
         return self._of(path).standing()
 
-    def hold(self, path: Path, hold: Hold, seconds: float, connection: object = None) -> None:
-        """Nobody advances the run until `let_go`; words wait. `connection`: over which it was asked for. The run has to
-        rest; raises ClusterError when it is still worked on, or held by another, after `seconds`."""
+    def hold(self, path: Path, hold: RunLock, seconds: float, connection: object = None) -> None:
+        """Nobody advances the run until `release`; words wait. `connection`: over which it was asked for. The run has
+        to rest; raises ClusterError when it is still worked on, or held by another, after `seconds`."""
         deadline = time.monotonic() + seconds
         run, path = self._of(path), path.resolve()
         while True:
@@ -139,9 +139,9 @@ class Runs:
                 raise ClusterError(f"run {run.folder.name!r} is being advanced by somebody else; pause it first")
             time.sleep(_HOLD_POLL_SECONDS)
 
-    def let_go(self, path: Path, key: str) -> None:
+    def release(self, path: Path, key: str) -> None:
         """The end of the hold of this key. Words that have waited are carried out."""
-        self._end_hold(path, lambda run: self._holds.let_go(run, key))
+        self._end_hold(path, lambda run: self._holds.release(run, key))
 
     def leave(self, path: Path, key: str, connection: object) -> None:
         """The end of a connection over which this hold was asked for: of the hold, too, unless it was asked for again
@@ -162,7 +162,7 @@ class Runs:
             abandoned = self._holds.abandoned()
         for path, key in abandoned:
             log.warning("run %s is not held any more: the process that held it has ended", path)
-            self.let_go(path, key)
+            self.release(path, key)
 
     def interrupt(self, path: Path, seconds: float) -> list[int]:
         """Interrupt what the ranks do for this run, and no more."""
@@ -201,33 +201,33 @@ class Runs:
         for run in self._all():
             run.give_up()
 
-    def _all(self) -> list[Run]:
+    def _all(self) -> list[SupervisedRun]:
         with self._lock:
             return list(self._open.values())
 
-    def _of(self, path: Path) -> Run:
+    def _of(self, path: Path) -> SupervisedRun:
         path = path.resolve()
         with self._lock:
             if path not in self._open:
                 is_held = functools.partial(self._holds.__contains__, path)
-                self._open[path] = Run(RunFolder(path), self._ranks, self._turn, self._lock, is_held)
+                self._open[path] = SupervisedRun(RunFolder(path), self._ranks, self._turn, self._lock, is_held)
             return self._open[path]
 
 
-class Run:
-    """One run, as its supervisor sees it. Its methods are called by whoever has the turn of `Runs`, but for those that
-    say otherwise."""
+class SupervisedRun:
+    """One run, as its supervisor sees it. Its methods are called by whoever has the turn of `SupervisedRuns`, but for
+    those that say otherwise."""
 
     def __init__(
         self,
         folder: RunFolder,
-        ranks: Ranks,
+        ranks: RunEngines,
         turn: threading.RLock,
         lock: threading.RLock,
         is_held: Callable[[], bool],
     ) -> None:
         self.folder = folder
-        self.task: Worked | None = None
+        self.task: RunSubmission | None = None
         self.trouble: Exception | None = None
         """Why a waiting word could not be sent to the ranks; None again with the next word."""
         self.lock = lock
@@ -235,8 +235,8 @@ class Run:
         self._turn = turn
         self._is_held = is_held
         self._changing = 0
-        self._given: list[Command] = []
-        self._wire: Wire | None = None
+        self._given: list[RunCommand] = []
+        self._wire: RecordRelay | None = None
         self._recovery = Recovery(self, ranks)
 
     @property
@@ -304,11 +304,11 @@ class Run:
         except (ClusterError, RunFolderError) as trouble:
             self._in_vain(trouble)
 
-    def standing(self) -> Standing:
+    def standing(self) -> RunStatus:
         """Called by anybody."""
         with self.lock:
             trouble = self.trouble
-            return Standing(
+            return RunStatus(
                 active=self.active,
                 recovering=self.recovering,
                 trouble=str(trouble) if trouble is not None else "",
@@ -371,7 +371,7 @@ class Run:
             self.folder.post("resume")
         self.attend()
 
-    def waiting(self) -> list[Command]:
+    def waiting(self) -> list[RunCommand]:
         """Words that nobody has carried out."""
         return self.folder.pending(self.folder.read_status().command)
 
@@ -406,11 +406,11 @@ class Run:
             raise
         self.task.add_done_callback(self._ended_elsewhere)
 
-    def _ended_elsewhere(self, task: Worked) -> None:
+    def _ended_elsewhere(self, task: RunSubmission) -> None:
         # The callback comes on a thread that others wait for, and what follows waits for files.
         threading.Thread(target=self._ended, args=(task,), name="speedlab-run-ended", daemon=True).start()
 
-    def _ended(self, task: Worked) -> None:
+    def _ended(self, task: RunSubmission) -> None:
         if self._wire is not None:
             try:
                 self._wire.settle()

@@ -21,7 +21,7 @@ import msgspec
 from speedlab.cluster.errors import DIED, ClusterError
 from speedlab.cluster.supervisor import protocol as m
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, UnfitMessageError, peer_of
-from speedlab.cluster.supervisor.run_locks import Hold
+from speedlab.cluster.supervisor.run_locks import RunLock
 from speedlab.cluster.supervisor.work_queue import LOST, Submission
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("speedlab.supervisor")
 
-_LONG = (m.Interrupt, m.Restart, m.Resize, m.Stop, m.Hold, m.Watch)
+_LONG = (m.Interrupt, m.Restart, m.ResizeCluster, m.Stop, m.LockRun, m.ResumeSubmission)
 _READY_SECONDS = 0.05
 _SIGN_SECONDS = 2.0
 """How often a client hears that its cluster is still being started."""
@@ -44,16 +44,16 @@ class Server:
     def __init__(self, listening: socket.socket, supervisor: Supervisor) -> None:
         self._listening = listening
         self._supervisor = supervisor
-        self._clients: set[Served] = set()
+        self._clients: set[ClientSession] = set()
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, name="speedlab-accept", daemon=True).start()
 
     @property
-    def clients(self) -> list[Served]:
+    def clients(self) -> list[ClientSession]:
         with self._lock:
             return list(self._clients)
 
-    def forget(self, client: Served) -> None:
+    def forget(self, client: ClientSession) -> None:
         with self._lock:
             self._clients.discard(client)
 
@@ -76,13 +76,13 @@ class Server:
                 continue
             channel = Channel(connection, m.FromClient)
             channel.bound_sending(_UNREAD_SECONDS)
-            client = Served(channel, self._supervisor, self)
+            client = ClientSession(channel, self._supervisor, self)
             with self._lock:
                 self._clients.add(client)
             client.start()
 
 
-class Served:
+class ClientSession:
     """One client."""
 
     def __init__(self, channel: Channel, supervisor: Supervisor, server: Server) -> None:
@@ -100,7 +100,7 @@ class Served:
     def close(self) -> None:
         self._channel.close()
 
-    def send(self, message: m.Message) -> bool:
+    def send(self, message: m.ProtocolMessage) -> bool:
         """Whether it went out: nobody may be left to hear it."""
         try:
             self._channel.send(message)
@@ -182,7 +182,7 @@ class Served:
         self._follow(submission)
         return submission.ranks
 
-    def _watch(self, question: m.Watch) -> list[int]:
+    def _watch(self, question: m.ResumeSubmission) -> list[int]:
         submission = self._supervisor.find(question.id)
         if submission is None:
             return []
@@ -196,7 +196,7 @@ class Served:
         submission.on_end(self._tell)
 
     def _say(self, submission: Submission, rank: int, kind: str, content: dict[str, Any]) -> None:
-        self.send(m.Said(id=submission.id, rank=rank, kind=kind, content=content))
+        self.send(m.DisplayMessage(id=submission.id, rank=rank, kind=kind, content=content))
 
     def _tell(self, submission: Submission, rank: int) -> None:
         """A rank has ended. Its last output comes before it."""
@@ -223,13 +223,13 @@ class Served:
     def _interrupt(self, question: m.Interrupt) -> list[int]:
         return self._supervisor.interrupt(question)
 
-    def _look(self, question: m.Look) -> list[m.RankStatus]:
+    def _look(self, question: m.GetRankStatus) -> list[m.RankStatus]:
         return self._supervisor.engines.status()
 
     def _restart(self, question: m.Restart) -> None:
         self._supervisor.engines.restart(question.rank, *question.more)
 
-    def _resize(self, question: m.Resize) -> None:
+    def _resize(self, question: m.ResizeCluster) -> None:
         if question.only_look:
             self._supervisor.engines.check_size(question.engines)
             return
@@ -242,32 +242,32 @@ class Served:
     def _stop(self, question: m.Stop) -> None:
         self._supervisor.stop()
 
-    def _listen(self, question: m.Listen) -> None:
+    def _listen(self, question: m.Subscribe) -> None:
         self.listens = question.on
 
-    def _begin(self, question: m.Begin) -> None:
+    def _begin(self, question: m.StartRun) -> None:
         self._supervisor.runs.begin(Path(question.folder))
 
-    def _post(self, question: m.Post) -> int:
+    def _post(self, question: m.SendCommand) -> int:
         return self._supervisor.runs.post(Path(question.folder), question.word, question.arguments, question.key)
 
-    def _attend(self, question: m.Attend) -> None:
+    def _attend(self, question: m.WakeRun) -> None:
         self._supervisor.runs.attend(Path(question.folder))
 
-    def _standing(self, question: m.AskStanding) -> m.Standing:
+    def _standing(self, question: m.GetRunStatus) -> m.RunStatus:
         return self._supervisor.runs.standing(Path(question.folder))
 
-    def _hold(self, question: m.Hold) -> None:
+    def _hold(self, question: m.LockRun) -> None:
         cancelled, path = self._cancelled[question.call], Path(question.folder)
-        self._supervisor.runs.hold(path, Hold.of(question.key, self._channel.peer_pid), question.seconds, self)
+        self._supervisor.runs.hold(path, RunLock.of(question.key, self._channel.peer_pid), question.seconds, self)
         self._holds[question.key] = path
         if self.gone or cancelled.is_set():  # While it waited: nobody would let go.
             self._holds.pop(question.key, None)
             self._supervisor.runs.leave(path, question.key, self)
 
-    def _let_go(self, question: m.LetGo) -> None:
+    def _let_go(self, question: m.ReleaseRun) -> None:
         self._holds.pop(question.key, None)
-        self._supervisor.runs.let_go(Path(question.folder), question.key)
+        self._supervisor.runs.release(Path(question.folder), question.key)
 
     @property
     def holds(self) -> list[tuple[Path, str]]:
@@ -275,21 +275,21 @@ class Served:
         return [(path, key) for key, path in list(self._holds.items())]
 
 
-_HANDLERS: dict[type, Callable[[Served, Any], Any]] = {
-    m.Submit: Served._submit,
-    m.Watch: Served._watch,
-    m.Interrupt: Served._interrupt,
-    m.Look: Served._look,
-    m.Restart: Served._restart,
-    m.Resize: Served._resize,
-    m.Stop: Served._stop,
-    m.Listen: Served._listen,
-    m.Begin: Served._begin,
-    m.Post: Served._post,
-    m.Attend: Served._attend,
-    m.AskStanding: Served._standing,
-    m.Hold: Served._hold,
-    m.LetGo: Served._let_go,
+_HANDLERS: dict[type, Callable[[ClientSession, Any], Any]] = {
+    m.Submit: ClientSession._submit,
+    m.ResumeSubmission: ClientSession._watch,
+    m.Interrupt: ClientSession._interrupt,
+    m.GetRankStatus: ClientSession._look,
+    m.Restart: ClientSession._restart,
+    m.ResizeCluster: ClientSession._resize,
+    m.Stop: ClientSession._stop,
+    m.Subscribe: ClientSession._listen,
+    m.StartRun: ClientSession._begin,
+    m.SendCommand: ClientSession._post,
+    m.WakeRun: ClientSession._attend,
+    m.GetRunStatus: ClientSession._standing,
+    m.LockRun: ClientSession._hold,
+    m.ReleaseRun: ClientSession._let_go,
 }
 
 

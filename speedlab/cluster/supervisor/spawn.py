@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import speedlab.cluster.files.processes as processes
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import Home
+from speedlab.cluster.files.cluster_dir import ClusterDir
 from speedlab.cluster.launch.environment import device_fields
 from speedlab.cluster.launch.host_specs import Spec, fields_of
 from speedlab.cluster.supervisor.client import Client, SupervisorGoneError
@@ -28,7 +28,7 @@ Printed = Callable[[list[int], str, str], object]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
+class StartWaiter:
     """Whoever waits for a start: `progress` hears what it waits for, `given_up` says whether nobody wants it any
     more."""
 
@@ -37,14 +37,14 @@ class Waiting:
 
 
 def start(
-    home: Home,
+    home: ClusterDir,
     token: str,
     devices: Sequence[Device],
     backend: str,
     link: str,
     timeout_seconds: float,
     printed: Printed,
-    waiting: Waiting,
+    waiting: StartWaiter,
 ) -> Client:
     """Start a cluster in its new folder, by starting its supervisor. Raises ClusterError when it does not come up."""
     asked = {
@@ -57,7 +57,7 @@ def start(
 
 
 def start_on_hosts(
-    home: Home,
+    home: ClusterDir,
     token: str,
     spec: Spec,
     *,
@@ -66,7 +66,7 @@ def start_on_hosts(
     timeout_seconds: float,
     interface: str,
     printed: Printed,
-    waiting: Waiting,
+    waiting: StartWaiter,
 ) -> Client:
     """As `start`, on the hosts of `spec`."""
     asked = {
@@ -79,21 +79,21 @@ def start_on_hosts(
     return _spawned(home, token, asked, printed, waiting)
 
 
-def connect(home: Home, token: str, printed: Printed) -> Client:
+def connect(home: ClusterDir, token: str, printed: Printed) -> Client:
     """A connection to the supervisor of a cluster that runs; where that has ended, to a new one, which takes over. The
     caller holds the home's lock. Raises ClusterError."""
     try:
         return Client(home.supervisor_socket, printed)
     except SupervisorGoneError:
-        return _spawned(home, token, None, printed, Waiting())
+        return _spawned(home, token, None, printed, StartWaiter())
 
 
 def _spawned(
-    home: Home,
+    home: ClusterDir,
     token: str,
     asked: dict[str, object] | None,
     printed: Printed,
-    waiting: Waiting,
+    waiting: StartWaiter,
 ) -> Client:
     with open(home.log / "supervisor.log", "ab") as log:
         process = subprocess.Popen(
@@ -119,6 +119,6 @@ def _spawned(
         time.sleep(_POLL_SECONDS)
 
 
-def _last_lines(home: Home) -> str:
+def _last_lines(home: ClusterDir) -> str:
     lines = (home.log / "supervisor.log").read_text(errors="replace").splitlines()[-_LOG_LINES:]
     return "\n".join([*(f"  {line}" for line in lines), more_in("engines")])

@@ -20,23 +20,23 @@ from typing import TYPE_CHECKING, Any
 import speedlab.cluster.files.processes as processes
 import speedlab.cluster.launch.start as start
 from speedlab.cluster.errors import ClusterError
-from speedlab.cluster.files.cluster_dir import ClusterState, Home
+from speedlab.cluster.files.cluster_dir import ClusterDir, ClusterState
 from speedlab.cluster.supervisor import protocol as m
 from speedlab.cluster.supervisor.engines import Engines
-from speedlab.cluster.supervisor.output import Output, Sayings
-from speedlab.cluster.supervisor.process_control import Hands, Here
+from speedlab.cluster.supervisor.output import RankOutput, Sayings
+from speedlab.cluster.supervisor.process_control import LocalProcesses, ProcessController
 from speedlab.cluster.supervisor.resize import undo_unfinished
-from speedlab.cluster.supervisor.runs import Runs
-from speedlab.cluster.supervisor.server import Served, Server
+from speedlab.cluster.supervisor.runs import SupervisedRuns
+from speedlab.cluster.supervisor.server import ClientSession, Server
 from speedlab.cluster.supervisor.work_queue import Submission
-from speedlab.cluster.worker.fork_server_client import Nursery
+from speedlab.cluster.worker.fork_server_client import ForkServer
 
 if TYPE_CHECKING:
     from speedlab.hardware import Device
 
 log = logging.getLogger("speedlab.supervisor")
 
-Begun = tuple[ClusterState, Any, Hands]
+Begun = tuple[ClusterState, Any, ProcessController]
 """What runs, the controller's client, and what can be done to the engines' processes."""
 Begin = Callable[[Callable[[str], None], threading.Event], Begun]
 """begin(progress, cancelled): starts engines, or finds them."""
@@ -52,10 +52,10 @@ class Supervisor:
     """What the process does between its first client and its end."""
 
     engines: Engines
-    output: Output
-    runs: Runs
+    output: RankOutput
+    runs: SupervisedRuns
 
-    def __init__(self, home: Home, token: str) -> None:
+    def __init__(self, home: ClusterDir, token: str) -> None:
         self._home, self._token = home, token
         self._submissions: dict[str, Submission] = {}
         self._lock = threading.Lock()
@@ -84,7 +84,7 @@ class Supervisor:
                     self._look_at_hosts()  # A run is not brought back on one that is lost.
                 except Exception:  # The watch looks again.
                     log.exception("the hosts cannot be looked after")
-            self.runs = Runs(self.engines)
+            self.runs = SupervisedRuns(self.engines)
             self.runs.take_over()
         except BaseException as error:
             self._problem = (
@@ -181,7 +181,7 @@ class Supervisor:
         """Let the process end."""
         self.later(self._ended.set)
 
-    def left(self, client: Served) -> None:
+    def left(self, client: ClientSession) -> None:
         """A client is gone."""
         if self._ready.is_set() and self._problem is None:
             for path, key in client.holds:
@@ -246,13 +246,13 @@ class Supervisor:
 
 
 def start_here(
-    home: Home,
+    home: ClusterDir,
     token: str,
     devices: Sequence[Device],
     backend: str,
     link: str,
     timeout_seconds: float,
-    nursery: Nursery,
+    nursery: ForkServer,
 ) -> Begin:
     """Start engines on this host; the rest as for `start.start_cluster`."""
 
@@ -260,12 +260,12 @@ def start_here(
         state, client = start.start_cluster(
             home, token, devices, backend, link, timeout_seconds, nursery, cancelled.is_set
         )
-        return state, client, Here(home, client, token, nursery)
+        return state, client, LocalProcesses(home, client, token, nursery)
 
     return begin
 
 
-def find(home: Home) -> Begin:
+def find(home: ClusterDir) -> Begin:
     """The engines that an earlier supervisor has left."""
 
     def begin(progress: Callable[[str], None], cancelled: threading.Event) -> Begun:
@@ -275,8 +275,8 @@ def find(home: Home) -> Begin:
         client = start.connect(home, state)
         if not state.hosts:
             environment = home.environment(state.token, state.backend, state.link, state.timeout_seconds)
-            nursery = Nursery({**os.environ, **environment}, home.nursery_log)
-            hands = Here(home, client, state.token, nursery)
+            nursery = ForkServer({**os.environ, **environment}, home.nursery_log)
+            hands = LocalProcesses(home, client, state.token, nursery)
             if unknown := hands.end_unknown(state.engines):
                 log.info("engines that nobody counted were ended: processes %s", unknown)
             return state, client, hands

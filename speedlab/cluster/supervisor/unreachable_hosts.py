@@ -16,8 +16,8 @@ from pathlib import Path
 
 from speedlab.cluster.errors import DIED, name_ranks, restart_of
 from speedlab.cluster.files.cluster_dir import ClusterState, EngineEntry
-from speedlab.cluster.supervisor.process_control import Hands
-from speedlab.cluster.supervisor.work_queue import Line, Submission
+from speedlab.cluster.supervisor.process_control import ProcessController
+from speedlab.cluster.supervisor.work_queue import Submission, WorkQueue
 from speedlab.telemetry.record_store import last_recorded
 
 log = logging.getLogger("speedlab.supervisor")
@@ -53,7 +53,7 @@ class LostHosts:
         engines, them = ("engine", "it") if len(dead) == 1 else ("engines", "them")
         return f"the {engines} of {name_ranks(dead)} ended or stopped answering; {restart_of(dead)} brings {them} back"
 
-    def take(self, lost: Mapping[str, str], state: ClusterState, line: Line) -> list[tuple[list[int], str]]:
+    def take(self, lost: Mapping[str, str], state: ClusterState, line: WorkQueue) -> list[tuple[list[int], str]]:
         """These hosts are lost, and why: whoever waits in `line` for their ranks is told. Returns (ranks, sentence) for
         each that was not lost before: what has happened, and what its ranks did."""
         said = []
@@ -73,7 +73,7 @@ class LostHosts:
         return "; ".join(f"{host} {self._why[host]}" for host in hosts)
 
 
-def _doing(line: Line, ranks: Sequence[int]) -> str:
+def _doing(line: WorkQueue, ranks: Sequence[int]) -> str:
     """What these ranks work on, and the last step that they have told of."""
     folders = {Path(one.label) for rank, one in line.working().items() if rank in ranks and one.label}
     return "".join(f"; they worked on {path.name}{_last_step(path, ranks)}" for path in sorted(folders))
@@ -85,10 +85,10 @@ def _last_step(folder: Path, ranks: Iterable[int]) -> str:
     return f", and have recorded step {max(steps)}" if steps else ""
 
 
-class Unreached:
+class PendingInterrupts:
     """Those of one cluster. Methods may be called from any thread."""
 
-    def __init__(self, line: Line, hands: Hands) -> None:
+    def __init__(self, line: WorkQueue, hands: ProcessController) -> None:
         self._line, self._hands = line, hands
         self._lock = threading.Lock()
         self._waiting: dict[int, Submission] = {}

@@ -150,7 +150,7 @@ class Submission:
         return True
 
 
-class Line:
+class WorkQueue:
     """Sends submissions to the ranks, in their order. Its methods may be called from any thread."""
 
     def __init__(

@@ -20,8 +20,8 @@ from IPython.core.getipython import get_ipython
 
 from speedlab.cluster.debug.rank_debugger import Breakpoints
 from speedlab.cluster.errors import describe
-from speedlab.cluster.files.signed_files import read_sealed, write_sealed
-from speedlab.telemetry.live_cells import MOST_BYTES, Said
+from speedlab.cluster.files.signed_files import read_signed, write_signed
+from speedlab.telemetry.live_cells import MOST_BYTES, CellOutcome
 
 
 def run_cell(
@@ -87,7 +87,7 @@ class _SilentTraceback(contextlib.AbstractContextManager[None]):
 
 
 class LiveCells:
-    """Cells between two steps: `speedlab.trainer.cell_runner.Cells`. `patience`: inside, no rank is late in a
+    """Cells between two steps: `speedlab.trainer.cell_runner.CellRunner`. `patience`: inside, no rank is late in a
     collective, for cells in which a person may think at another one's prompt."""
 
     def __init__(
@@ -96,12 +96,12 @@ class LiveCells:
         self._patience = patience
 
     def take(self, path: Path) -> str:
-        code = read_sealed(path, "Run the cell again").decode()
+        code = read_signed(path, "Run the cell again").decode()
         path.unlink()
         return code
 
     def write(self, path: Path, data: bytes) -> None:
-        write_sealed(path, data)
+        write_signed(path, data)
 
     def run(
         self,
@@ -109,7 +109,7 @@ class LiveCells:
         door: str,
         names: Mapping[str, Any],
         interruptible: Callable[[], contextlib.AbstractContextManager[object]],
-    ) -> Said:
+    ) -> CellOutcome:
         shell: Any = get_ipython()
         heard = _Heard(shell)
         text, failure = None, None
@@ -119,7 +119,7 @@ class LiveCells:
                 text = run_cell(code, interruptible)
             except BaseException as error:  # Also an interrupt: the run pauses.
                 failure = {name: _bounded(value) for name, value in describe(error).items()}
-        return Said(heard.messages, _bounded(text), failure)
+        return CellOutcome(heard.messages, _bounded(text), failure)
 
 
 def _bounded(value: Any) -> Any:
@@ -167,7 +167,7 @@ class _Heard:
         hook = shell.displayhook
         self._before = sys.stdout, sys.stderr, shell.display_pub
         sys.stdout, sys.stderr = _Stream(self, "stdout"), _Stream(self, "stderr")
-        shell.display_pub = _Publisher(self)
+        shell.display_pub = _OutputPublisher(self)
         hook.write_format_data = self._result
         hook.finish_displayhook = lambda: None
         hook.update_user_ns = lambda result: None  # `_` would keep an engine alive.
@@ -199,7 +199,7 @@ class _Stream(io.TextIOBase):
         return len(text)
 
 
-class _Publisher(DisplayPublisher):
+class _OutputPublisher(DisplayPublisher):
     def __init__(self, heard: _Heard) -> None:
         super().__init__()
         self._heard = heard

@@ -32,7 +32,7 @@ import speedlab.cluster.worker.remote as remote
 
 def main() -> None:
     """Fork engines until the input ends."""
-    processes.name_nursery()
+    processes.name_fork_server()
     answers = int(sys.argv[1])
     os.set_inheritable(answers, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

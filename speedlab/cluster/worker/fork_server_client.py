@@ -46,7 +46,7 @@ def can_fork(kinds: Iterable[str]) -> bool:
     return sys.platform == "linux" and all(kind == "cpu" for kind in kinds)
 
 
-class Nursery:
+class ForkServer:
     """Forks engines; its process starts with `begin`, `ready` or the first `fork`, and again when it has died.
 
     `environment`: all of it, and of its engines. `log`: what it prints. `seconds`: how long a fork may take, with all

@@ -209,10 +209,11 @@ def preload() -> None:
 
 
 def try_model(config: str, file: str) -> dict[str, Any]:
-    """What `speedlab.engine.model_check.try_model` says of the model in `file`, for the run of `config`, as JSON."""
+    """What `speedlab.engine.model_check.validate_model` says of the model in `file`, for the run of `config`, as
+    JSON."""
     import torch
 
-    from speedlab.engine.model_check import try_model as go
+    from speedlab.engine.model_check import validate_model as go
 
     if not Path(file).exists():
         raise ConfigError(

@@ -30,7 +30,7 @@ class Load(NamedTuple):
     """Share of the last moments in which its GPU computed, 0 to 1."""
 
 
-class _Seen(NamedTuple):
+class _LastSample(NamedTuple):
     started: float
     at: float
     cpu_seconds: float
@@ -42,7 +42,7 @@ class Loads:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, _LastSample] = {}
         """By process id."""
         self._lock = threading.Lock()
 
@@ -61,5 +61,5 @@ class Loads:
             cores = None if before is None else max(0.0, seconds - before.cpu_seconds) / (now - before.at)
             uuid = process.environ().get("CUDA_VISIBLE_DEVICES", "")
             load = Load(cores, hardware.gpu_share(uuid) if uuid else None)
-            self._seen[process.pid] = _Seen(process.create_time(), now, seconds, load)
+            self._seen[process.pid] = _LastSample(process.create_time(), now, seconds, load)
             return load

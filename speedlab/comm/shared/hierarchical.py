@@ -34,7 +34,7 @@ from cuda_ops.reduce import reduce
 from speedlab.comm.errors import CollectiveMismatch, PeerLost, reason_of, tells_of_lost_peer
 from speedlab.comm.shared.call_descriptions import Call, source_line
 from speedlab.comm.shared.mismatch import named
-from speedlab.comm.shared.staged_collectives import PAIRWISE, Rounds
+from speedlab.comm.shared.staged_collectives import PAIRWISE, StagedCollectives
 from speedlab.comm.timeouts import wait_for
 
 _MISMATCH = (0, 0, 0)
@@ -58,7 +58,7 @@ class Hierarchy:
         hosts: Sequence[Sequence[int]],
         index: int,
         names: Sequence[int],
-        inside: Rounds,
+        inside: StagedCollectives,
         between: Any,
         host_names: Sequence[str],
     ) -> None:

@@ -6,7 +6,8 @@ that it has the whole without copying it.
 2. Pages are mapped privately: who writes into the whole writes into a copy of the page, which nobody else sees. The
    system tells which pages are such copies (pagemap); they are dropped when the whole comes again, so that it has the
    owners' values each time.
-3. Values are those that the pieces' owners have there. None of them writes while a peer has the whole (`Meeting.hold`).
+3. Values are those that the pieces' owners have there. None of them writes while a peer has the whole
+   (`SyncPage.hold`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from speedlab.comm.shared.memfd import NORESERVE, Mapping, create_file, drop_copies, map_anew, map_over
-from speedlab.comm.shared.sync_page import Meeting
+from speedlab.comm.shared.sync_page import SyncPage
 
 _PAGE = mmap.PAGESIZE
 _ENTRY = 8
@@ -33,26 +34,26 @@ _KIND, _FROM_FILE = 61, 1
 """Of such an entry: bits 63 to 61 are "present", "swapped" and "of a file, or shared"."""
 
 
-class Memory(Protocol):
+class MappedArena(Protocol):
     """An arena, of this process or of another one."""
 
     def address(self, extent: int, offset: int) -> int: ...
     def map_at(self, address: int, nbytes: int, extent: int, offset: int) -> None: ...
 
 
-class _Piece:
+class _ShardPages:
     """Where the piece of one rank stands in the whole: [start, end), of which [low, high) are pages of it alone."""
 
     def __init__(self, start: int, nbytes: int) -> None:
         self.start, self.end = start, start + nbytes
         self.low = min(-(-self.start // _PAGE) * _PAGE, self.end)
         self.high = max(self.end // _PAGE * _PAGE, self.low)
-        self.mapped: tuple[Memory, int, int] | None = None
+        self.mapped: tuple[MappedArena, int, int] | None = None
         """What is mapped there: (memory, extent, offset)."""
         self._torn = False
         """Whether nothing may be mapped there at all."""
 
-    def take(self, memory: Memory, extent: int, offset: int, *, mapping: bool) -> None:
+    def take(self, memory: MappedArena, extent: int, offset: int, *, mapping: bool) -> None:
         """Have the values that stand there, by `mapping` where that can be done. Raises OSError when they are gone with
         their process."""
         source = memory.address(extent, offset)
@@ -66,7 +67,7 @@ class _Piece:
         memmove(self.start, source, self.low - self.start)
         memmove(self.high, source + self.high - self.start, self.end - self.high)
 
-    def _map(self, memory: Memory, extent: int, offset: int) -> None:
+    def _map(self, memory: MappedArena, extent: int, offset: int) -> None:
         try:
             memory.map_at(self.low, self.high - self.low, extent, offset + self.low - self.start)
             self.mapped = memory, extent, offset
@@ -87,7 +88,7 @@ class _Piece:
             self.separate()
 
 
-class Joined:
+class MappedShards:
     """`tensor` (n × m,), with the values of all pieces while it is `here`. Whoever reads it at other times finds the
     present values of some, or others."""
 
@@ -104,11 +105,11 @@ class Joined:
         self.tensor = whole[:nbytes].view(dtype)
         self.here = False
         self._start, self._pages = whole.data_ptr(), pages
-        self._pieces = [_Piece(self._start + k * nbytes // size, nbytes // size) for k in range(size)]
-        self._used: tuple[Meeting, int] | None = None
+        self._pieces = [_ShardPages(self._start + k * nbytes // size, nbytes // size) for k in range(size)]
+        self._used: tuple[SyncPage, int] | None = None
         """The offer whose memory is in use here."""
         self._mappings = _mappings_of(size)
-        Joined._all_mappings += self._mappings
+        MappedShards._all_mappings += self._mappings
 
     @classmethod
     def fits(cls, size: int) -> bool:
@@ -116,11 +117,11 @@ class Joined:
         beside as many for others."""
         return cls._all_mappings + _mappings_of(size) <= _most_mappings() // 2 and _pages_follow()
 
-    def come(self) -> None:
+    def materialize(self) -> None:
         self.here = True
 
-    def take(self, meeting: Meeting, offer: int) -> None:
-        """Have the values of an offer of all ranks; waits until all are offered. Raises as `Meeting.addresses`."""
+    def take(self, meeting: SyncPage, offer: int) -> None:
+        """Have the values of an offer of all ranks; waits until all are offered. Raises as `SyncPage.addresses`."""
         places = meeting.places(offer)
         mapping = meeting.can_hold(offer)
         self._drop_copies()
@@ -138,18 +139,18 @@ class Joined:
         for piece in self._pieces:
             piece.separate()
 
-    def go(self) -> None:
+    def free(self) -> None:
         self.here = False
         self._let_go()
 
     def _let_go(self) -> None:
         if self._used is not None:
             meeting, offer = self._used
-            meeting.let_go(offer)
+            meeting.release_offer(offer)
             self._used = None
 
     def __del__(self) -> None:
-        Joined._all_mappings -= self._mappings
+        MappedShards._all_mappings -= self._mappings
         with suppress(Exception):  # At the end of the process, where nothing is left of what this needs.
             self._let_go()
 

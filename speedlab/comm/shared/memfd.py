@@ -120,7 +120,7 @@ def free_pages(address: int, nbytes: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Handle:
+class FileHandle:
     """What a peer needs to open a file of another process's."""
 
     pid: int
@@ -142,25 +142,25 @@ class Handle:
         os.close(self.descriptor)
 
 
-def create_file(nbytes: int) -> Handle:
+def create_file(nbytes: int) -> FileHandle:
     """A new anonymous file of zeros."""
     descriptor = os.memfd_create("speedlab", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, nbytes)
-    return Handle(os.getpid(), descriptor, nbytes, os.fstat(descriptor).st_ino)
+    return FileHandle(os.getpid(), descriptor, nbytes, os.fstat(descriptor).st_ino)
 
 
-class Segment(Mapping):
+class AnonymousSegment(Mapping):
     """The whole of an anonymous file."""
 
     @classmethod
-    def create(cls, nbytes: int) -> tuple[Segment, Handle]:
+    def create(cls, nbytes: int) -> tuple[AnonymousSegment, FileHandle]:
         """A new one, zeroed. The caller closes the handle when no peer shall open it any more."""
         handle = create_file(nbytes)
         return cls(handle.descriptor, nbytes), handle
 
     @classmethod
-    def open(cls, handle: Handle) -> Segment:
-        """A peer's. Raises OSError as `Handle.open` does."""
+    def open(cls, handle: FileHandle) -> AnonymousSegment:
+        """A peer's. Raises OSError as `FileHandle.open` does."""
         descriptor = handle.open()
         try:
             return cls(descriptor, handle.nbytes)

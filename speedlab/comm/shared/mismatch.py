@@ -40,7 +40,7 @@ ADVICE = (
 )
 
 
-class Faults:
+class GroupFault:
     """The fault of one group, as one of its ranks sees it.
 
     Args:

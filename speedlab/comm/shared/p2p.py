@@ -15,7 +15,7 @@ from speedlab.comm.errors import PeerLost
 from speedlab.comm.shared.call_descriptions import dtype_code, dtype_name
 from speedlab.comm.shared.shared_tensors import arena
 from speedlab.comm.shared.staged_collectives import tensor_at
-from speedlab.comm.shared.sync_page import Meeting
+from speedlab.comm.shared.sync_page import SyncPage
 
 _SMALLEST_BUFFER = 4096
 _POLL_SECONDS = 2e-4
@@ -33,10 +33,10 @@ class Receive:
         """(bytes, code of the dtype) of what came, if it does not fit."""
 
 
-class Mailbox:
+class P2PMailbox:
     """Sends and receives of one rank in its group."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: SyncPage) -> None:
         self._meeting = meeting
         self._free: list[Tensor] = []
         """Buffers of messages that were copied."""

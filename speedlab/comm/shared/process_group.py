@@ -32,11 +32,11 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from speedlab.comm.errors import PeerLost
 from speedlab.comm.shared.call_descriptions import Call, Op, call, call_of, carrying_out, origin, refused
 from speedlab.comm.shared.hierarchical import Hierarchy, host_of
-from speedlab.comm.shared.memfd import Handle, Segment, host_identity
-from speedlab.comm.shared.p2p import Mailbox
+from speedlab.comm.shared.memfd import AnonymousSegment, FileHandle, host_identity
+from speedlab.comm.shared.p2p import P2PMailbox
 from speedlab.comm.shared.shared_tensors import arena
-from speedlab.comm.shared.staged_collectives import Rounds, can_reduce, matched_parts
-from speedlab.comm.shared.sync_page import Meeting
+from speedlab.comm.shared.staged_collectives import StagedCollectives, can_reduce, matched_parts
+from speedlab.comm.shared.sync_page import SyncPage
 from speedlab.comm.shared.work import Work, Worker
 from speedlab.comm.timeouts import wait_for
 
@@ -65,7 +65,7 @@ class StagedGroup(dist.ProcessGroup):
     `meeting` is that of this rank's host, which is the whole group or a part of it.
     """
 
-    def __init__(self, index: int, size: int, meeting: Meeting, collectives: Collectives, gloo: Any) -> None:
+    def __init__(self, index: int, size: int, meeting: SyncPage, collectives: Collectives, gloo: Any) -> None:
         super().__init__(index, size)  # type: ignore[call-arg]  # a constructor the stubs do not know
         self.meeting = meeting
         self._collectives, self._ranks = collectives, meeting.ranks_of_group
@@ -306,10 +306,10 @@ class StagedGroup(dist.ProcessGroup):
 class SharedGroup(StagedGroup):
     """A group of ranks on one host: everything through shared memory."""
 
-    def __init__(self, meeting: Meeting, gloo: Any) -> None:
-        self._rounds = Rounds(meeting)
+    def __init__(self, meeting: SyncPage, gloo: Any) -> None:
+        self._rounds = StagedCollectives(meeting)
         super().__init__(meeting.index, meeting.size, meeting, self._rounds, gloo)
-        self._mailbox = Mailbox(meeting)
+        self._mailbox = P2PMailbox(meeting)
 
     def all_to_all_single(
         self,
@@ -373,7 +373,7 @@ class SharedGroup(StagedGroup):
 class SpanningGroup(StagedGroup):
     """A group of ranks on several hosts: shared memory within a host, gloo between hosts."""
 
-    def __init__(self, index: int, size: int, meeting: Meeting, hierarchy: Hierarchy, gloo: Any) -> None:
+    def __init__(self, index: int, size: int, meeting: SyncPage, hierarchy: Hierarchy, gloo: Any) -> None:
         super().__init__(index, size, meeting, hierarchy, gloo)
         self._hierarchy = hierarchy
 
@@ -487,7 +487,7 @@ def _create(options: Any, _backend_options: Any) -> Any:
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     gloo._set_sequence_number_for_group()
-    page, handle = Segment.create(Meeting.page_bytes(size))
+    page, handle = AnonymousSegment.create(SyncPage.page_bytes(size))
     try:
         own = {
             "host": host_identity(),
@@ -501,12 +501,12 @@ def _create(options: Any, _backend_options: Any) -> Any:
         if len(hosts) == size > 1:
             return gloo
         host = host_of(rank, hosts)
-        handles = [(Handle(*found[k]["page"]), Handle(*found[k]["directory"])) for k in hosts[host]]
+        handles = [(FileHandle(*found[k]["page"]), FileHandle(*found[k]["directory"])) for k in hosts[host]]
         names = options.global_ranks_in_group or range(size)
         try:
             place, ranks = hosts[host].index(rank), [names[k] for k in hosts[host]]
             cores = len(set().union(*(found[k]["cores"] for k in hosts[host])))
-            meeting = Meeting(
+            meeting = SyncPage(
                 page, handles, place, ranks, timeout.total_seconds(), cores=cores, ranks_of_group=list(names)
             )
             problem = ""
@@ -524,7 +524,7 @@ def _create(options: Any, _backend_options: Any) -> Any:
         if place == 0:
             between = dist.ProcessGroupGloo(dist.PrefixStore("leaders", store), host, len(hosts), timeout=timeout)
         host_names = [found[ranks[0]]["name"] for ranks in hosts]
-        hierarchy = Hierarchy(hosts, rank, names, Rounds(meeting), between, host_names)
+        hierarchy = Hierarchy(hosts, rank, names, StagedCollectives(meeting), between, host_names)
         group = SpanningGroup(rank, size, meeting, hierarchy, gloo)
     weakref.finalize(group, meeting.leave).atexit = False
     return group

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedlab.comm.shared.memfd import Handle, Mapping, create_file, free_pages, map_over
+from speedlab.comm.shared.memfd import FileHandle, Mapping, create_file, free_pages, map_over
 
 _PAGE = mmap.PAGESIZE
 _DIRECTORY_BYTES = 1 << 16
@@ -41,7 +41,7 @@ _SMALLEST_EXTENT, _LARGEST_GROWTH = 64 << 20, 1 << 30
 """The file grows by as much as it has, between these; by more for a larger tensor. Pages never touched take nothing."""
 
 
-class Place(NamedTuple):
+class TensorAddress(NamedTuple):
     """Where memory is, as peers are told it; `block` keeps it."""
 
     extent: int
@@ -107,7 +107,7 @@ class Arena:
             ctypes.memset(block.address, 0, size)
         return torch.from_numpy(array).view(dtype)
 
-    def find(self, address: int, nbytes: int) -> Place | None:
+    def find(self, address: int, nbytes: int) -> TensorAddress | None:
         """Where memory of this arena is; None for memory that is elsewhere."""
         with self._lock:
             self._settle()
@@ -116,7 +116,7 @@ class Arena:
             array = None if block is None else block()
             if block is None or array is None or address + nbytes > block.address + block.size:
                 return None
-            return Place(block.extent, block.offset + address - block.address, array)
+            return TensorAddress(block.extent, block.offset + address - block.address, array)
 
     def address(self, extent: int, offset: int) -> int:
         """Where byte `offset` of an extent stands in this process."""
@@ -231,7 +231,7 @@ class Arena:
         return Mapping(self.handle.descriptor, nbytes, self._file_bytes)
 
 
-class Process:
+class PeerProcess:
     """Another process of this host. Raises ProcessLookupError when there is none of that number."""
 
     def __init__(self, pid: int) -> None:
@@ -249,15 +249,15 @@ class Process:
 class PeerMemory:
     """The arena of another process. Extents are mapped when they are first needed; one object serves all groups."""
 
-    def __init__(self, handle: Handle) -> None:
+    def __init__(self, handle: FileHandle) -> None:
         self._handle = handle
         self._directory = self._map(handle.nbytes, 0)
         self._entries = self._directory.bytes.view(np.int64).reshape(-1, 2)
         self._extents: dict[int, Mapping] = {}
-        self._process = Process(handle.pid)
+        self._process = PeerProcess(handle.pid)
 
     @classmethod
-    def of(cls, handle: Handle) -> PeerMemory:
+    def of(cls, handle: FileHandle) -> PeerMemory:
         """That of `handle`. Raises OSError when its process has ended or belongs to another user."""
         known = _peers.get(handle)
         if known is None:
@@ -295,7 +295,7 @@ class PeerMemory:
             os.close(descriptor)
 
 
-_peers: weakref.WeakValueDictionary[Handle, PeerMemory] = weakref.WeakValueDictionary()
+_peers: weakref.WeakValueDictionary[FileHandle, PeerMemory] = weakref.WeakValueDictionary()
 
 
 @cache

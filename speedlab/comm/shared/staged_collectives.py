@@ -6,7 +6,7 @@ A collective is cut into rounds. In round r a rank
 2. writes its part into that half, and says so,
 3. waits until all peers have written theirs, reads them, and says so.
 
-Which call a round belongs to is written with the parts, and compared before a part is read (`Meeting.meet`).
+Which call a round belongs to is written with the parts, and compared before a part is read (`SyncPage.meet`).
 
 Sums are taken by the rank that owns the slice, in rank order, 16-bit floats in float32: every rank gets the same bits.
 """
@@ -26,7 +26,7 @@ from cuda_ops.reduce import sum_at
 from cuda_ops.tensor_checks import array
 from speedlab.comm.errors import PeerLost
 from speedlab.comm.shared.call_descriptions import Call
-from speedlab.comm.shared.sync_page import STAGING_BYTES, Meeting, Number
+from speedlab.comm.shared.sync_page import STAGING_BYTES, Number, SyncPage
 
 _WHOLE_BYTES = 16 << 10
 """Up to this size every rank sums everything itself: one round instead of two."""
@@ -53,10 +53,10 @@ def can_reduce(dtype: torch.dtype, op: dist.ReduceOp.RedOpType) -> bool:
     return dtype in _SUMMED and (op in _SUMS or op in PAIRWISE)
 
 
-class Rounds:
+class StagedCollectives:
     """The collectives of one group. They must be called in the same order on all ranks, each after `announce`."""
 
-    def __init__(self, meeting: Meeting) -> None:
+    def __init__(self, meeting: SyncPage) -> None:
         self._meeting = meeting
         self._round = 0
         self._halves = [

@@ -34,8 +34,8 @@ from torch import Tensor
 from cuda_ops.shared_flags import find_other_words, patience_for, raise_flag, raise_flag_with, wait_for_flags
 from speedlab.comm.errors import PeerLost
 from speedlab.comm.shared.call_descriptions import Call, described, dtype_code, dtype_name
-from speedlab.comm.shared.memfd import Handle, Segment
-from speedlab.comm.shared.mismatch import TEXT_BYTES, Faults, named
+from speedlab.comm.shared.memfd import AnonymousSegment, FileHandle
+from speedlab.comm.shared.mismatch import TEXT_BYTES, GroupFault, named
 from speedlab.comm.shared.shared_tensors import Arena, PeerMemory, arena
 
 _LINE = 8
@@ -73,7 +73,7 @@ class Number(IntEnum):
     """The first of the numbers that there are once for each peer: SENT, then FETCHED."""
 
 
-class Transfer(IntEnum):
+class OfferPurpose(IntEnum):
     """What an offered tensor is for."""
 
     ALL_GATHER = 1
@@ -81,12 +81,12 @@ class Transfer(IntEnum):
     ALL_REDUCE = 3
 
 
-def transfer_code(transfer: Transfer, dtype: torch.dtype) -> int:
+def transfer_code(transfer: OfferPurpose, dtype: torch.dtype) -> int:
     """What the ranks compare about an offer besides its bytes."""
     return transfer | dtype_code(dtype) << 8
 
 
-class Meeting:
+class SyncPage:
     """One rank's view of the pages of all ranks of its group.
 
     `handles[k]` is what rank k gave out as (page, directory of its arena); `ranks` are the names of the ranks in
@@ -96,8 +96,8 @@ class Meeting:
 
     def __init__(
         self,
-        page: Segment,
-        handles: Sequence[tuple[Handle, Handle]],
+        page: AnonymousSegment,
+        handles: Sequence[tuple[FileHandle, FileHandle]],
         index: int,
         ranks: Sequence[int],
         timeout_seconds: float,
@@ -108,7 +108,7 @@ class Meeting:
         self.index, self.size, self.ranks = index, len(handles), list(ranks)
         self.ranks_of_group = self.ranks if ranks_of_group is None else list(ranks_of_group)
         self.timeout_seconds = timeout_seconds
-        self._pages = [page if k == index else Segment.open(own) for k, (own, _) in enumerate(handles)]
+        self._pages = [page if k == index else AnonymousSegment.open(own) for k, (own, _) in enumerate(handles)]
         self._words = [segment.bytes.view(np.int64) for segment in self._pages]
         self._memory = {k: PeerMemory.of(handles[k][1]) for k in range(self.size) if k != index}
         self.peers = [k for k in range(self.size) if k != index]
@@ -128,7 +128,7 @@ class Meeting:
         """The staged collective under way, or the last one; whether the ranks have not compared it yet."""
         self._third = 0
         """The third word of that call: its number and its digest."""
-        self.faults = Faults(
+        self.faults = GroupFault(
             index,
             self.ranks,
             [segment.address + _texts_at(self.size) for segment in self._pages],
@@ -177,7 +177,7 @@ class Meeting:
         """
         if not self._has_left(self.index):
             for offer in list(self._held):
-                self.let_go(offer)
+                self.release_offer(offer)
             self.raise_own(Number.LEFT, 1)
             if self._pinned or any(self.under_way.values()):
                 arena().keep(self, self._read_by_all)
@@ -365,7 +365,7 @@ class Meeting:
         nbytes, code = self._words[k][entry + 2 : entry + _OFFER_WORDS].tolist()
         name = dtype_name(code >> 8)
         elements = nbytes // getattr(torch, name).itemsize
-        return f"{Transfer(code & 255).name.lower()} of {elements:,} {name} in place, transfer {offer + 1}"
+        return f"{OfferPurpose(code & 255).name.lower()} of {elements:,} {name} in place, transfer {offer + 1}"
 
     def _address_in(self, peer: int, extent: int, offset: int) -> int:
         """Where memory of `peer`'s arena stands in this process. Raises PeerLost when it is gone with its process."""
@@ -390,11 +390,12 @@ class Meeting:
         return bool(self._words[self.index][self._held_at + offer % _OFFERS] >= 0)
 
     def hold(self, offer: int) -> None:
-        """This rank uses the tensors of an offer where they are, until `let_go`. Call before `took`, which tells."""
+        """This rank uses the tensors of an offer where they are, until `release_offer`. Call before `took`, which
+        tells."""
         self._held.add(offer)
         self._words[self.index][self._held_at + offer % _OFFERS] = -1 - offer
 
-    def let_go(self, offer: int) -> None:
+    def release_offer(self, offer: int) -> None:
         """It does not any more. Finalizers may call this, also of a forked child, whose parent uses them on."""
         if offer in self._held and os.getpid() == self._pid:
             raise_flag(self._held_address(self.index, offer), 0)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from speedlab.comm.process_groups import Wires
-from speedlab.comm.shared.mapped_shards import Joined
+from speedlab.comm.process_groups import ProcessGroups
+from speedlab.comm.shared.mapped_shards import MappedShards
 
 # torch 2.13 renamed the two; 2.11 and 2.12 have the older names only.
 gather_whole = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -27,7 +27,7 @@ class Transport:
     sums_early = True
     """Whether a rank may sum what all peers have begun before anybody waits for it, where it does so itself."""
 
-    def __init__(self, wires: Wires, size: int, index: int, device: torch.device) -> None:
+    def __init__(self, wires: ProcessGroups, size: int, index: int, device: torch.device) -> None:
         self.wires, self.size, self.index, self.device = wires, size, index, device
 
     def cut(self) -> None:
@@ -42,7 +42,7 @@ class Transport:
         what is gathered of such ones it begins with."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def joined(self, numel: int, dtype: torch.dtype) -> Joined | None:
+    def joined(self, numel: int, dtype: torch.dtype) -> MappedShards | None:
         """A tensor (numel,) that `join` gathers by mapping memory of its peers; None where that cannot be done."""
         return None
 
@@ -65,7 +65,7 @@ class Transport:
         """Fill `full` with every rank's shard; `own`, this rank's slice of it, holds `shard` already."""
         return self._wait(gather_whole(full, own, group=self.wires.group, async_op=True))
 
-    def join(self, joined: Joined, shard: Tensor) -> Finish:
+    def join(self, joined: MappedShards, shard: Tensor) -> Finish:
         """Give `joined`, which came from a transport that may have been another one, every rank's shard."""
         joined.separate()
         own = joined.tensor.view(self.size, -1)[self.index].copy_(shard)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cuda_ops.reduce import reduce
-from speedlab.comm.process_groups import Wires
+from speedlab.comm.process_groups import ProcessGroups
 from speedlab.comm.timeouts import wait_for
 from speedlab.comm.transfers import BufferMeter
 from speedlab.comm.transports.base import Finish, Transport
@@ -25,7 +25,7 @@ class GlooPeers(Transport):
 
     ordered = False
 
-    def __init__(self, wires: Wires, size: int, index: int, device: torch.device, buffers: BufferMeter) -> None:
+    def __init__(self, wires: ProcessGroups, size: int, index: int, device: torch.device, buffers: BufferMeter) -> None:
         super().__init__(wires, size, index, device)
         self._buffers = buffers
         self._offered: dict[int, tuple[int, list[Any]]] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from speedlab.comm.process_groups import Wires
+from speedlab.comm.process_groups import ProcessGroups
 from speedlab.comm.shared import SharedGroup, SpanningGroup
 from speedlab.comm.transfers import BufferMeter
 from speedlab.comm.transports.base import Transport
@@ -17,7 +17,7 @@ from speedlab.comm.transports.nccl import Exchanging
 from speedlab.comm.transports.shared_memory import InPlace
 
 
-class Link(Enum):
+class GroupLink(Enum):
     """What lies between the ranks of a group, for memory of one kind of device."""
 
     PROCESS = "same process"
@@ -34,18 +34,18 @@ class Link(Enum):
     """A backend of torch.distributed that is not known here."""
 
 
-def link_of(group: Any, kind: str) -> Link:
+def link_of(group: Any, kind: str) -> GroupLink:
     """The link of process group `group` for tensors on devices of `kind` ("cpu", "cuda"); None is a group of one."""
     if group is None:
-        return Link.PROCESS
+        return GroupLink.PROCESS
     if kind == "cpu" and isinstance(group, SharedGroup | SpanningGroup):
-        return Link.SHARED if isinstance(group, SharedGroup) else Link.HOSTS
+        return GroupLink.SHARED if isinstance(group, SharedGroup) else GroupLink.HOSTS
     backend = backend_of(group, kind)
     if kind == "cpu" and isinstance(backend, dist.ProcessGroupGloo):
-        return Link.GLOO
+        return GroupLink.GLOO
     if type(backend).__name__ == "ProcessGroupNCCL":  # A torch without NCCL lacks the class.
-        return Link.FABRIC
-    return Link.OTHER
+        return GroupLink.FABRIC
+    return GroupLink.OTHER
 
 
 def backend_of(group: Any, kind: str) -> Any:
@@ -59,18 +59,18 @@ def backend_of(group: Any, kind: str) -> Any:
 
 
 def choose(
-    link: Link, wires: Wires, size: int, index: int, device: torch.device, buffers: BufferMeter
+    link: GroupLink, wires: ProcessGroups, size: int, index: int, device: torch.device, buffers: BufferMeter
 ) -> Transport | None:
     """The transport of flats on `device`; None where nothing travels."""
     match link:
-        case Link.PROCESS:
+        case GroupLink.PROCESS:
             return None
-        case Link.SHARED:
+        case GroupLink.SHARED:
             return InPlace(wires, size, index, device)
-        case Link.GLOO:
+        case GroupLink.GLOO:
             return GlooPeers(wires, size, index, device, buffers)
-        case Link.FABRIC:
+        case GroupLink.FABRIC:
             return Exchanging(wires, size, index, device)
-        case Link.HOSTS | Link.OTHER:
+        case GroupLink.HOSTS | GroupLink.OTHER:
             # Collectives that send over the network what must be sent, once; exchanges of all with all send more.
             return Transport(wires, size, index, device)

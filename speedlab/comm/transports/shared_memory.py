@@ -9,8 +9,8 @@ a peer still reads:
 3. In an all-reduce every rank writes only its own slice of its own tensor while peers read the other slices; the sum is
    copied from its owner when that one has said that it stands there (SUMMED). Whoever starts another one sums its slice
    of those before it to which all peers have come: a peer that waits for one later finds it summed.
-4. What is gathered into a `Joined` tensor is mapped, not copied: it is taken at once, and in use until that tensor
-   goes. `wait_until_let_go` waits for that, of some shards only: those of other engines may stay for a while.
+4. What is gathered into a `MappedShards` tensor is mapped, not copied: it is taken at once, and in use until that
+   tensor goes. `wait_until_let_go` waits for that, of some shards only: those of other engines may stay for a while.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch import Tensor
 from cuda_ops.meter import meter
 from cuda_ops.reduce import sum_at
 from cuda_ops.tensor_checks import array
-from speedlab.comm.process_groups import Wires
-from speedlab.comm.shared.mapped_shards import Joined
+from speedlab.comm.process_groups import ProcessGroups
+from speedlab.comm.shared.mapped_shards import MappedShards
 from speedlab.comm.shared.shared_tensors import arena
-from speedlab.comm.shared.sync_page import Meeting, Number, Transfer, transfer_code
+from speedlab.comm.shared.sync_page import Number, OfferPurpose, SyncPage, transfer_code
 from speedlab.comm.transports.base import Finish, Transport
 
 LEAST_JOINED_BYTES = 256 << 10
@@ -44,9 +44,9 @@ class InPlace(Transport):
 
     ordered = False
 
-    def __init__(self, wires: Wires, size: int, index: int, device: torch.device) -> None:
+    def __init__(self, wires: ProcessGroups, size: int, index: int, device: torch.device) -> None:
         super().__init__(wires, size, index, device)
-        self._meeting: Meeting = wires.group.meeting
+        self._meeting: SyncPage = wires.group.meeting
         self._offered: dict[int, int] = {}
         """Shards that were offered and not gathered yet: address → number of the offer."""
         self._given: dict[int, int] = {}
@@ -57,16 +57,16 @@ class InPlace(Transport):
     def empty(self, numel: int, dtype: torch.dtype, place: int = 0) -> Tensor:
         return arena().empty(numel, dtype, byte=place * dtype.itemsize % mmap.PAGESIZE)
 
-    def joined(self, numel: int, dtype: torch.dtype) -> Joined | None:
-        if numel // self.size * dtype.itemsize < LEAST_JOINED_BYTES or not Joined.fits(self.size):
+    def joined(self, numel: int, dtype: torch.dtype) -> MappedShards | None:
+        if numel // self.size * dtype.itemsize < LEAST_JOINED_BYTES or not MappedShards.fits(self.size):
             return None
         with suppress(OSError):
-            return Joined(numel, dtype, self.size)
+            return MappedShards(numel, dtype, self.size)
         return None
 
     def offer(self, shards: Sequence[Tensor]) -> None:
         for shard in shards:
-            self._offered[shard.data_ptr()] = self._offer_whole(shard, Transfer.ALL_GATHER)[0]
+            self._offered[shard.data_ptr()] = self._offer_whole(shard, OfferPurpose.ALL_GATHER)[0]
 
     def wait_until_all_read(self) -> None:
         self._meeting.wait_until_all_read()
@@ -86,7 +86,7 @@ class InPlace(Transport):
         number = self._number_of(shard)
         return lambda: self._copy(full, number)
 
-    def join(self, joined: Joined, shard: Tensor) -> Finish:
+    def join(self, joined: MappedShards, shard: Tensor) -> Finish:
         number = self._number_of(shard)
 
         def finish() -> None:
@@ -99,12 +99,12 @@ class InPlace(Transport):
         """Of the offer of `shard` that comes next, which is made now where it was not before."""
         number = self._offered.pop(shard.data_ptr(), None)
         if number is None:
-            number, _ = self._offer_whole(shard, Transfer.ALL_GATHER)
+            number, _ = self._offer_whole(shard, OfferPurpose.ALL_GATHER)
             self._given[shard.data_ptr()] = number
         return number
 
     def reduce_scatter(self, full: Tensor, into: Tensor, accumulate: bool) -> Finish:
-        number, shared = self._offer_whole(full, Transfer.REDUCE_SCATTER)
+        number, shared = self._offer_whole(full, OfferPurpose.REDUCE_SCATTER)
         self._given[full.data_ptr()] = number
 
         def finish() -> None:
@@ -114,7 +114,7 @@ class InPlace(Transport):
         return finish
 
     def all_reduce(self, full: Tensor) -> Finish:
-        number, shared = self._offer_whole(full, Transfer.ALL_REDUCE)
+        number, shared = self._offer_whole(full, OfferPurpose.ALL_REDUCE)
         self._given[full.data_ptr()] = number
         while self.sums_early and self._unsummed and self._meeting.reached(Number.OFFERED, self._unsummed[0][0] + 1):
             self._sum_oldest()
@@ -141,7 +141,7 @@ class InPlace(Transport):
         self._sum(shared, shared.view(self.size, -1)[self.index], addresses, accumulate=False)
         self._meeting.raise_own(Number.SUMMED, number + 1)
 
-    def _offer_whole(self, tensor: Tensor, transfer: Transfer) -> tuple[int, Tensor]:
+    def _offer_whole(self, tensor: Tensor, transfer: OfferPurpose) -> tuple[int, Tensor]:
         """(number of the offer, the memory that peers read): `tensor` itself, or a copy if it came from elsewhere."""
         shared = tensor
         if arena().find(tensor.data_ptr(), tensor.nbytes) is None:

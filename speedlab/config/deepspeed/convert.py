@@ -15,7 +15,7 @@ from typing import Any
 
 from speedlab.config.batch import DEFAULT_MICRO_SIZE
 from speedlab.config.deepspeed.hf_trainer import trainer_batch, trainer_dtype, trainer_steps
-from speedlab.config.deepspeed.keys import Keys, dtype_name, number, whole, word, yes
+from speedlab.config.deepspeed.keys import RemainingKeys, dtype_name, number, whole, word, yes
 from speedlab.config.deepspeed.optimizers import optimizer, schedule
 from speedlab.config.deepspeed.schema import OFFLOAD
 from speedlab.config.deepspeed.sparse_attention import sparse_attention
@@ -30,7 +30,7 @@ _ACTS = {
 """Field of offload -> its section, the older switch, and the stage from which on they act."""
 
 
-def offload(keys: Keys) -> None:
+def offload(keys: RemainingKeys) -> None:
     stage = keys.settings.get("zero", {}).get("stage", 2)
     for field, (section, switch, least) in _ACTS.items():
         _switch(keys, switch, field, stage, least)
@@ -44,7 +44,7 @@ def offload(keys: Keys) -> None:
         )
 
 
-def _switch(keys: Keys, path: str, field: str, stage: int, least: int) -> None:
+def _switch(keys: RemainingKeys, path: str, field: str, stage: int, least: int) -> None:
     """The switch of releases before offload had sections."""
     if not keys.has(path):
         return
@@ -56,7 +56,7 @@ def _switch(keys: Keys, path: str, field: str, stage: int, least: int) -> None:
         keys.agree(path, "partitions stay on the device")
 
 
-def _section(keys: Keys, section: str, field: str, stage: int, least: int) -> None:
+def _section(keys: RemainingKeys, section: str, field: str, stage: int, least: int) -> None:
     device_path, folder_path = f"{section}.device", f"{section}.nvme_path"
     if stage < least:
         for path in (device_path, folder_path):
@@ -77,7 +77,7 @@ def _section(keys: Keys, section: str, field: str, stage: int, least: int) -> No
         keys.ignore(folder_path, "nothing of this section is on disk")
 
 
-def _folder(keys: Keys, path: str) -> None:
+def _folder(keys: RemainingKeys, path: str) -> None:
     """All states on disk are in one folder here."""
     folder: Any = keys.take(path, word)
     chosen = keys.settings.get("offload", {}).get("folder")
@@ -93,7 +93,7 @@ def _too_low(stage: int, least: int) -> str:
     return f"it acts from ZeRO stage {least} on, and the stage is {stage}"
 
 
-def activations(keys: Keys) -> None:
+def activations(keys: RemainingKeys) -> None:
     """Whether inputs of blocks wait on the host; who says so has blocks computed again."""
     path = "activation_checkpointing.cpu_checkpointing"
     if (on := keys.take(path, yes)) is True:
@@ -110,7 +110,7 @@ _LARGEST_SCALE_POWER = 100
 """float32, in which the loss is scaled, ends at 2¹²⁸."""
 
 
-def batch(keys: Keys) -> None:
+def batch(keys: RemainingKeys) -> None:
     micro, accumulation = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     fields = {"train_batch_size": "batch.global_size", micro: "batch.micro_size", accumulation: "batch.accumulation"}
     trainer_batch(keys)
@@ -123,7 +123,7 @@ def batch(keys: Keys) -> None:
             keys.honour(path, field, value)
 
 
-def clipping(keys: Keys) -> None:
+def clipping(keys: RemainingKeys) -> None:
     path = "gradient_clipping"
     if not keys.has(path):
         keys.set("clip_norm", None)
@@ -133,7 +133,7 @@ def clipping(keys: Keys) -> None:
         keys.honour(path, "clip_norm", value or None)
 
 
-def precision(keys: Keys) -> None:
+def precision(keys: RemainingKeys) -> None:
     dtypes = {"fp16": "float16", "bf16": "bfloat16"}
     automatic = [name for name in dtypes if keys.is_auto(f"{name}.enabled")]
     chosen = []
@@ -162,7 +162,7 @@ def precision(keys: Keys) -> None:
     _loss_scale(keys)
 
 
-def _loss_scale(keys: Keys) -> None:
+def _loss_scale(keys: RemainingKeys) -> None:
     scale = keys.take("fp16.loss_scale", number, "precision.initial_loss_scale")
     if scale:
         keys.honour(
@@ -199,7 +199,7 @@ def _loss_scale(keys: Keys) -> None:
         keys.ignore("fp16.hysteresis", f"the loss scale is halved at the first overflow, not at number {hysteresis}")
 
 
-def gradient_sums(keys: Keys) -> None:
+def gradient_sums(keys: RemainingKeys) -> None:
     """The dtype in which gradients of several micro-batches are added up: here always float32."""
     path = "data_types.grad_accum_dtype"
     wanted = keys.take(path, dtype_name)
@@ -216,7 +216,7 @@ def gradient_sums(keys: Keys) -> None:
         keys.lack(path, "narrow-states", reason)
 
 
-def _one_micro_batch(keys: Keys) -> bool:
+def _one_micro_batch(keys: RemainingKeys) -> bool:
     """Whether a step is known to have one micro-batch."""
     sizes, ways = keys.settings.get("batch", {}), keys.settings.get("parallel", {})
     total, micro, accumulation = (sizes.get(name) for name in ("global_size", "micro_size", "accumulation"))
@@ -226,7 +226,7 @@ def _one_micro_batch(keys: Keys) -> bool:
     return total == micro * ranks
 
 
-def zero(keys: Keys) -> None:
+def zero(keys: RemainingKeys) -> None:
     whole_section = "zero_optimization"
     if keys.has(whole_section) and (on := keys.take(whole_section, yes)) is not None:
         keys.honour(whole_section, "zero.stage", int(on), "the switch of DeepSpeed's first releases")
@@ -241,7 +241,7 @@ def zero(keys: Keys) -> None:
     _plus_plus(keys, stage)
 
 
-def _plus_plus(keys: Keys, stage: int) -> None:
+def _plus_plus(keys: RemainingKeys, stage: int) -> None:
     """ZeRO++, which DeepSpeed knows at stage 3 alone (runtime/zero/config.py); its partition of one rank is none."""
     switches = {
         "zero_quantized_weights": ("zero.quantized_weights", yes),
@@ -256,7 +256,7 @@ def _plus_plus(keys: Keys, stage: int) -> None:
             keys.honour(path, field, None if kind is whole and value in (0, 1) else value)
 
 
-def _buckets(keys: Keys, stage: int) -> None:
+def _buckets(keys: RemainingKeys, stage: int) -> None:
     """DeepSpeed counts buckets in elements; ours are bytes in the compute dtype, one size for gathers and sums."""
     names = ["stage3_prefetch_bucket_size"] if stage == 3 else []
     names += ["reduce_bucket_size", "allgather_bucket_size"]
@@ -278,7 +278,7 @@ def _buckets(keys: Keys, stage: int) -> None:
         )
 
 
-def activation(keys: Keys) -> None:
+def activation(keys: RemainingKeys) -> None:
     """DeepSpeed's section tunes what a model's own checkpoint calls do; who tunes it checkpoints."""
     partition, count = "activation_checkpointing.partition_activations", "activation_checkpointing.number_checkpoints"
     if (on := keys.take(partition, yes)) is True:
@@ -297,7 +297,7 @@ def activation(keys: Keys) -> None:
         keys.agree(interval, "0: the pipeline asks for no block to be computed again")
 
 
-def parallel(keys: Keys) -> None:
+def parallel(keys: RemainingKeys) -> None:
     if keys.is_auto("pipeline.stages"):
         keys.agree("pipeline.stages", "parallel.pp 1: a file says how many pipeline stages, or the program does")
     elif (stages := keys.take("pipeline.stages", whole)) is not None:
@@ -313,7 +313,7 @@ def parallel(keys: Keys) -> None:
         keys.honour("sequence_parallel_size", "parallel.cp", size or 1)
 
 
-def reports(keys: Keys) -> None:
+def reports(keys: RemainingKeys) -> None:
     for path in ("wall_clock_breakdown", "memory_breakdown"):
         if (on := keys.take(path, yes)) is not None:
             keys.agree(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from speedlab.config.deepspeed.auto_values import total_steps, warmup_steps
-from speedlab.config.deepspeed.keys import Keys
+from speedlab.config.deepspeed.keys import RemainingKeys
 
 _ADAMW = (
     *("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused", "adamw_apex_fused", "adamw_hf"),
@@ -33,7 +33,7 @@ _HALF_A_WAVE = {"num_cycles": 0.5}
 _WARMUP_NOTE = "step k (from 0) has k + 1 of n + 1 parts of the rate; the Trainer's first step has none"
 
 
-def trainer_batch(keys: Keys) -> None:
+def trainer_batch(keys: RemainingKeys) -> None:
     """Batch sizes of a file that leaves them to others: its whole batch is no number."""
     if keys.arguments is None or (keys.has("train_batch_size") and not keys.is_auto("train_batch_size")):
         return
@@ -45,7 +45,7 @@ def trainer_batch(keys: Keys) -> None:
             keys.honour(f"training_args.{name}", field, keys.arguments[name])
 
 
-def trainer_dtype(keys: Keys) -> str | None:
+def trainer_dtype(keys: RemainingKeys) -> str | None:
     """The dtype of a file that has no section for it; None when the arguments ask for none."""
     args = keys.arguments or {}
     for name in ("bf16", "fp16"):
@@ -54,7 +54,7 @@ def trainer_dtype(keys: Keys) -> str | None:
     return None
 
 
-def trainer_optimizer(keys: Keys) -> None:
+def trainer_optimizer(keys: RemainingKeys) -> None:
     """The optimizer of a file without one."""
     args = keys.arguments
     assert args is not None
@@ -81,7 +81,7 @@ def trainer_optimizer(keys: Keys) -> None:
         keys.honour("training_args.adam_epsilon", "optimizer.eps", args["adam_epsilon"])
 
 
-def trainer_schedule(keys: Keys) -> None:
+def trainer_schedule(keys: RemainingKeys) -> None:
     """The schedule of a file without one."""
     args = keys.arguments
     assert args is not None
@@ -111,7 +111,7 @@ def trainer_schedule(keys: Keys) -> None:
         keys.set("schedule.floor", _floor(keys, name, args))
 
 
-def _floor(keys: Keys, name: str, args: Mapping[str, Any]) -> float:
+def _floor(keys: RemainingKeys, name: str, args: Mapping[str, Any]) -> float:
     """The share of the top rate at the end; other arguments of a schedule than that are refused."""
     given = dict(args["lr_scheduler_kwargs"] or {})
     floor = 0.0
@@ -128,7 +128,7 @@ def _floor(keys: Keys, name: str, args: Mapping[str, Any]) -> float:
     return float(floor)
 
 
-def trainer_steps(keys: Keys) -> None:
+def trainer_steps(keys: RemainingKeys) -> None:
     """The length of the training, where the file's schedule does not say it."""
     total = total_steps(keys.arguments or {"max_steps": None})
     if total is not None and "steps" not in keys.settings:

@@ -52,7 +52,7 @@ class Entry:
         return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
-class Keys:
+class RemainingKeys:
     """What is left of the file, what became of the rest, and the settings that follow from it.
 
     Rules take keys with `take` and say with `honour`, `ignore`, `refuse` what became of them; `finish` does the same

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from speedlab.config.deepspeed.hf_trainer import trainer_optimizer, trainer_schedule
-from speedlab.config.deepspeed.keys import Keys, number, pair, whole, word, yes
+from speedlab.config.deepspeed.keys import RemainingKeys, number, pair, whole, word, yes
 
 _ADAM = {"adam": "Adam", "adamw": "AdamW"}
 _SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
@@ -53,7 +53,7 @@ _PARAMS = "optimizer.params"
 _SCHEDULE = "scheduler.params"
 
 
-def optimizer(keys: Keys) -> None:
+def optimizer(keys: RemainingKeys) -> None:
     name = keys.take("optimizer.type", word)
     if name is None:
         for path in keys.under(_PARAMS):
@@ -95,7 +95,7 @@ def optimizer(keys: Keys) -> None:
             _stranger(keys, path, _PARAMETERS, f"{name} has no such parameter here")
 
 
-def _stranger(keys: Keys, path: str, names: tuple[str, ...], reason: str) -> None:
+def _stranger(keys: RemainingKeys, path: str, names: tuple[str, ...], reason: str) -> None:
     """A parameter that is none: refused when it is a slip for one of `names`, else told."""
     near = None if path.rpartition(".")[2] in names else keys.nearest(path, names)
     if near is None:
@@ -104,7 +104,7 @@ def _stranger(keys: Keys, path: str, names: tuple[str, ...], reason: str) -> Non
         keys.refuse(path, f"DeepSpeed has no such parameter; the nearest is {near!r}; correct it or take it out")
 
 
-def _adam(keys: Keys, name: str) -> None:
+def _adam(keys: RemainingKeys, name: str) -> None:
     if name:
         keys.honour("optimizer.type", "optimizer.name", "adamw")
     for key, kind in (("lr", number), ("betas", pair), ("eps", number), ("weight_decay", number)):
@@ -127,7 +127,7 @@ def _adam(keys: Keys, name: str) -> None:
             keys.ignore(f"{_PARAMS}.{key}", "one kernel updates each partition")
 
 
-def _onebit(keys: Keys, name: str, theirs: str, defaults: dict[str, Any]) -> None:
+def _onebit(keys: RemainingKeys, name: str, theirs: str, defaults: dict[str, Any]) -> None:
     keys.honour("optimizer.type", "optimizer.name", name)
     for key in defaults:
         _parameter(keys, key, pair if key == "betas" else number, defaults)
@@ -155,7 +155,7 @@ def _onebit(keys: Keys, name: str, theirs: str, defaults: dict[str, Any]) -> Non
             keys.lack(f"{_PARAMS}.{key}", "optimizer", f"{name} has the plain root of its variance")
 
 
-def _lamb(keys: Keys) -> None:
+def _lamb(keys: RemainingKeys) -> None:
     keys.honour("optimizer.type", "optimizer.name", "lamb")
     for key in _LAMB_DEFAULTS:
         _parameter(keys, key, pair if key == "betas" else number, _LAMB_DEFAULTS)
@@ -173,7 +173,7 @@ def _lamb(keys: Keys) -> None:
             keys.lack(f"{_PARAMS}.{key}", "optimizer", "LAMB has the plain root of its variance")
 
 
-def _sgd(keys: Keys) -> None:
+def _sgd(keys: RemainingKeys) -> None:
     keys.honour("optimizer.type", "optimizer.name", "sgd")
     for key in ("lr", "momentum", "weight_decay"):
         _parameter(keys, key, number, _SGD_DEFAULTS)
@@ -183,7 +183,7 @@ def _sgd(keys: Keys) -> None:
         keys.lack(f"{_PARAMS}.dampening", "optimizer", "the configuration's sgd has no dampening")
 
 
-def _parameter(keys: Keys, key: str, kind: Any, defaults: dict[str, Any], ours: str = "") -> None:
+def _parameter(keys: RemainingKeys, key: str, kind: Any, defaults: dict[str, Any], ours: str = "") -> None:
     """One of the optimizer's numbers, or DeepSpeed's default of it; `ours`: what we call it, where that differs."""
     path, field = f"{_PARAMS}.{key}", f"optimizer.{ours or key}"
     if not keys.has(path):
@@ -195,7 +195,7 @@ def _parameter(keys: Keys, key: str, kind: Any, defaults: dict[str, Any], ours: 
         keys.honour(path, field, value, note)
 
 
-def schedule(keys: Keys) -> None:
+def schedule(keys: RemainingKeys) -> None:
     name = keys.take("scheduler.type", word)
     if name is None:
         for path in keys.under(_SCHEDULE):
@@ -225,12 +225,12 @@ def schedule(keys: Keys) -> None:
             _stranger(keys, path, _SCHEDULE_PARAMETERS, f"{name} has no such parameter")
 
 
-def _constant(keys: Keys) -> None:
+def _constant(keys: RemainingKeys) -> None:
     keys.set("schedule.kind", "constant")
     keys.set("schedule.warmup_steps", 0)
 
 
-def _warm_up(keys: Keys) -> None:
+def _warm_up(keys: RemainingKeys) -> None:
     steps, shape = f"{_SCHEDULE}.warmup_num_steps", f"{_SCHEDULE}.warmup_type"
     if not keys.has(steps):
         keys.set("schedule.warmup_steps", _WARMUP_STEPS)
@@ -251,7 +251,7 @@ def _warm_up(keys: Keys) -> None:
         keys.ignore(shape, "there is no warm-up")
 
 
-def _fall(keys: Keys) -> None:
+def _fall(keys: RemainingKeys) -> None:
     path = f"{_SCHEDULE}.total_num_steps"
     if not keys.has(path):
         keys.refuse(path, "it is missing, so the rate's fall has no end; give it")
@@ -259,7 +259,7 @@ def _fall(keys: Keys) -> None:
         keys.honour(path, "steps", total)
 
 
-def _ends(keys: Keys) -> None:
+def _ends(keys: RemainingKeys) -> None:
     """Rates at the bottom and at the top of WarmupLR and WarmupDecayLR. The top replaces the optimizer's own rate."""
     low_path, top_path = f"{_SCHEDULE}.warmup_min_lr", f"{_SCHEDULE}.warmup_max_lr"
     own = keys.settings.get("optimizer", {}).get("lr")
@@ -288,7 +288,7 @@ def _ends(keys: Keys) -> None:
         keys.agree(low_path, "the warm-up starts near 0")
 
 
-def _ratios(keys: Keys) -> None:
+def _ratios(keys: RemainingKeys) -> None:
     """Shares of the top rate of WarmupCosineLR."""
     low, floor = f"{_SCHEDULE}.warmup_min_ratio", f"{_SCHEDULE}.cos_min_ratio"
     if keys.take(low, number):

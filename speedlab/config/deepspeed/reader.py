@@ -8,8 +8,8 @@
   may be told to go on without a feature by its name: `ignore={"moe"}`.
 
 A key that is left out has DeepSpeed's default, not SpeedLab's, where that changes what is trained: no ZeRO, float32, no
-clipping, a constant learning rate. `Reading.assumed` lists these. What a DeepSpeed file does not speak of (model,
-data, number of steps without a schedule) has SpeedLab's defaults.
+clipping, a constant learning rate. `DeepSpeedReport.assumed` lists these. What a DeepSpeed file does not speak of
+(model, data, number of steps without a schedule) has SpeedLab's defaults.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from speedlab.config.deepspeed.convert import RULES
 from speedlab.config.deepspeed.json_parser import parse
-from speedlab.config.deepspeed.keys import Entry, Keys
+from speedlab.config.deepspeed.keys import Entry, RemainingKeys
 from speedlab.config.deepspeed.schema import FEATURES, TOP_LEVEL
 from speedlab.config.deepspeed.sparse_attention import FEATURE as SPARSE
 from speedlab.config.deepspeed.sparse_attention import HEADS
@@ -39,7 +39,7 @@ FEATURE_NAMES = tuple(sorted({feature.name for feature in FEATURES.values()} | _
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class DeepSpeedReport:
     """What became of every key of a DeepSpeed file."""
 
     source: str
@@ -116,7 +116,7 @@ def read(
     engines: int | None = None,
     training_args: Mapping[str, Any] | None = None,
     ignore: Collection[str] = (),
-) -> Reading:
+) -> DeepSpeedReport:
     """Read a DeepSpeed configuration: a path, the text itself (it starts with '{' or a comment), or a dict.
 
     `kind`: what the configuration becomes. It comes as an argument, because its methods read and write through here.
@@ -130,12 +130,12 @@ def read(
     if strangers:
         raise ConfigError(f"ignore: {strangers[0]!r} is no feature; known: {', '.join(FEATURE_NAMES)}")
     data, name, warnings = _data(source)
-    keys = Keys(data, training_args, ignore, warnings, kind(), engines)
+    keys = RemainingKeys(data, training_args, ignore, warnings, kind(), engines)
     for rule in RULES:
         rule(keys)
     keys.finish()
     config = _config(keys, kind, engines)
-    return Reading(
+    return DeepSpeedReport(
         source=name,
         honoured=tuple(keys.honoured),
         ignored=tuple(keys.ignored),
@@ -192,7 +192,7 @@ def _data(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, 
     return parsed.data, str(path), list(parsed.warnings)
 
 
-def _config(keys: Keys, kind: type[RunConfig], engines: int | None) -> RunConfig | None:
+def _config(keys: RemainingKeys, kind: type[RunConfig], engines: int | None) -> RunConfig | None:
     """The configuration; None, with what was refused added to `keys`, when there is none."""
     try:
         config = kind(**keys.settings)

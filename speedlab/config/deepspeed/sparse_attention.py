@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from speedlab.config.attention import AttentionConfig
-from speedlab.config.deepspeed.keys import Keys, whole, word, yes
+from speedlab.config.deepspeed.keys import RemainingKeys, whole, word, yes
 
 SECTION = "sparse_attention"
 FEATURE, HEADS = "sparse-attention", "head-layouts"
@@ -36,7 +36,7 @@ _EITHER_WAY = ("unidirectional", "bidirectional")
 _INDICES, _ENDS = "global_block_indices", "global_block_end_indices"
 
 
-def sparse_attention(keys: Keys) -> None:
+def sparse_attention(keys: RemainingKeys) -> None:
     """The section, key by key."""
     if keys.has(SECTION):
         if (on := keys.take(SECTION, yes)) is False:
@@ -72,7 +72,7 @@ def sparse_attention(keys: Keys) -> None:
     return None
 
 
-def _lacking(keys: Keys, mode: str, first: int | None) -> tuple[str, str] | None:
+def _lacking(keys: RemainingKeys, mode: str, first: int | None) -> tuple[str, str] | None:
     """(path, reason) of what the section asks for and model.attention cannot say; None when there is nothing."""
     usual = "unidirectional" if mode == "local_sliding_window" else "bidirectional"
     path, said = f"{SECTION}.attention", keys.has(f"{SECTION}.attention")
@@ -99,7 +99,7 @@ def _lacking(keys: Keys, mode: str, first: int | None) -> tuple[str, str] | None
     return None
 
 
-def _pattern(keys: Keys, mode: str) -> None:
+def _pattern(keys: RemainingKeys, mode: str) -> None:
     keys.set("model.attention.kind", "block_sparse")
     note = "of the built-in GPT; a model of your own attends as it does by itself"
     _honour(keys, "mode", "pattern", _PATTERNS[mode], note)
@@ -119,13 +119,13 @@ def _pattern(keys: Keys, mode: str) -> None:
         keys.agree(horizontal, "global blocks see no later ones")
 
 
-def _count(keys: Keys, name: str, field: str, note: str = "") -> None:
+def _count(keys: RemainingKeys, name: str, field: str, note: str = "") -> None:
     """A number of blocks, 1 by default."""
     blocks = _default(keys, name, 1, whole)
     _honour(keys, name, field, 1 if blocks is None else blocks, note)
 
 
-def _honour(keys: Keys, name: str, field: str, value: Any, note: str = "") -> None:
+def _honour(keys: RemainingKeys, name: str, field: str, value: Any, note: str = "") -> None:
     """What the key `name`, or its default, says of a field of model.attention."""
     if keys.has_said(f"{SECTION}.{name}"):
         keys.honour(f"{SECTION}.{name}", f"model.attention.{field}", value, note)
@@ -133,7 +133,7 @@ def _honour(keys: Keys, name: str, field: str, value: Any, note: str = "") -> No
         keys.set(f"model.attention.{field}", value)
 
 
-def _heads(keys: Keys, mode: str) -> None:
+def _heads(keys: RemainingKeys, mode: str) -> None:
     """Heads have one layout here; DeepSpeed's differ where something in the mode does."""
     path, patterns = f"{SECTION}.different_layout_per_head", f"{SECTION}.num_different_global_patterns"
     different = keys.take(path, yes)
@@ -149,7 +149,7 @@ def _heads(keys: Keys, mode: str) -> None:
         keys.agree(path, "all heads see the same blocks")
 
 
-def _first_blocks(keys: Keys) -> int | None:
+def _first_blocks(keys: RemainingKeys) -> int | None:
     """How many first blocks are global; None where others are, too."""
     starts = _default(keys, _INDICES, [0], _places)
     starts = [0] if starts is None else starts
@@ -161,7 +161,7 @@ def _first_blocks(keys: Keys) -> int | None:
     return len(blocks) if blocks == set(range(len(blocks))) and len(starts) == len(ends) else None
 
 
-def _default(keys: Keys, name: str, usual: Any, kind: Any) -> Any:
+def _default(keys: RemainingKeys, name: str, usual: Any, kind: Any) -> Any:
     """The key's value; DeepSpeed's default where it is left out; None where it is refused or "auto"."""
     path = f"{SECTION}.{name}"
     if keys.has(path):
@@ -170,7 +170,7 @@ def _default(keys: Keys, name: str, usual: Any, kind: Any) -> Any:
     return usual
 
 
-def _leave_rest(keys: Keys, reason: str) -> None:
+def _leave_rest(keys: RemainingKeys, reason: str) -> None:
     for path in keys.known_under(SECTION):
         keys.ignore(path, reason)
 

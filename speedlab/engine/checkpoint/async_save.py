@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any
 
 from speedlab.comm.shared.memfd import host_identity
-from speedlab.comm.shared.shared_tensors import Process
+from speedlab.comm.shared.shared_tensors import PeerProcess
 from speedlab.telemetry.checkpoint_index import CheckpointError
 
 _FAILED = "failed.json"
@@ -101,7 +101,7 @@ def whose() -> list[Any]:
     return [host_identity(), os.getpid()]
 
 
-def peers_of(told: Mapping[int, list[Any]]) -> dict[int, Process]:
+def peers_of(told: Mapping[int, list[Any]]) -> dict[int, PeerProcess]:
     """Those of other ranks' processes, by rank, that can be looked at from here: `told` is what `whose` gave there.
 
     Raises CheckpointError when one has ended already."""
@@ -109,13 +109,13 @@ def peers_of(told: Mapping[int, list[Any]]) -> dict[int, Process]:
     for rank, (host, pid) in told.items():
         if host == host_identity() and pid != os.getpid():
             try:
-                peers[rank] = Process(pid)
+                peers[rank] = PeerProcess(pid)
             except ProcessLookupError:
                 raise CheckpointError(f"the process of rank {rank} has ended") from None
     return peers
 
 
-def await_reports(hidden: Path, size: int, peers: Mapping[int, Process] | None = None) -> None:
+def await_reports(hidden: Path, size: int, peers: Mapping[int, PeerProcess] | None = None) -> None:
     """Wait until every rank has written its report. Raises CheckpointError as soon as one says that it failed, or of
     `peers` one has ended without a report."""
     missing = set(range(size))
@@ -139,7 +139,7 @@ def await_reports(hidden: Path, size: int, peers: Mapping[int, Process] | None =
         time.sleep(_POLL_SECONDS if missing else 0)
 
 
-def _ended(peers: Mapping[int, Process] | None, ranks: Iterable[int]) -> set[int]:
+def _ended(peers: Mapping[int, PeerProcess] | None, ranks: Iterable[int]) -> set[int]:
     """To be asked before a look at what they have left: they may have written it and ended since."""
     return {rank for rank in ranks if peers and rank in peers and peers[rank].ended}
 
@@ -165,7 +165,7 @@ def given_up(hidden: Path) -> bool:
     return (hidden / _FAILED).exists()
 
 
-def await_outcome(hidden: Path, target: Path, peers: Mapping[int, Process] | None = None) -> None:
+def await_outcome(hidden: Path, target: Path, peers: Mapping[int, PeerProcess] | None = None) -> None:
     """Wait until the first rank has given the folder its name. Raises CheckpointError when it gave up, or its process,
     one of `peers`, has ended."""
     end = time.monotonic() + _PATIENCE_SECONDS

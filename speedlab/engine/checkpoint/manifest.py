@@ -31,7 +31,7 @@ from torch import Tensor
 from speedlab.engine.checkpoint.model_description import describe_model
 from speedlab.engine.checkpoint.slices import Stretch
 from speedlab.engine.state import TrainingState
-from speedlab.layout import Part
+from speedlab.layout import ShardRange
 from speedlab.telemetry.checkpoint_index import MANIFEST, CheckpointError
 
 FORMAT = "speedlab-checkpoint"
@@ -63,13 +63,15 @@ def sources_of(entry: Mapping[str, Any]) -> list[Source]:
     ]
 
 
-def _part_of(shape: list[int], written: Mapping[str, Any] | None) -> Part | None:
+def _part_of(shape: list[int], written: Mapping[str, Any] | None) -> ShardRange | None:
     if written is None:
         return None
-    return Part(shape=tuple(shape), dim=written["dim"], ranges=tuple((low, high) for low, high in written["ranges"]))
+    return ShardRange(
+        shape=tuple(shape), dim=written["dim"], ranges=tuple((low, high) for low, high in written["ranges"])
+    )
 
 
-def describe_part(part: Part | None) -> dict[str, Any]:
+def describe_part(part: ShardRange | None) -> dict[str, Any]:
     """What a slice of the manifest says of its part."""
     return {} if part is None else {"part": {"dim": part.dim, "ranges": [list(pair) for pair in part.ranges]}}
 
@@ -179,7 +181,7 @@ def check_content(manifest: dict[str, Any]) -> None:
         if not isinstance(entry["bytes"], int) or not isinstance(entry["sha256"], str | None):
             raise ValueError(f"size and hash of {name} are {entry['bytes']!r} and {entry['sha256']!r}")
     for name, entry in manifest["parameters"].items():
-        parts: dict[Part | None, list[Stretch]] = {}
+        parts: dict[ShardRange | None, list[Stretch]] = {}
         for source in sources_of(entry):
             if source.file not in manifest["files"]:
                 raise ValueError(f"{name} is in {source.file}, which is not among its files")
@@ -198,9 +200,9 @@ def check_content(manifest: dict[str, Any]) -> None:
 
 def _check_kept(kind: str, name: str, manifest: dict[str, Any], pieces: list[dict[str, Any]]) -> None:
     """Every holder has each element of each part once, and all holders have as much."""
-    shape, held = manifest["parameters"][name]["shape"], dict[int, set[Part | None]]()
+    shape, held = manifest["parameters"][name]["shape"], dict[int, set[ShardRange | None]]()
     for holder in sorted({int(piece["holder"]) for piece in pieces}):
-        parts: dict[Part | None, list[Stretch]] = {}
+        parts: dict[ShardRange | None, list[Stretch]] = {}
         for source in sources_of({"shape": shape, "slices": [p for p in pieces if p["holder"] == holder]}):
             if source.file not in manifest["files"]:
                 raise ValueError(f"{kind} of {name} is in {source.file}, which is not among its files")
@@ -222,7 +224,7 @@ def _check_cover(name: str, numel: int, stretches: list[Stretch]) -> None:
         raise ValueError(f"the slices of {name} hold {covered} of its {numel} elements")
 
 
-def _check_parts(name: str, shape: list[int], parts: list[Part | None]) -> None:
+def _check_parts(name: str, shape: list[int], parts: list[ShardRange | None]) -> None:
     """Parts may overlap, as where ranks share a key head, but nothing may be missing."""
     if None in parts or not math.prod(shape):
         return

@@ -1,9 +1,9 @@
 """Loading what is kept beside gradients: by an optimizer that sums them itself, or by islands that meet.
 
-What each rank has of its own (`Holders.OWN`: a worker's error) comes back to the rank it was of, where there are as
+What each rank has of its own (`Replication.OWN`: a worker's error) comes back to the rank it was of, where there are as
 many as before; else every rank gets the mean over them, so that the mean, which is all that the next sum sees, is what
-it was. With what islands have of their own (`Holders.ISLANDS_PART`: their errors) it is the same. What belongs to a
-partition (`Holders.OWN_PART`: the error of the mean that a rank serves, an anchor) goes with its elements.
+it was. With what islands have of their own (`Replication.ISLANDS_PART`: their errors) it is the same. What belongs to a
+partition (`Replication.OWN_PART`: the error of the mean that a rank serves, an anchor) goes with its elements.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch import Tensor
 from speedlab.engine.checkpoint.safetensors_files import Files
 from speedlab.engine.checkpoint.slices import Stretch
 from speedlab.engine.state import TrainingState
-from speedlab.optim.compressed_optimizer import Communicating, keeps_now
-from speedlab.optim.diloco import Islands
-from speedlab.parallel.zero import Flat, Slot
-from speedlab.placement import Holders
+from speedlab.optim.compressed_optimizer import CommunicatingOptimizer, keeps_now
+from speedlab.optim.diloco import DiLoCo
+from speedlab.parallel.zero import FlatParam, ParamSlot
+from speedlab.placement import Replication
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def load_kept(engine: TrainingState, files: Files, manifest: dict[str, Any]) -> 
             engine.begin_anew()
         else:
             _load(engine, keeper, files, manifest)
-    if isinstance(engine.optimizer, Communicating) and not keeps_now(engine.optimizer):
+    if isinstance(engine.optimizer, CommunicatingOptimizer) and not keeps_now(engine.optimizer):
         for flat in engine.partitioned_optimizer.flats:
             begin_at_zero(engine.partitioned_optimizer.states_of(flat))
 
@@ -47,7 +47,7 @@ def begin_at_zero(states: Mapping[str, Tensor]) -> None:
             state.masked_fill_(state.isinf(), 0.0)
 
 
-def _missing(engine: TrainingState, keeper: Islands | Communicating, manifest: dict[str, Any]) -> str:
+def _missing(engine: TrainingState, keeper: DiLoCo | CommunicatingOptimizer, manifest: dict[str, Any]) -> str:
     """What a checkpoint has not of what `keeper` goes on from, the same on all ranks. Collective."""
     stored, entries, name = manifest.get("kept", {}), manifest["parameters"], type(keeper).__name__
     trained = {name for name, entry in entries.items() if entry["trainable"]}
@@ -62,13 +62,15 @@ def _missing(engine: TrainingState, keeper: Islands | Communicating, manifest: d
     return f"{new[0]}{more} not trained when the checkpoint was written, so that it has not all of {name}"
 
 
-def _load(engine: TrainingState, keeper: Islands | Communicating, files: Files, manifest: dict[str, Any]) -> None:
+def _load(
+    engine: TrainingState, keeper: DiLoCo | CommunicatingOptimizer, files: Files, manifest: dict[str, Any]
+) -> None:
     stored, entries = manifest["kept"], manifest["parameters"]
     for flat in engine.flats:
         for kind, state in ({} if flat.gradient is None else flat.gradient.kept).items():
             holders = engine.placement.flats[flat.name][0].states[kind].holders
-            own = holders is Holders.OWN
-            among = {Holders.OWN: flat.gather_group, Holders.ISLANDS_PART: engine.islands.group}.get(holders)
+            own = holders is Replication.OWN
+            among = {Replication.OWN: flat.gather_group, Replication.ISLANDS_PART: engine.islands.group}.get(holders)
             for slot, low, high in _held(flat, whole=own):
                 pieces = stored[kind][slot.name]
                 stretch = Stretch(
@@ -88,7 +90,7 @@ def _load(engine: TrainingState, keeper: Islands | Communicating, files: Files, 
         engine.islands.anchored()
 
 
-def _held(flat: Flat, *, whole: bool) -> Iterator[tuple[Slot, int, int]]:
+def _held(flat: FlatParam, *, whole: bool) -> Iterator[tuple[ParamSlot, int, int]]:
     """(slot, range of the flat) of the parameters of which this rank holds something."""
     low, high = (0, flat.padded) if whole else (flat.start, flat.end)
     for slot in flat.slots:

@@ -1,4 +1,4 @@
-"""Loading: each rank reads the slices that its own layout and residency ask for, whatever layout wrote them.
+"""Loading: each rank reads the slices that its own layout and zero_policy ask for, whatever layout wrote them.
 
 1. The manifest is read and checked against the model.
 2. Every file is hashed, the work divided over the ranks; any damage is an error on all of them, before anything
@@ -34,9 +34,9 @@ from speedlab.engine.module_state import (
 )
 from speedlab.engine.rng import restore_random
 from speedlab.engine.state import TrainingState
-from speedlab.optim.compressed_optimizer import Communicating
+from speedlab.optim.compressed_optimizer import CommunicatingOptimizer
 from speedlab.optim.optimizer_state import Scalars
-from speedlab.parallel.zero import Flat, Slot
+from speedlab.parallel.zero import FlatParam, ParamSlot
 from speedlab.telemetry.checkpoint_index import CheckpointError, Place, find_checkpoint
 
 
@@ -64,7 +64,7 @@ def load(engine: TrainingState, place: Place, tag: str | None, *, verify: bool =
     return path, manifest["client_state"]
 
 
-def held(engine: TrainingState, flat: Flat) -> Iterator[tuple[Slot, Stretch, slice]]:
+def held(engine: TrainingState, flat: FlatParam) -> Iterator[tuple[ParamSlot, Stretch, slice]]:
     """What this rank holds of the flat's parameters: (slot, stretch, where it lies in the flat's states)."""
     low, high = flat.state_range
     placement = engine.placement
@@ -108,7 +108,7 @@ def take_whole(
 
 
 @contextmanager
-def _replacing(engine: TrainingState, flat: Flat) -> Iterator[None]:
+def _replacing(engine: TrainingState, flat: FlatParam) -> Iterator[None]:
     """Inside, the masters and moments of `flat` can be written; its parameters follow on all ranks."""
     with engine.partitioned_optimizer.visit(flat, changed=True):
         yield
@@ -119,7 +119,7 @@ def _replacing(engine: TrainingState, flat: Flat) -> Iterator[None]:
         flat.gradient.forget_kept()
 
 
-def empty_states(engine: TrainingState, flat: Flat, kinds: list[str]) -> dict[str, Tensor]:
+def empty_states(engine: TrainingState, flat: FlatParam, kinds: list[str]) -> dict[str, Tensor]:
     """A tensor over the visited flat's state range for each kind of state; those that are there are used again."""
     optimizer = engine.partitioned_optimizer
     present = optimizer.states_of(flat)
@@ -134,7 +134,7 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
     states: dict[str, dict[str, Tensor]] = {}
     scalars: dict[str, Scalars] = {}
     entries = manifest["parameters"]
-    may_freeze = isinstance(engine.optimizer, Communicating)  # What it is to have then, `load_kept` knows.
+    may_freeze = isinstance(engine.optimizer, CommunicatingOptimizer)  # What it is to have then, `load_kept` knows.
     for flat in engine.flats:
         kinds = sorted({kind for slot in flat.slots for kind in entries[slot.name]["states"]} - {"master"})
         with _replacing(engine, flat):

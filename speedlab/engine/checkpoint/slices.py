@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from speedlab.layout import Part
+from speedlab.layout import ShardRange
 
 Shape = Sequence[int]
 
@@ -29,13 +29,13 @@ Shape = Sequence[int]
 class Stretch:
     """Elements [start, end) of the tensor that holds `part` of a parameter; `part` None: the whole parameter."""
 
-    part: Part | None
+    part: ShardRange | None
     start: int
     end: int
 
 
 @dataclass(frozen=True)
-class Block:
+class StridedSlice:
     """`rows` × `length` elements. Places are counted from the start of each stretch; rows lie `stride` apart."""
 
     rows: int
@@ -47,7 +47,7 @@ class Block:
 
 
 @torch.no_grad()
-def copy_blocks(found: Iterable[Block], values: Tensor, into: Tensor) -> None:
+def copy_blocks(found: Iterable[StridedSlice], values: Tensor, into: Tensor) -> None:
     """Copy blocks from `values` (the source stretch's elements, 1-D) into `into` (the target's)."""
     for block in found:
         size = (block.rows, block.length)
@@ -55,7 +55,7 @@ def copy_blocks(found: Iterable[Block], values: Tensor, into: Tensor) -> None:
         into.as_strided(size, (block.target_stride, 1), into.storage_offset() + block.target).copy_(read)
 
 
-def blocks(shape: Shape, source: Stretch, target: Stretch) -> Iterator[Block]:
+def blocks(shape: Shape, source: Stretch, target: Stretch) -> Iterator[StridedSlice]:
     """What both stretches of a parameter of `shape` hold."""
     if not math.prod(shape):
         return
@@ -63,7 +63,7 @@ def blocks(shape: Shape, source: Stretch, target: Stretch) -> Iterator[Block]:
         low, high = max(source.start, target.start), min(source.end, target.end)
         if low < high:
             length = high - low
-            yield Block(1, length, low - source.start, length, low - target.start, length)
+            yield StridedSlice(1, length, low - source.start, length, low - target.start, length)
         return
     dims = {part.dim for part in (source.part, target.part) if part is not None}
     if len(dims) == 2:
@@ -122,7 +122,7 @@ class _Side:
         return -((self.first - place) // self.width)
 
 
-def _rows(rows: int, length: int, source: _Side, target: _Side) -> Iterator[Block]:
+def _rows(rows: int, length: int, source: _Side, target: _Side) -> Iterator[StridedSlice]:
     """Blocks of `length` columns in what both stretches hold of so many rows."""
     sides = (source, target)
     low = max(0, *(side.ceil_rows(side.stretch.start - length + 1) for side in sides))
@@ -141,6 +141,6 @@ def _rows(rows: int, length: int, source: _Side, target: _Side) -> Iterator[Bloc
             yield _block(row, 1, begin, end - begin, source, target)
 
 
-def _block(row: int, rows: int, skip: int, length: int, source: _Side, target: _Side) -> Block:
+def _block(row: int, rows: int, skip: int, length: int, source: _Side, target: _Side) -> StridedSlice:
     places = [side.first + row * side.width + skip - side.stretch.start for side in (source, target)]
-    return Block(rows, length, places[0], source.width, places[1], target.width)
+    return StridedSlice(rows, length, places[0], source.width, places[1], target.width)

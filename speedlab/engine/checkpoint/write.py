@@ -39,9 +39,9 @@ from speedlab.engine.checkpoint.safetensors_files import Values, real, to_disk, 
 from speedlab.engine.module_state import NotEncodable, encode, extra_states, frozen_tensors
 from speedlab.engine.rng import random_tensors, random_words
 from speedlab.engine.state import TrainingState
-from speedlab.offload import Kept
-from speedlab.parallel.zero import Flat, Slot
-from speedlab.placement import Holders, Where
+from speedlab.offload import OffloadedState
+from speedlab.parallel.zero import FlatParam, ParamSlot
+from speedlab.placement import MemoryKind, Replication
 from speedlab.telemetry.checkpoint_index import MANIFEST, CheckpointError
 
 _MARGIN_BYTES = 2**20
@@ -76,12 +76,12 @@ def save(
     """
     finish_saving(engine)
     engine.finish_update()
-    engine.make_one()
+    engine.average_replicas()
     group = engine.everyone
     target, hidden = folder / tag, folder / f".{tag}.partial"
     part = _own_part(engine, hidden, verify=verify, moments=moments)
     common = common_of(engine, client_state)
-    wait = wait or any(zero.residency.states_at is Where.DISK for zero in engine.zeros)
+    wait = wait or any(zero.zero_policy.states_at is MemoryKind.DISK for zero in engine.zeros)
     told = group.collect([part.nbytes, whose()])
     needed = sum(nbytes for nbytes, _ in told)
     if not wait:
@@ -268,12 +268,12 @@ def _not_plain(engine: TrainingState) -> list[str]:
     return own + sorted(complex_ones & {*_persistent(engine), *(row.name for row in engine.placement.rows)})
 
 
-def _own_stretches(engine: TrainingState, flat: Flat) -> Iterator[tuple[Slot, int, int]]:
+def _own_stretches(engine: TrainingState, flat: FlatParam) -> Iterator[tuple[ParamSlot, int, int]]:
     """What of `_stretches` the first island writes for all."""
     return _stretches(engine, flat) if engine.islands.index == 0 else iter(())
 
 
-def _stretches(engine: TrainingState, flat: Flat) -> Iterator[tuple[Slot, int, int]]:
+def _stretches(engine: TrainingState, flat: FlatParam) -> Iterator[tuple[ParamSlot, int, int]]:
     """(slot, start and end in its parameter) of what this rank owns of the flat and answers for in its island. What has
     no elements is the first rank's."""
     placement = engine.placement
@@ -296,10 +296,10 @@ def _add_kept(engine: TrainingState, file: str, tensors: dict[str, Values]) -> d
         for kind, state in ({} if flat.gradient is None else flat.gradient.kept).items():
             home = placement.flats[flat.name][0].states[kind]
             stretches, base, holder = list(_own_stretches(engine, flat)), flat.start, 0
-            if home.holders is Holders.OWN:
+            if home.holders is Replication.OWN:
                 stretches, base = [(slot, 0, slot.numel) for slot in flat.slots if placement[slot.name].answers], 0
                 holder = flat.gather_group.index
-            elif home.holders is Holders.ISLANDS_PART:
+            elif home.holders is Replication.ISLANDS_PART:
                 stretches, holder = list(_stretches(engine, flat)), engine.islands.index
             tensors[f"{flat.name}/{kind}"] = _values(state, base, stretches, None)
             offset = 0
@@ -313,7 +313,9 @@ def _add_kept(engine: TrainingState, file: str, tensors: dict[str, Values]) -> d
     return told
 
 
-def _values(state: Tensor, base: int, stretches: list[tuple[Slot, int, int]], kept: Kept | None) -> Values:
+def _values(
+    state: Tensor, base: int, stretches: list[tuple[ParamSlot, int, int]], kept: OffloadedState | None
+) -> Values:
     """The stretches of a state end to end, which begins at element `base` of its flat; neighbours in memory are one
     piece. What is `kept` away from the device is read when it is written, a little at a time."""
     runs: list[list[int]] = []
@@ -333,7 +335,7 @@ def _values(state: Tensor, base: int, stretches: list[tuple[Slot, int, int]], ke
     return Values((numel,), dtype, [partial(_read, kept, low, high) for low, high in pieces])
 
 
-def _read(kept: Kept, low: int, high: int) -> Tensor:
+def _read(kept: OffloadedState, low: int, high: int) -> Tensor:
     values = torch.empty(high - low, dtype=kept.dtype, device=kept.device)
     kept.read(values, low).wait()
     return real(values).view(-1)

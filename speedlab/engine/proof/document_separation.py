@@ -113,7 +113,7 @@ def _bounds(starts: Tensor) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Losses:
+class TrialLosses:
     """What the forwards of a trial gave on one rank."""
 
     unit: str
@@ -123,7 +123,7 @@ class Losses:
     control: float | None = None
 
 
-def finding_of(ranks: Sequence[Losses], *, has_positions: bool = False) -> Finding:
+def finding_of(ranks: Sequence[TrialLosses], *, has_positions: bool = False) -> Finding:
     """From the losses of all ranks that had something to compare. Documents count before sequences. `has_positions`:
     whether the batch has positions of documents."""
     ranks = [each for each in ranks if each.unit == "document"] or ranks
@@ -163,21 +163,21 @@ def finding_of(ranks: Sequence[Losses], *, has_positions: bool = False) -> Findi
     return found(severity, f"changing the first {unit} moves the loss of the other {unit}s by {effect:.2g}: {advice}")
 
 
-def _effects(losses: Losses) -> tuple[float, float | None]:
+def _effects(losses: TrialLosses) -> tuple[float, float | None]:
     inside = None
     if losses.control is not None and losses.control_base is not None:
         inside = abs(losses.control - losses.control_base)
     return abs(losses.changed - losses.base), inside
 
 
-def _leaks(losses: Losses) -> bool:
+def _leaks(losses: TrialLosses) -> bool:
     effect, inside = _effects(losses)
     if inside:
         return effect > _LEAK * inside and effect > 1e-9
     return effect > _ROUNDING * abs(losses.base)
 
 
-def _is_finite(losses: Losses) -> bool:
+def _is_finite(losses: TrialLosses) -> bool:
     values = (losses.base, losses.changed, losses.control_base, losses.control)
     return all(value is None or abs(value) < float("inf") for value in values)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from speedlab.engine.proof.parameter_groups import listed
-from speedlab.parallel.zero import Flat, Gradient
-from speedlab.placement import Where
+from speedlab.parallel.zero import FlatParam, Gradient
+from speedlab.placement import MemoryKind
 from speedlab.telemetry.proof import Finding, Severity
 
 KIND = "first update"
@@ -27,19 +27,19 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 @torch.no_grad()
-def bit_sums(flats: Sequence[Flat], *, reads_disk: bool) -> dict[str, Tensor]:
+def bit_sums(flats: Sequence[FlatParam], *, reads_disk: bool) -> dict[str, Tensor]:
     """By flat, (slots, 2) int64: two sums over the bits of this rank's own part of each master. Flats on disk are left
     out unless `reads_disk`."""
     found = {}
     for flat in flats:
         if flat.trainable and (
-            reads_disk or Where.DISK not in (flat.residency.states_at, flat.residency.parameters_at)
+            reads_disk or MemoryKind.DISK not in (flat.zero_policy.states_at, flat.zero_policy.parameters_at)
         ):
             found[flat.name] = _sums_of(flat)
     return found
 
 
-def _sums_of(flat: Flat) -> Tensor:
+def _sums_of(flat: FlatParam) -> Tensor:
     kept = flat.kept("master")
     values = flat.lasting_master
     if kept is not None:
@@ -64,12 +64,12 @@ def _sum_bits(words: Tensor) -> Tensor:
     return total
 
 
-def own_slots(flat: Flat) -> list[bool]:
+def own_slots(flat: FlatParam) -> list[bool]:
     """Of which parameters this rank's partition has some elements."""
     return [max(slot.range.start, flat.start) < min(slot.range.stop, flat.end) for slot in flat.slots]
 
 
-def moved(flats: Sequence[Flat], before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, bool]:
+def moved(flats: Sequence[FlatParam], before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, bool]:
     """By name, whether this rank's part of a parameter has moved; parameters of which it has none are left out."""
     found: dict[str, bool] = {}
     for flat in flats:
@@ -82,9 +82,9 @@ def moved(flats: Sequence[Flat], before: Mapping[str, Tensor], after: Mapping[st
 
 
 @torch.no_grad()
-def gradient_facts(flat: Flat, gradient: Gradient) -> dict[str, tuple[bool, bool]]:
+def gradient_facts(flat: FlatParam, gradient: Gradient) -> dict[str, tuple[bool, bool]]:
     """By name: (whether this rank's backward gave a gradient, whether the sum here is known to be zero)."""
-    away = gradient.away is not None or gradient.waiting is not None
+    away = gradient.offloaded is not None or gradient.waiting is not None
     start, values = (0, None) if away else gradient.counted
     facts = {}
     for slot, used in zip(flat.slots, gradient.used, strict=True):
@@ -145,7 +145,7 @@ def finding_of(
     return found(Severity.OK, f"all {count:,} trainable tensors with a gradient moved in {which}")
 
 
-def rates_of(flats: Sequence[Flat], options: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def rates_of(flats: Sequence[FlatParam], options: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The learning rate of each trainable parameter, by name."""
     return {
         slot.name: float(options[slot.group].get("lr", float("nan")))

@@ -18,7 +18,7 @@ from speedlab.engine.drivers import Driver
 from speedlab.engine.proof.restore_state import left_as_it_was
 from speedlab.engine.proof.token_batch import TokenBatch
 from speedlab.engine.state import TrainingState
-from speedlab.engine.train_step import Step
+from speedlab.engine.train_step import StepState
 from speedlab.telemetry.proof import Finding, Severity
 
 _KINDS = ((document_separation.KIND, document_separation.SECTION), (batch_cut.KIND, batch_cut.SECTION))
@@ -42,7 +42,7 @@ class _Report(NamedTuple):
 
 def findings_of(
     state: TrainingState,
-    step: Step,
+    step: StepState,
     driver: Driver,
     views: Sequence[TokenBatch],
     later: Iterable[TokenBatch],
@@ -94,7 +94,7 @@ def _share_of_forward(state: TrainingState, views: Sequence[TokenBatch]) -> floa
     """How much of all forwards of a step one of two sequences is."""
     by_sequences = 2 / sum(len(view.tokens) for view in views)
     # Where parameters come for a forward, that may take most of its time, however few sequences there are.
-    by_gathers = 1 / len(views) if any(zero.residency.parameters_come for zero in state.zeros) else 0.0
+    by_gathers = 1 / len(views) if any(zero.zero_policy.params_unsharded_on_demand for zero in state.zeros) else 0.0
     return min(1.0, max(by_sequences, by_gathers))
 
 
@@ -125,19 +125,19 @@ def _one_for_each_data_index(reports: Sequence[_Report]) -> list[_Report]:
     return [found[index] for index in sorted(found)]
 
 
-def _apart(report: _Report) -> document_separation.Losses:
+def _apart(report: _Report) -> document_separation.TrialLosses:
     assert report.apart is not None
     base, changed, *control = report.apart
     inside = control if len(control) == 2 else (None, None)
-    return document_separation.Losses(
+    return document_separation.TrialLosses(
         unit=report.unit, base=base, changed=changed, control_base=inside[0], control=inside[1]
     )
 
 
-def _cut(report: _Report) -> batch_cut.Losses:
+def _cut(report: _Report) -> batch_cut.SplitLosses:
     assert report.cut is not None
     together, *alone = report.cut
-    return batch_cut.Losses(
+    return batch_cut.SplitLosses(
         together=together, alone=(alone[0], alone[1]), counted=(report.counted[1], report.counted[2])
     )
 

@@ -41,7 +41,7 @@ def parts_of(batch: TokenBatch) -> list[TokenBatch]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Losses:
+class SplitLosses:
     """What the forwards gave on one rank: of both sequences, of each, and how many targets count in each."""
 
     together: float
@@ -50,7 +50,7 @@ class Losses:
 
 
 def finding_of(
-    ranks: Sequence[Losses], *, dtype: str, weighted_by_tokens: bool, given: Sequence[Sequence[int]]
+    ranks: Sequence[SplitLosses], *, dtype: str, weighted_by_tokens: bool, given: Sequence[Sequence[int]]
 ) -> Finding:
     """From the losses of all ranks that had two sequences. `weighted_by_tokens`: whether a step weights micro-batches
     by their counted tokens. `given`: counted targets of the micro-batches of each rank."""
@@ -97,12 +97,12 @@ def finding_of(
     )
 
 
-def _difference(losses: Losses, weights: tuple[int, int]) -> float:
+def _difference(losses: SplitLosses, weights: tuple[int, int]) -> float:
     mean = sum(weight * loss for weight, loss in zip(weights, losses.alone, strict=True)) / sum(weights)
     return abs(losses.together - mean) / _scale(losses)
 
 
-def _scale(losses: Losses) -> float:
+def _scale(losses: SplitLosses) -> float:
     return max(abs(losses.together), *map(abs, losses.alone), 1e-6)
 
 

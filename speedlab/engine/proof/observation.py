@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 import speedlab.engine.proof.first_update as first_update
 from speedlab.engine.state import TrainingState
-from speedlab.engine.train_step import Step
-from speedlab.models.gpt import Prediction
+from speedlab.engine.train_step import StepState
+from speedlab.models.gpt import LMHead
 from speedlab.optim.sharded_update import engine_hook
 
 
 class Observation:
     """Of one step, or of one forward and backward. `start`, the step, `stop`."""
 
-    def __init__(self, state: TrainingState, step: Step) -> None:
+    def __init__(self, state: TrainingState, step: StepState) -> None:
         self._state, self._step = state, step
         self._hooks: list[Any] = []
         self.reason = ""
@@ -85,7 +85,7 @@ class Observation:
             self.logits_dtype = _name(output.dtype)
 
     def _see_head(self, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(module, Prediction):
+        if isinstance(module, LMHead):
             self.logits_dtype = f"{_name(args[0].dtype)} in chunks" if module.chunked else "float32"
         elif isinstance(output, Tensor):
             self.logits_dtype = self.logits_dtype or _name(output.dtype)
@@ -114,7 +114,7 @@ def _head(modules: list[nn.Module]) -> nn.Module | None:
     """What makes logits of the last hidden states, on a rank that has it."""
     inside = [each for module in modules for each in module.modules()]
     for module in inside:
-        if isinstance(module, Prediction):
+        if isinstance(module, LMHead):
             return module
     for module in inside:
         getter = getattr(module, "get_output_embeddings", None)

@@ -34,7 +34,7 @@ from speedlab.engine.proof.observation import Observation, token_embedding
 from speedlab.engine.proof.restore_state import left_as_it_was
 from speedlab.engine.proof.token_batch import NoTokensError, TokenBatch, token_batch
 from speedlab.engine.state import TrainingState
-from speedlab.engine.train_step import Step
+from speedlab.engine.train_step import StepState
 from speedlab.telemetry.proof import Finding, ParameterGroup, Proof, Severity
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ _MOST_NAMES = 2000
 """Names of parameters that a rank tells of at most."""
 
 
-class Tokenizer(Protocol):
+class ProofTokenizer(Protocol):
     """What the proof needs of a tokenizer; its number of tokens is compared if it tells one."""
 
     def decode(self, ids: list[int], /) -> str: ...
@@ -62,11 +62,11 @@ class Prover:
     def __init__(
         self,
         state: TrainingState,
-        step: Step,
+        step: StepState,
         driver: Driver,
         *,
         form: str,
-        tokenizer: Tokenizer | None,
+        tokenizer: ProofTokenizer | None,
         attempt: Attempt | None = None,
     ) -> None:
         """`form`: "cheap" leaves out what would take long. `attempt`: how collective work is tried; without it a
@@ -428,17 +428,17 @@ DriverOf = Callable[[LossFunction | None], Driver]
 class ProofOnRequest:
     """The proofs of one engine."""
 
-    def __init__(self, state: TrainingState, step: Step, driver_of: DriverOf) -> None:
+    def __init__(self, state: TrainingState, step: StepState, driver_of: DriverOf) -> None:
         self._state, self._step, self._driver_of = state, step, driver_of
         self._prover: Prover | None = None
         """Watches the update that follows the last proof; None after it was told."""
         self._last: Proof | None = None
 
-    def prover(self, *, form: str, tokenizer: Tokenizer | None, attempt: Attempt) -> Prover:
+    def prover(self, *, form: str, tokenizer: ProofTokenizer | None, attempt: Attempt) -> Prover:
         """For a run, which knows its steps."""
         return Prover(self._state, self._step, self._driver_of(None), form=form, tokenizer=tokenizer, attempt=attempt)
 
-    def of(self, batch: Batch | None, loss: LossFunction | None, tokenizer: Tokenizer | None) -> Proof:
+    def of(self, batch: Batch | None, loss: LossFunction | None, tokenizer: ProofTokenizer | None) -> Proof:
         """As of `Engine.proof`."""
         self._step.refuse_after_cut()
         if batch is None:

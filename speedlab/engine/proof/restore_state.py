@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from speedlab.engine.rng import random_tensors, random_words, restore_random
 from speedlab.engine.state import TrainingState
-from speedlab.engine.train_step import Step
+from speedlab.engine.train_step import StepState
 
 
 @contextmanager
-def left_as_it_was(state: TrainingState, step: Step) -> Iterator[None]:
+def left_as_it_was(state: TrainingState, step: StepState) -> Iterator[None]:
     """Between two steps: what passes inside change beside parameters is put back, whatever happens."""
     device = state.world.device
     words, tensors = random_words(), random_tensors(device)

@@ -20,7 +20,7 @@ from cuda_ops.block_layout import BlockLayout, whole_layout
 from cuda_ops.block_sparse_attention import partial_attention, partial_gradients
 from cuda_ops.tensor_checks import FLOATS
 from speedlab.config.attention import head_fits
-from speedlab.models.gpt import Attend
+from speedlab.models.gpt import CausalAttention
 from speedlab.models.selective_checkpointing import computed_once
 
 
@@ -34,7 +34,7 @@ class Masks:
     """(B, H, own queries, T) bool: which probabilities are not dropped; None: all."""
     dropout: float
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, places: Places) -> tuple[Tensor, Tensor]:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, places: TokenPositions) -> tuple[Tensor, Tensor]:
         """Of a turn (output, natural logarithm of the sum of exponentials (B, H, n), -inf where a query sees no key)"""
         if self._takes_kernel(q):
             q, k, v = (each.contiguous() for each in (q, k, v))
@@ -57,7 +57,7 @@ class Masks:
         out: Tensor,
         logarithm: Tensor,
         scale: float,
-        places: Places,
+        places: TokenPositions,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of q, k and v in a turn, where `gradient`, `out` and `logarithm` are those of all turns together."""
         if self._takes_kernel(q):
@@ -79,7 +79,7 @@ class Masks:
     def _takes_kernel(self, q: Tensor) -> bool:
         return self.kept is None and q.is_cpu and q.dtype in FLOATS and head_fits(q.shape[3])
 
-    def _scores(self, q: Tensor, k: Tensor, scale: float, places: Places) -> Tensor:
+    def _scores(self, q: Tensor, k: Tensor, scale: float, places: TokenPositions) -> Tensor:
         """(B, n, m), -inf where a query does not see a key."""
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = (q.to(wide) @ k.to(wide).mT).mul_(scale)
@@ -89,7 +89,7 @@ class Masks:
             scores.masked_fill_(places.keys < self.starts[:, places.queries, None], -torch.inf)
         return scores
 
-    def _dropped(self, p: Tensor, head: int, places: Places) -> Tensor:
+    def _dropped(self, p: Tensor, head: int, places: TokenPositions) -> Tensor:
         """`p` (B, n, m) of a head, without what is dropped."""
         if self.kept is None:
             return p
@@ -98,7 +98,7 @@ class Masks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Places:
+class TokenPositions:
     """Where the tokens of a turn are in their sequences."""
 
     rows: slice
@@ -125,7 +125,7 @@ def local_starts(starts: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     return torch.searchsorted(keys.to(starts.dtype), starts[:, queries].contiguous(), out_int32=True)  # 1
 
 
-def kept_of(attend: Attend, q: Tensor, length: int, own: Tensor) -> Tensor | None:
+def kept_of(attend: CausalAttention, q: Tensor, length: int, own: Tensor) -> Tensor | None:
     """What `attend` keeps of the probabilities of its heads, for this rank's queries, which stand at `own` (n,) in
     whole sequences of `length`: (B, H, n, T) bool, in training with dropout. The random state moves as in one process.
     """

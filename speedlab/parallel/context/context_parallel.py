@@ -29,13 +29,13 @@ from speedlab.config import ModelConfig, ParallelConfig
 from speedlab.config.layout_rules import context_problem, dropout_rule, heads_shared, ring_block, ways_out
 from speedlab.layout import Layout, LayoutError, own_positions, sequence_multiple
 from speedlab.models import GPT
-from speedlab.models.gpt import Attend, Block, Dropout, GPTOutput, SparseAttend
+from speedlab.models.gpt import CausalAttention, Dropout, GPTBlock, GPTOutput, SparseAttend
 from speedlab.models.packing import IGNORED
 from speedlab.parallel.context.ring_attention import ring_attention
 from speedlab.parallel.context.sparse_ring_attention import sparse_ring_attention
 from speedlab.parallel.context.ulysses import share_heads, share_tokens
 from speedlab.parallel.mesh import Mesh
-from speedlab.parallel.module_patches import Change, Changes
+from speedlab.parallel.module_patches import ModulePatch, ModulePatches
 
 
 def check_model(model: nn.Module, layout: Layout, parallel: ParallelConfig, device: str) -> GPT:
@@ -51,7 +51,7 @@ def check_model(model: nn.Module, layout: Layout, parallel: ParallelConfig, devi
         raise LayoutError(f"parallel: {problem}")
     if heads_shared(model.config, layout, parallel.cp_heads) == layout.cp:
         return model
-    attends = [block.attention.attend for block in cast(Iterable[Block], model.blocks)]
+    attends = [block.attention.attend for block in cast(Iterable[GPTBlock], model.blocks)]
     if own := [each for each in attends if not _as_configured(each, model.config)]:
         raise LayoutError(
             f"parallel.cp {layout.cp}: the attention of this model is a {type(own[0]).__name__} of its own, which "
@@ -72,7 +72,7 @@ def check_model(model: nn.Module, layout: Layout, parallel: ParallelConfig, devi
 
 def _as_configured(attend: nn.Module, config: ModelConfig) -> bool:
     """Whether `attend` is what the model's configuration says."""
-    kind = Attend if config.attention.kind == "dense" else SparseAttend
+    kind = CausalAttention if config.attention.kind == "dense" else SparseAttend
     same = getattr(attend, "attention", config.attention) == config.attention
     return type(attend) is kind and same and "forward" not in vars(attend)
 
@@ -88,8 +88,8 @@ class ContextParallel:
         sequence = parallel.sequence and mesh.layout.tp > 1
         self._group, self._sequence, self._pads = mesh["cp"], sequence, parallel.cp_pad
         self._token_share = mesh.layout.tp if sequence else 1
-        self._made = Changes()
-        self._changes: list[Change] = []
+        self._made = ModulePatches()
+        self._changes: list[ModulePatch] = []
         self.multiple = 1
         """What the length of a sequence is padded to a multiple of; in training it has to be one, unless `cp_pad`."""
         self._length = 0
@@ -128,23 +128,23 @@ class ContextParallel:
     def detach(self) -> None:
         self._made.undo()
 
-    def _of_gpt(self, model: GPT) -> Iterator[Change]:
+    def _of_gpt(self, model: GPT) -> Iterator[ModulePatch]:
         # Those of classes: pipeline stages of one rank may share these modules, and each of them changes them.
         vocabulary = model.config.vocab_size
-        yield Change(model.places, "forward", lambda _: partial(self._positions, model.config))
-        yield Change(model.places, "own", lambda _: partial(self._embedded, model.places, vocabulary))
-        yield Change(model.prediction, "forward", lambda _: partial(self._predict, model.prediction, vocabulary))
+        yield ModulePatch(model.places, "forward", lambda _: partial(self._positions, model.config))
+        yield ModulePatch(model.places, "own", lambda _: partial(self._embedded, model.places, vocabulary))
+        yield ModulePatch(model.prediction, "forward", lambda _: partial(self._predict, model.prediction, vocabulary))
         dropouts, first_own = [cast(Dropout, model.dropout)], self._heads.index * self._own_heads
-        for block in cast(Iterable[Block], model.blocks):
+        for block in cast(Iterable[GPTBlock], model.blocks):
             attention = block.attention
             dropouts += [attention.dropout, block.mlp.dropout]
-            yield Change(attention.attend, "forward", partial(self._across_ranks, attention.attend))
+            yield ModulePatch(attention.attend, "forward", partial(self._across_ranks, attention.attend))
             if model.config.dropout:
-                yield Change(attention.attend, "first_head", lambda first: first + first_own)
+                yield ModulePatch(attention.attend, "first_head", lambda first: first + first_own)
         for dropout in dropouts if model.config.dropout else []:
-            yield Change(dropout, "mask", lambda _, each=dropout: partial(self._own_mask, each))
+            yield ModulePatch(dropout, "mask", lambda _, each=dropout: partial(self._own_mask, each))
             if not self._sequence:  # Else tensor parallelism has its part of that mask.
-                yield Change(dropout, "forward", lambda _, each=dropout: partial(self._drop, each))
+                yield ModulePatch(dropout, "forward", lambda _, each=dropout: partial(self._drop, each))
 
     # ---- tokens ------------------------------------------------------------------------------------------------------
 
@@ -201,7 +201,7 @@ class ContextParallel:
             q, k, v = share_heads(torch.stack((q, k, v)), heads).unbind()
         if ring.size == 1:
             y = forward(q, k, v) if starts is None else forward(q, k, v, starts)
-        elif isinstance(attend, Attend):
+        elif isinstance(attend, CausalAttention):
             y = ring_attention(q, k, v, ring, attend=attend, starts=starts)
         else:
             y = sparse_ring_attention(q, k, v, self._attention, ring, starts=starts)
@@ -232,7 +232,7 @@ class ContextParallel:
 
     def _all_logits(self, own: Tensor) -> Tensor:
         """(B, T, V) in the order of the sequences, on every rank."""
-        every = _GatherTokens.apply(own, self._group)
+        every = _GatherSequence.apply(own, self._group)
         length = every.shape[1]
         size, heads = self._group.size, self._heads.size
         order = torch.cat(
@@ -257,7 +257,7 @@ class _SumOfRanks(Function):
         return gradient * ctx.size, None
 
 
-class _GatherTokens(Function):
+class _GatherSequence(Function):
     """The ranks' tokens side by side."""
 
     @staticmethod

@@ -21,10 +21,10 @@ from torch.autograd.function import once_differentiable
 
 from speedlab.comm import Group
 from speedlab.layout import own_positions
-from speedlab.models.gpt import Attend
+from speedlab.models.gpt import CausalAttention
 from speedlab.models.packing import starts_for
 from speedlab.models.selective_checkpointing import computed_once
-from speedlab.parallel.context.attention_masks import Masks, Places, kept_of
+from speedlab.parallel.context.attention_masks import Masks, TokenPositions, kept_of
 
 _HEAD_MULTIPLE = 8
 """On GPUs, kernels take heads of a multiple of so many elements."""
@@ -36,7 +36,7 @@ _EFFICIENT_ROWS = 32
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, ring: Group, *, attend: Attend | None = None, starts: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, ring: Group, *, attend: CausalAttention | None = None, starts: Tensor | None = None
 ) -> Tensor:
     """Causal attention of this rank's tokens to those of all ranks of `ring`: q, k, v (B, H, T, D) each -> the same.
     Collective.
@@ -137,10 +137,10 @@ def _masks(starts: Tensor | None, kept: Tensor | None, dropout: float) -> Masks 
     return None if starts is None and kept is None else Masks(starts=starts, kept=kept, dropout=dropout)
 
 
-def _places(ring: Group, turn: int, rows: slice, columns: slice, q: Tensor) -> Places:
+def _places(ring: Group, turn: int, rows: slice, columns: slice, q: Tensor) -> TokenPositions:
     """Where the queries and keys of a turn stand in whole sequences."""
     own, come = (_own(q.shape[2] * ring.size, ring, ring.index - each, q.device) for each in (0, turn))
-    return Places(rows=rows, queries=own[rows], keys=come[columns], causal=turn == 0)
+    return TokenPositions(rows=rows, queries=own[rows], keys=come[columns], causal=turn == 0)
 
 
 def _own(length: int, ring: Group, index: int, device: torch.device) -> Tensor:

@@ -32,7 +32,7 @@ from speedlab.parallel.context.ring_attention import add_turn
 
 
 @dataclass(frozen=True, eq=False)
-class _Turn:
+class _RingTurn:
     """A turn of one rank. Blocks are counted among those of who has them."""
 
     places: int
@@ -69,7 +69,7 @@ def sparse_ring_attention(
 
 
 @lru_cache(maxsize=64)
-def _turns(attention: AttentionConfig, length: int, ranks: int, index: int) -> tuple[_Turn, ...]:
+def _turns(attention: AttentionConfig, length: int, ranks: int, index: int) -> tuple[_RingTurn, ...]:
     """The turns of rank `index`, its own first."""  # 1
     needs = ring_needs(attention, length, ranks)
     whole = _whole(attention, length)
@@ -88,20 +88,26 @@ def _whole(attention: AttentionConfig, length: int) -> BlockLayout:
     return BlockLayout(mask, causal=True, block=attention.block, window=layout.window)
 
 
-def _turn(needs: RingNeeds, whole: BlockLayout, places: int, index: int) -> _Turn:
+def _turn(needs: RingNeeds, whole: BlockLayout, places: int, index: int) -> _RingTurn:
     size, own = len(needs.blocks), needs.blocks[index]
     if not places:
-        return _Turn(0, (), whole.part(own, own))
+        return _RingTurn(0, (), whole.part(own, own))
     number = {block: n for n, block in enumerate(own)}
     wanted = needs.needed[(index + places) % size][index]
     coming = needs.needed[index][(index - places) % size]
-    return _Turn(places, tuple(number[block] for block in wanted), whole.part(own, coming))
+    return _RingTurn(places, tuple(number[block] for block in wanted), whole.part(own, coming))
 
 
 class _SparseRing(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, both: Tensor, scale: float, turns: tuple[_Turn, ...], ring: Group, starts: Tensor | None
+        ctx: Any,
+        q: Tensor,
+        both: Tensor,
+        scale: float,
+        turns: tuple[_RingTurn, ...],
+        ring: Group,
+        starts: Tensor | None,
     ) -> Tensor:
         result, logarithms = computed_once(lambda: _round(q, both, scale, turns, ring, starts))
         ctx.ring, ctx.scale, ctx.turns = ring, scale, turns
@@ -138,7 +144,7 @@ class _SparseRing(Function):
 
 
 def _round(
-    q: Tensor, both: Tensor, scale: float, turns: tuple[_Turn, ...], ring: Group, starts: Tensor | None
+    q: Tensor, both: Tensor, scale: float, turns: tuple[_RingTurn, ...], ring: Group, starts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """(output, logarithms of its sums) of all turns."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -151,7 +157,7 @@ def _round(
     return whole.to(q.dtype), logarithms
 
 
-def _arriving(both: Tensor, turns: tuple[_Turn, ...], ring: Group, tag: int) -> Iterator[tuple[_Turn, Tensor]]:
+def _arriving(both: Tensor, turns: tuple[_RingTurn, ...], ring: Group, tag: int) -> Iterator[tuple[_RingTurn, Tensor]]:
     """Each turn with the keys and values (2, B, H, …, D) that came for it; those of the next are on their way."""  # 2
     here, coming = both, None
     for number, turn in enumerate(turns):
@@ -166,7 +172,7 @@ def _arriving(both: Tensor, turns: tuple[_Turn, ...], ring: Group, tag: int) -> 
         yield turn, here
 
 
-def _add_blocks(sums: Tensor, turn: _Turn, coming: Rotation) -> None:
+def _add_blocks(sums: Tensor, turn: _RingTurn, coming: Rotation) -> None:
     """Add the gradients of what was sent in `turn`, which come back, to this rank's `sums`."""
     gradients, block = coming.wait().to(sums.dtype), turn.layout.block
     _blocks(sums, block).index_add_(3, torch.tensor(turn.sent, dtype=torch.int64), _blocks(gradients, block))

@@ -14,15 +14,15 @@ from speedlab.models.selective_checkpointing import computed_once
 
 def share_heads(x: Tensor, group: Group) -> Tensor:
     """`x` (…, H, T / n, D) of n ranks' tokens in rank order -> (…, H / n, T, D). Collective."""
-    return _Exchange.apply(x, group, _to_heads, _to_tokens)
+    return _HeadExchange.apply(x, group, _to_heads, _to_tokens)
 
 
 def share_tokens(x: Tensor, group: Group) -> Tensor:
     """The way back: `x` (…, H / n, T, D) -> (…, H, T / n, D). Collective."""
-    return _Exchange.apply(x, group, _to_tokens, _to_heads)
+    return _HeadExchange.apply(x, group, _to_tokens, _to_heads)
 
 
-class _Exchange(Function):
+class _HeadExchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, there: Any, back: Any) -> Tensor:
         ctx.group, ctx.back = group, back

@@ -28,17 +28,17 @@ from torch import Tensor
 
 from speedlab.comm import Group, Transfer
 from speedlab.parallel.pipeline.partition import StageModule
-from speedlab.parallel.pipeline.schedules import Action, Kind, forward_plan, training_plan
+from speedlab.parallel.pipeline.schedules import Action, ActionKind, forward_plan, training_plan
 from speedlab.parallel.pipeline.stage import PipelineStage
-from speedlab.parallel.pipeline.timeline import Timeline
+from speedlab.parallel.pipeline.timeline import PhaseTimeline
 from speedlab.parallel.zero import Zero
 from speedlab.telemetry.records import Span
 
 _TAGS = 2**30
 
 _COMPUTED_BY = {
-    Kind.RECEIVE_ACTIVATION: Kind.SEND_ACTIVATION,
-    Kind.RECEIVE_GRADIENT: Kind.SEND_GRADIENT,
+    ActionKind.RECEIVE_ACTIVATION: ActionKind.SEND_ACTIVATION,
+    ActionKind.RECEIVE_GRADIENT: ActionKind.SEND_GRADIENT,
 }
 
 Timing = Callable[[str], AbstractContextManager[object]]
@@ -98,7 +98,7 @@ class Pipeline:
         self._device, self._dtype = group.device, dtype
         self._hidden, self._own_length = stages[0].hidden, own_length
         self._on_forward, self._phase = on_forward, phase
-        self._timeline = Timeline(group.device)
+        self._timeline = PhaseTimeline(group.device)
         for number, stage in self._stages.items():
             stage.zero.around_reductions(partial(self._timeline.span, "reduce", number))
         self._training_plan = cache(
@@ -107,8 +107,8 @@ class Pipeline:
             ]
         )
         self._first_tag = self._next_tag = 0
-        self._arriving: dict[tuple[Kind, int, int], tuple[Tensor, Transfer]] = {}
-        self._leaving: dict[tuple[Kind, int, int], Transfer] = {}
+        self._arriving: dict[tuple[ActionKind, int, int], tuple[Tensor, Transfer]] = {}
+        self._leaving: dict[tuple[ActionKind, int, int], Transfer] = {}
         """Sends whose tensors must stay. On shared memory none: a message is copied when it is sent."""
         self._cut_off: list[object] = []
         """What passes that raised had under way, which peers that are still in them may need."""
@@ -173,9 +173,9 @@ class Pipeline:
         kind, number, k = action
         if kind in _COMPUTED_BY:
             self._receive(action, step.shape)
-        elif kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
+        elif kind in (ActionKind.SEND_ACTIVATION, ActionKind.SEND_GRADIENT):
             self._send(action, step.made.pop(number), step.shape)
-        elif kind is Kind.FORWARD:
+        elif kind is ActionKind.FORWARD:
             result = self._forward(action, step.inputs[k], step.labels[k], step.positions[k])
             if self._stages[number].module.is_last:
                 step.losses[k] = result
@@ -186,18 +186,18 @@ class Pipeline:
             if gradient is not None:
                 step.made[number] = gradient
 
-    def _last_kinds(self, number: int) -> tuple[Kind, ...]:
+    def _last_kinds(self, number: int) -> tuple[ActionKind, ...]:
         """The kinds of action that make a stage's gradients."""
         first_half, second_half = self._stages[number].halves
         if second_half:
-            return Kind.BACKWARD, Kind.BACKWARD_WEIGHT
-        return (Kind.BACKWARD, Kind.BACKWARD_INPUT) if first_half else (Kind.BACKWARD,)
+            return ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT
+        return (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT) if first_half else (ActionKind.BACKWARD,)
 
     def _forward(self, action: Action, tokens: Tensor, targets: Tensor, positions: Tensor | None) -> Tensor:
         _, number, k = action
         stage = self._stages[number]
         with self._phase("forward"):
-            given = tokens if stage.module.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, number, k)
+            given = tokens if stage.module.is_first else self._arrived(ActionKind.RECEIVE_ACTIVATION, number, k)
             self._on_forward(k)
             with self._timeline.span("F", number, k):
                 return stage.forward(k, given, targets if stage.module.is_last else None, positions)
@@ -205,17 +205,17 @@ class Pipeline:
     def _backward(self, action: Action, *, scale: float | Tensor, sync: bool) -> Tensor | None:
         kind, number, k = action
         stage = self._stages[number]
-        if kind is not Kind.BACKWARD and not stage.halves[kind is Kind.BACKWARD_WEIGHT]:
+        if kind is not ActionKind.BACKWARD and not stage.halves[kind is ActionKind.BACKWARD_WEIGHT]:
             return None  # The other half does it all.
         with self._phase("backward"):
             gradient = None
-            if not stage.module.is_last and (kind is not Kind.BACKWARD_WEIGHT or stage.module.is_first):
-                gradient = self._arrived(Kind.RECEIVE_GRADIENT, number, k)
-            whole = kind is Kind.BACKWARD or not stage.split
+            if not stage.module.is_last and (kind is not ActionKind.BACKWARD_WEIGHT or stage.module.is_first):
+                gradient = self._arrived(ActionKind.RECEIVE_GRADIENT, number, k)
+            whole = kind is ActionKind.BACKWARD or not stage.split
             with self._timeline.span("B" if whole else kind.value, number, k):
                 if whole:
                     return stage.backward(k, gradient, scale=scale, sync=sync)
-                if kind is Kind.BACKWARD_INPUT:
+                if kind is ActionKind.BACKWARD_INPUT:
                     return stage.backward_input(k, gradient, scale=scale)
                 stage.backward_weight(k, sync=sync)
                 return None
@@ -241,9 +241,11 @@ class Pipeline:
         try:
             for action in plan:
                 kind, number, k = action
-                if kind is Kind.FORWARD:
+                if kind is ActionKind.FORWARD:
                     stage = self._stages[number]
-                    given = inputs[k] if stage.module.is_first else self._arrived(Kind.RECEIVE_ACTIVATION, number, k)
+                    given = (
+                        inputs[k] if stage.module.is_first else self._arrived(ActionKind.RECEIVE_ACTIVATION, number, k)
+                    )
                     made[number] = stage.evaluate(given, labels[k], places[k])
                     if stage.module.is_last:
                         results.append(made.pop(number))
@@ -263,9 +265,9 @@ class Pipeline:
         batch, length = tokens.shape
         return batch, self._own_length(length), self._hidden
 
-    def _tag(self, sent: Kind, stage: int, micro_batch: int) -> int:
+    def _tag(self, sent: ActionKind, stage: int, micro_batch: int) -> int:
         """The same on both sides, and another one in every step."""
-        way = 0 if sent is Kind.SEND_ACTIVATION else 1
+        way = 0 if sent is ActionKind.SEND_ACTIVATION else 1
         return (self._first_tag + (2 * micro_batch + way) * self._count + stage) % _TAGS
 
     def _send(self, action: Action, tensor: Tensor, shape: tuple[int, ...]) -> None:
@@ -275,7 +277,7 @@ class Pipeline:
                 f"pipeline stage {number} made {tuple(tensor.shape)} {tensor.dtype}, but {shape} {self._dtype} goes "
                 f"between pipeline stages; the model must keep the shape and the dtype of what its blocks are given"
             )
-        peer = (number + (1 if kind is Kind.SEND_ACTIVATION else -1)) % self.pp
+        peer = (number + (1 if kind is ActionKind.SEND_ACTIVATION else -1)) % self.pp
         with self._timeline.span("send", number, k):
             self._leaving[kind, number, k] = self._group.send(tensor, peer, self._tag(kind, number, k))
         self._leaving = {action: pending for action, pending in self._leaving.items() if not pending.over}
@@ -283,19 +285,19 @@ class Pipeline:
     def _receive(self, action: Action, shape: tuple[int, ...]) -> None:
         """Make a place for what another rank sends, and go on."""
         kind, number, k = action
-        sender = number + (-1 if kind is Kind.RECEIVE_ACTIVATION else 1)
+        sender = number + (-1 if kind is ActionKind.RECEIVE_ACTIVATION else 1)
         place = torch.empty(shape, dtype=self._dtype, device=self._device)
         pending = self._group.receive(place, sender % self.pp, self._tag(_COMPUTED_BY[kind], sender, k))
         self._arriving[action.kind, number, k] = place, pending
 
-    def _arrived(self, kind: Kind, number: int, micro_batch: int) -> Tensor:
+    def _arrived(self, kind: ActionKind, number: int, micro_batch: int) -> Tensor:
         """Wait for what was sent to this stage."""
         place, pending = self._arriving.pop((kind, number, micro_batch))
         with self._timeline.span("wait", number, micro_batch):
             pending.wait()
-            if kind is Kind.RECEIVE_GRADIENT:
+            if kind is ActionKind.RECEIVE_GRADIENT:
                 # Its gradient is here, so the activation has arrived; not every backend says so by itself.
-                sent = self._leaving.pop((Kind.SEND_ACTIVATION, number, micro_batch), None)
+                sent = self._leaving.pop((ActionKind.SEND_ACTIVATION, number, micro_batch), None)
                 if sent is not None:
                     sent.wait()
         return place

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """What an action does. The values are those of torch's and of the timeline."""
 
     FORWARD = "F"
@@ -31,7 +31,7 @@ class Kind(Enum):
 class Action(NamedTuple):
     """`stage` is the number of the pipeline stage in the whole model. Prints as in a grid: 2F0, 1RECV_B3."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     micro_batch: int
 
@@ -62,7 +62,7 @@ def training_plan(schedule: str, *, pp: int, chunks: int, micro_batches: int) ->
 def forward_plan(*, pp: int, chunks: int, micro_batches: int) -> Orders:
     """Every rank's actions of an evaluation: forwards only."""
     orders = [
-        [Action(Kind.FORWARD, chunk * pp + rank, k) for chunk in range(chunks) for k in range(micro_batches)]
+        [Action(ActionKind.FORWARD, chunk * pp + rank, k) for chunk in range(chunks) for k in range(micro_batches)]
         for rank in range(pp)
     ]
     return with_transfers(orders, stages=pp * chunks)
@@ -91,7 +91,7 @@ def _in_rounds(pp: int, micro_batches: int) -> bool:
 def _gpipe(pp: int, _chunks: int, micro_batches: int) -> Orders:
     """All forwards, then all backwards (arXiv:1811.06965)."""
     return [
-        [Action(kind, rank, k) for kind in (Kind.FORWARD, Kind.BACKWARD) for k in range(micro_batches)]
+        [Action(kind, rank, k) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for k in range(micro_batches)]
         for rank in range(pp)
     ]
 
@@ -102,11 +102,11 @@ def _one_forward_one_backward(pp: int, _chunks: int, micro_batches: int) -> Orde
     orders = []
     for rank in range(pp):
         ahead = min(pp - 1 - rank, micro_batches)
-        actions = [Action(Kind.FORWARD, rank, k) for k in range(ahead)]
+        actions = [Action(ActionKind.FORWARD, rank, k) for k in range(ahead)]
         for k in range(micro_batches):
             if ahead + k < micro_batches:
-                actions.append(Action(Kind.FORWARD, rank, ahead + k))
-            actions.append(Action(Kind.BACKWARD, rank, k))
+                actions.append(Action(ActionKind.FORWARD, rank, ahead + k))
+            actions.append(Action(ActionKind.BACKWARD, rank, k))
         orders.append(actions)
     return orders
 
@@ -120,7 +120,7 @@ def _of_torch(schedule: str, pp: int, chunks: int, micro_batches: int) -> Orders
     made = getattr(pipelining, schedule)([stage] * chunks, micro_batches)
     return [
         [
-            Action(Kind(action.computation_type.value), action.stage_index, action.microbatch_index)
+            Action(ActionKind(action.computation_type.value), action.stage_index, action.microbatch_index)
             for action in made.pipeline_order[rank]
             if action is not None
         ]
@@ -177,27 +177,29 @@ def with_transfers(orders: Sequence[Iterable[Action]], *, stages: int) -> Orders
 
 def _as_whole(action: Action) -> Action:
     """The first half of a backward is what others wait for, as if it were the whole."""
-    return action._replace(kind=Kind.BACKWARD) if action.kind is Kind.BACKWARD_INPUT else action
+    return action._replace(kind=ActionKind.BACKWARD) if action.kind is ActionKind.BACKWARD_INPUT else action
 
 
 def _needed(action: Action, stages: int) -> list[Action]:
     """What must have been done on a neighbouring stage."""
     kind, stage, micro_batch = action
-    if kind is Kind.FORWARD and stage > 0:
-        return [Action(Kind.FORWARD, stage - 1, micro_batch)]
-    if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage < stages - 1:
-        return [Action(Kind.BACKWARD, stage + 1, micro_batch)]
+    if kind is ActionKind.FORWARD and stage > 0:
+        return [Action(ActionKind.FORWARD, stage - 1, micro_batch)]
+    if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT) and stage < stages - 1:
+        return [Action(ActionKind.BACKWARD, stage + 1, micro_batch)]
     return []
 
 
 def _transfer(action: Action, stages: int) -> tuple[Action, Action] | None:
     """(send, receive) of what `action` makes for a neighbouring stage."""
     kind, stage, micro_batch = action
-    if kind is Kind.FORWARD and stage < stages - 1:
+    if kind is ActionKind.FORWARD and stage < stages - 1:
         return (
-            Action(Kind.SEND_ACTIVATION, stage, micro_batch),
-            Action(Kind.RECEIVE_ACTIVATION, stage + 1, micro_batch),
+            Action(ActionKind.SEND_ACTIVATION, stage, micro_batch),
+            Action(ActionKind.RECEIVE_ACTIVATION, stage + 1, micro_batch),
         )
-    if kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and stage > 0:
-        return Action(Kind.SEND_GRADIENT, stage, micro_batch), Action(Kind.RECEIVE_GRADIENT, stage - 1, micro_batch)
+    if kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT) and stage > 0:
+        return Action(ActionKind.SEND_GRADIENT, stage, micro_batch), Action(
+            ActionKind.RECEIVE_GRADIENT, stage - 1, micro_batch
+        )
     return None

@@ -18,7 +18,7 @@ class _Label(NamedTuple):
     micro_batch: int
 
 
-class Timeline:
+class PhaseTimeline:
     """Marks of when a rank turned to something else: by the clock on CPUs, by events on a GPU, which nothing waits
     for."""
 

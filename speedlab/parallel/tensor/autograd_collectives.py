@@ -25,7 +25,7 @@ from torch.autograd import Function
 
 from cuda_ops.torch_compat import uncompiled
 from speedlab.comm import Group
-from speedlab.layout import Part, share_of
+from speedlab.layout import ShardRange, share_of
 from speedlab.models.selective_checkpointing import computed_once
 from speedlab.parallel.tensor.slicing import put, take
 
@@ -70,7 +70,7 @@ def scatter_tokens(x: Tensor, group: Group) -> Tensor:
 
 
 @uncompiled
-def sum_shared(weight: Tensor, group: Group, part: Part) -> Tensor:
+def sum_shared(weight: Tensor, group: Group, part: ShardRange) -> Tensor:
     """A parameter of which several ranks hold the same `part`, each with a gradient from what it used it for."""
     return _SumShared.apply(weight, group, part)
 
@@ -142,7 +142,7 @@ class _ScatterTokens(Function):
 
 class _SumShared(Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, group: Group, part: Part) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, group: Group, part: ShardRange) -> Tensor:
         ctx.group, ctx.part = group, part
         return weight.view_as(weight)
 
@@ -168,4 +168,4 @@ def _whole(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
     padded = group.gather_along(F.pad(x, padding), dim)  # Ranks send equally much.
     ranges = [share_of(total, group.size, k) for k in range(group.size)]
     own = tuple((k * widest, k * widest + end - start) for k, (start, end) in enumerate(ranges))
-    return take(Part(shape=tuple(padded.shape), dim=dim, ranges=own), padded)
+    return take(ShardRange(shape=tuple(padded.shape), dim=dim, ranges=own), padded)

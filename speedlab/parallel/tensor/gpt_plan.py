@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from speedlab.comm import Group
 from speedlab.layout import LayoutError
 from speedlab.models.gpt import Dropout
-from speedlab.parallel.module_patches import Change
+from speedlab.parallel.module_patches import ModulePatch
 from speedlab.parallel.tensor.autograd_collectives import TOKENS, copy, gather, gather_tokens, split
-from speedlab.parallel.tensor.tp_plan import Cut, PlanError, Style, is_gpt
+from speedlab.parallel.tensor.tp_plan import LayerSharding, PlanError, Style, is_gpt
 from speedlab.parallel.tensor.vocab_parallel_loss import vocabulary_cross_entropy
 
 
@@ -55,7 +55,7 @@ class BuiltIn:
                 (f"blocks.{k}.mlp.down", block.mlp.down),
             ]
             style = styles.get(self._prefix + name)
-            if style is not None and style.cut is Cut.OUTPUT and style.packed != 3:
+            if style is not None and style.cut is LayerSharding.OUTPUT and style.packed != 3:
                 raise PlanError(f"tp_plan: {self._prefix}{name} packs three matrices; cut it as packed_colwise_3")
         whole = [name for name, module in layers if module not in self._cut]
         if self._sequence and whole:
@@ -73,25 +73,25 @@ class BuiltIn:
                 if layer in ("norm", "attention_norm", "mlp_norm") or (layer in ("out", "down") and key == "bias"):
                     yield self._prefix + name
 
-    def changes(self) -> Iterator[Change]:
+    def changes(self) -> Iterator[ModulePatch]:
         """What changes in the model."""
         model = self._model
         table = model.embedding if model.head is None else model.head
         if table in self._cut:
-            yield Change(model.prediction, "logits", lambda _: self._logits)
-            yield Change(model.prediction, "loss", lambda _: self._loss)
+            yield ModulePatch(model.prediction, "logits", lambda _: self._logits)
+            yield ModulePatch(model.prediction, "loss", lambda _: self._loss)
         for block in model.blocks:
             attention = block.attention
             if attention.qkv in self._cut and model.config.dropout:
                 first = self._group.index * (model.config.heads // self._group.size)
-                yield Change(attention.attend, "first_head", lambda _, first=first: first)
+                yield ModulePatch(attention.attend, "first_head", lambda _, first=first: first)
         if self._sequence:
-            yield Change(model.dropout, "forward", lambda _: partial(self._enter, model.dropout))
+            yield ModulePatch(model.dropout, "forward", lambda _: partial(self._enter, model.dropout))
             for block in model.blocks:
                 for dropout in (block.attention.dropout, block.mlp.dropout):
-                    yield Change(dropout, "forward", lambda _, each=dropout: partial(self._drop_tokens, each))
+                    yield ModulePatch(dropout, "forward", lambda _, each=dropout: partial(self._drop_tokens, each))
             if model.rotary is not None:
-                yield Change(model.rotary, "forward", lambda _: partial(self._rotation_of_all, model.rotary))
+                yield ModulePatch(model.rotary, "forward", lambda _: partial(self._rotation_of_all, model.rotary))
 
     # ---- head and loss -----------------------------------------------------------------------------------------------
 

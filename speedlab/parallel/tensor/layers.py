@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedlab.comm import Group
-from speedlab.layout import Part
-from speedlab.parallel.module_patches import Change
+from speedlab.layout import ShardRange
+from speedlab.parallel.module_patches import ModulePatch
 from speedlab.parallel.tensor.autograd_collectives import (
     copy,
     gather,
@@ -67,7 +67,9 @@ class Inputs:
         self._known.clear()
 
 
-def column(layer: Any, style: Style, group: Group, inputs: Inputs, width: int, shared: Part | None) -> Change:
+def column(
+    layer: Any, style: Style, group: Group, inputs: Inputs, width: int, shared: ShardRange | None
+) -> ModulePatch:
     """A linear layer with some of its outputs, of `width` in one process. `shared`: the part of the weight, where
     other ranks hold the same one."""
 
@@ -81,18 +83,18 @@ def column(layer: Any, style: Style, group: Group, inputs: Inputs, width: int, s
 
         return cut
 
-    return Change(layer, "forward", new)
+    return ModulePatch(layer, "forward", new)
 
 
-def _shared_linear(layer: Any, x: Tensor, group: Group, part: Part) -> Tensor:
+def _shared_linear(layer: Any, x: Tensor, group: Group, part: ShardRange) -> Tensor:
     weight, bias = sum_shared(layer.weight, group, part), layer.bias
     if bias is not None:
         whole = (part.shape[part.dim],)
-        bias = sum_shared(bias, group, Part(shape=whole, dim=0, ranges=part.ranges))
+        bias = sum_shared(bias, group, ShardRange(shape=whole, dim=0, ranges=part.ranges))
     return F.linear(x, weight if part.dim == 0 else weight.t(), bias)
 
 
-def row(name: str, layer: Any, style: Style, group: Group, outputs: int, *, sequence: bool) -> Change:
+def row(name: str, layer: Any, style: Style, group: Group, outputs: int, *, sequence: bool) -> ModulePatch:
     """A linear layer with what belongs to some of its inputs; the bias is added once, to the sum. `outputs`: the
     dimension of its weight that they lie along."""
 
@@ -112,10 +114,10 @@ def row(name: str, layer: Any, style: Style, group: Group, outputs: int, *, sequ
 
         return cut
 
-    return Change(layer, "forward", new)
+    return ModulePatch(layer, "forward", new)
 
 
-def vocabulary(layer: nn.Embedding, group: Group, start: int, end: int) -> list[Change]:
+def vocabulary(layer: nn.Embedding, group: Group, start: int, end: int) -> list[ModulePatch]:
     """An embedding with rows [start, end) of the vocabulary: zeros for other tokens, and the sum over the ranks."""
 
     def new(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -129,17 +131,17 @@ def vocabulary(layer: nn.Embedding, group: Group, start: int, end: int) -> list[
     def padding(index: int | None) -> int | None:
         return index - start if index is not None and start <= index < end else None
 
-    return [Change(layer, "forward", new), Change(layer, "padding_idx", padding)]
+    return [ModulePatch(layer, "forward", new), ModulePatch(layer, "padding_idx", padding)]
 
 
-def columns_of_embedding(layer: nn.Embedding, style: Style, group: Group) -> Change:
+def columns_of_embedding(layer: nn.Embedding, style: Style, group: Group) -> ModulePatch:
     """An embedding with some of its columns."""
 
     def new(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         width = layer.embedding_dim
         return lambda tokens: gather(forward(tokens), group, -1, width) if style.whole_outside else forward(tokens)
 
-    return Change(layer, "forward", new)
+    return ModulePatch(layer, "forward", new)
 
 
 def check_embedding(name: str, layer: nn.Embedding) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from speedlab.comm import Group
-from speedlab.layout import LayoutError, Part
-from speedlab.parallel.module_patches import Change, Changes
+from speedlab.layout import LayoutError, ShardRange
+from speedlab.parallel.module_patches import ModulePatch, ModulePatches
 from speedlab.parallel.tensor.gpt_plan import BuiltIn
 from speedlab.parallel.tensor.heads import Heads
 from speedlab.parallel.tensor.layers import (
@@ -31,7 +31,7 @@ from speedlab.parallel.tensor.layers import (
     vocabulary,
 )
 from speedlab.parallel.tensor.slicing import cut_along, take
-from speedlab.parallel.tensor.tp_plan import Cut, PlanError, Style, find_plan, resolve
+from speedlab.parallel.tensor.tp_plan import LayerSharding, PlanError, Style, find_plan, resolve
 
 
 class TensorParallel:
@@ -51,15 +51,15 @@ class TensorParallel:
         Raises PlanError or LayoutError (both ValueError) for what cannot be cut.
         """
         self.group, self.sequence = group, sequence
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, ShardRange] = {}
         """Full parameter name → what this rank holds of it; only those that are cut."""
         self.partial: frozenset[str] = frozenset()
         """Parameters that are whole on each rank but whose gradients are not: sum these over the group."""
         self._sharers: dict[str, int] = {}
         """Full parameter name → the first of the ranks that hold the same part of it, where there are several."""
         self._model = model
-        self._changes: list[Change] = []
-        self._made = Changes()
+        self._changes: list[ModulePatch] = []
+        self._made = ModulePatches()
         self._hooks: list[Any] = []
         self._parents: list[tuple[nn.Module, Inputs]] = []
         if group.size > 1:
@@ -81,7 +81,7 @@ class TensorParallel:
         partial = {
             self._names[id(p)]
             for module, style in layers.values()
-            if style.cut is Cut.NOTHING_BUT_VALUES
+            if style.cut is LayerSharding.NOTHING_BUT_VALUES
             for p in module.parameters()
         }
         by_parent: dict[str, dict[str, tuple[nn.Module, Style]]] = {}
@@ -90,9 +90,9 @@ class TensorParallel:
         for parent, children in by_parent.items():
             self._plan_outputs(parent, model.get_submodule(parent), children)
         for name, (module, style) in layers.items():
-            if style.cut is Cut.INPUT:
+            if style.cut is LayerSharding.INPUT:
                 self._plan_inputs(name, module, style)
-        cut = {module for module, style in layers.values() if style.cut in (Cut.OUTPUT, Cut.INPUT)}
+        cut = {module for module, style in layers.values() if style.cut in (LayerSharding.OUTPUT, LayerSharding.INPUT)}
         gpts = [BuiltIn(name, gpt, self.group, cut, sequence=self.sequence) for name, gpt in BuiltIn.in_model(model)]
         for gpt in gpts:
             gpt.check({name: style for name, (_, style) in layers.items()})
@@ -114,7 +114,7 @@ class TensorParallel:
         beside = {
             name.rpartition(".")[0]
             for name, (_, style) in layers.items()
-            if style.cut is Cut.OUTPUT and not style.whole_outside
+            if style.cut is LayerSharding.OUTPUT and not style.whole_outside
         }
         for parent in sorted(beside):
             for name, parameter in model.get_submodule(parent).named_parameters(prefix=parent):
@@ -129,20 +129,22 @@ class TensorParallel:
     def _add_tied(self, model: nn.Module, layers: dict[str, tuple[nn.Module, Style]]) -> None:
         """Modules without a style that share a matrix with a cut embedding or head are cut over the vocabulary too."""
         weights = {
-            id(getattr(module, "weight", None)) for module, style in layers.values() if style.cut is not Cut.NOTHING
+            id(getattr(module, "weight", None))
+            for module, style in layers.values()
+            if style.cut is not LayerSharding.NOTHING
         }
         known = {id(module) for module, _ in layers.values()}
         for name, module in model.named_modules():
             if id(module) in known or id(getattr(module, "weight", None)) not in weights - {id(None)}:
                 continue
             if isinstance(module, nn.Embedding):
-                layers[name] = module, Style(cut=Cut.INPUT)
+                layers[name] = module, Style(cut=LayerSharding.INPUT)
             elif isinstance(module, nn.Linear):
-                layers[name] = module, Style(cut=Cut.OUTPUT, whole_outside=True)
+                layers[name] = module, Style(cut=LayerSharding.OUTPUT, whole_outside=True)
 
     def _plan_outputs(self, parent_name: str, parent: nn.Module, children: dict[str, tuple[nn.Module, Style]]) -> None:
         """Layers of one parent that give each rank some of their outputs."""
-        columns = {name: layer for name, layer in children.items() if layer[1].cut is Cut.OUTPUT}
+        columns = {name: layer for name, layer in children.items() if layer[1].cut is LayerSharding.OUTPUT}
         local = {name: layer for name, layer in columns.items() if not layer[1].whole_outside}
         widths = {name: _width(name, module) // style.packed for name, (module, style) in columns.items()}
         heads = Heads.of(parent_name, parent, [widths[name] for name in local], self.group.size) if local else None
@@ -160,7 +162,7 @@ class TensorParallel:
             self._cut_outputs(name, module, style, step, inputs, sharers=sharers)
         if heads is not None:
             for attribute, value in heads.changes(min(counts)).items():
-                self._changes.append(Change(parent, attribute, lambda _, value=value: value))
+                self._changes.append(ModulePatch(parent, attribute, lambda _, value=value: value))
 
     def _cut_outputs(self, name: str, module: Any, style: Style, step: int, inputs: Inputs, *, sharers: int) -> None:
         """`sharers`: ranks that hold the same outputs, where there are fewer heads than ranks."""
@@ -176,7 +178,7 @@ class TensorParallel:
         shared = weight if sharers > 1 else None
         self._changes.append(column(module, style, self.group, inputs, weight.shape[dim], shared))
         if hasattr(module, "nf"):  # Conv1D gives its output this width.
-            self._changes.append(Change(module, "nf", lambda _: weight.own_shape[dim]))
+            self._changes.append(ModulePatch(module, "nf", lambda _: weight.own_shape[dim]))
 
     def _plan_inputs(self, name: str, module: Any, style: Style) -> None:
         """A layer that takes some of its inputs on each rank."""
@@ -189,7 +191,7 @@ class TensorParallel:
         self._add_part(module.weight, 1 - outputs)
         self._changes.append(row(name, module, style, self.group, outputs, sequence=self.sequence))
 
-    def _add_part(self, parameter: Tensor, dim: int, *, packed: int = 1, step: int = 1, sharers: int = 1) -> Part:
+    def _add_part(self, parameter: Tensor, dim: int, *, packed: int = 1, step: int = 1, sharers: int = 1) -> ShardRange:
         size, index = self.group.size, self.group.index
         name = self._names[id(parameter)]
         part = cut_along(parameter.shape, dim, size // sharers, index // sharers, packed=packed, step=step)

@@ -18,7 +18,7 @@ class PlanError(ValueError):
     """A plan that is missing, or that cannot be carried out; the message says what would work."""
 
 
-class Cut(Enum):
+class LayerSharding(Enum):
     """What each rank holds of a layer."""
 
     OUTPUT = "output"
@@ -36,23 +36,23 @@ class Style:
     """One way to cut a layer. `whole_outside`: what goes in (of INPUT) or comes out (of OUTPUT) is whole on all ranks;
     otherwise the layer behind or before it works on parts. `packed`: matrices that lie in one weight."""
 
-    cut: Cut
+    cut: LayerSharding
     whole_outside: bool = False
     packed: int = 1
 
 
-_COLUMN, _ROW = Style(cut=Cut.OUTPUT), Style(cut=Cut.INPUT)
-_COLUMN_GATHERED = Style(cut=Cut.OUTPUT, whole_outside=True)
-_ROW_OF_WHOLE = Style(cut=Cut.INPUT, whole_outside=True)
-_WHOLE = Style(cut=Cut.NOTHING)
+_COLUMN, _ROW = Style(cut=LayerSharding.OUTPUT), Style(cut=LayerSharding.INPUT)
+_COLUMN_GATHERED = Style(cut=LayerSharding.OUTPUT, whole_outside=True)
+_ROW_OF_WHOLE = Style(cut=LayerSharding.INPUT, whole_outside=True)
+_WHOLE = Style(cut=LayerSharding.NOTHING)
 
 STYLES: dict[str, Style] = {
     "colwise": _COLUMN,
     "local_colwise": _COLUMN,
     "colwise_rep": _COLUMN_GATHERED,
     "colwise_gather_output": _COLUMN_GATHERED,
-    "packed_colwise": Style(cut=Cut.OUTPUT, packed=2),
-    "packed_colwise_3": Style(cut=Cut.OUTPUT, packed=3),
+    "packed_colwise": Style(cut=LayerSharding.OUTPUT, packed=2),
+    "packed_colwise_3": Style(cut=LayerSharding.OUTPUT, packed=3),
     "rowwise": _ROW,
     "local_rowwise": _ROW,
     "rowwise_rep": _ROW_OF_WHOLE,
@@ -61,7 +61,7 @@ STYLES: dict[str, Style] = {
     "embedding_colwise": _COLUMN_GATHERED,
     "replicate": _WHOLE,
     "replicated": _WHOLE,
-    "replicated_with_grad_allreduce": Style(cut=Cut.NOTHING_BUT_VALUES),
+    "replicated_with_grad_allreduce": Style(cut=LayerSharding.NOTHING_BUT_VALUES),
 }
 """Both generations of Hugging Face's names (transformers 4 and 5); packed_colwise_3 is ours, for fused queries, keys
 and values."""

@@ -1,25 +1,25 @@
-"""ZeRO: units, flats, residency, and the hooks that move them."""
+"""ZeRO: units, flats, zero_policy, and the hooks that move them."""
 
-from speedlab.parallel.zero.comm_groups import Ways
-from speedlab.parallel.zero.flat_param import Flat
+from speedlab.parallel.zero.comm_groups import ZeroCommGroups
+from speedlab.parallel.zero.flat_param import FlatParam
 from speedlab.parallel.zero.gradient import Gradient, used_by_any
 from speedlab.parallel.zero.inspect import agree_on_gather, forget, gather_partitions, name_of, remember
 from speedlab.parallel.zero.module_hooks import map_tensors, tensors_of
-from speedlab.parallel.zero.param_slot import Slot
-from speedlab.parallel.zero.parameter import FlatParameter
+from speedlab.parallel.zero.param_slot import ParamSlot
+from speedlab.parallel.zero.parameter import UnshardedParameter
 from speedlab.parallel.zero.units import Unit, UnitChoice, UnitPlan, plan_units
 from speedlab.parallel.zero.zero import Zero
 
 __all__ = [
-    "Flat",
-    "FlatParameter",
+    "FlatParam",
     "Gradient",
-    "Slot",
+    "ParamSlot",
     "Unit",
     "UnitChoice",
     "UnitPlan",
-    "Ways",
+    "UnshardedParameter",
     "Zero",
+    "ZeroCommGroups",
     "agree_on_gather",
     "forget",
     "gather_partitions",

@@ -27,30 +27,30 @@ import torch
 
 from speedlab.comm import Group, PeerLost
 from speedlab.offload import OffloadError
-from speedlab.parallel.zero.comm_groups import ReadThenGathered, Ways
-from speedlab.parallel.zero.flat_param import Flat
-from speedlab.parallel.zero.units import Pass, Unit
-from speedlab.placement import Residency, Where
+from speedlab.parallel.zero.comm_groups import ReadThenGathered, ZeroCommGroups
+from speedlab.parallel.zero.flat_param import FlatParam
+from speedlab.parallel.zero.units import Unit, UnitPhase
+from speedlab.placement import MemoryKind, ZeroPolicy
 
-_resting: dict[weakref.ref[Gathers], list[Group]] = {}
+_resting: dict[weakref.ref[UnshardScheduler], list[Group]] = {}
 """Passes that are open and may never be ended, with the groups over which they have offers: these count though the
 engine is gone."""
 
 
-class Gathers:
+class UnshardScheduler:
     """The units of a module in the order of a forward pass, and which of them are here."""
 
-    def __init__(self, units: list[Unit], ways: Ways) -> None:
+    def __init__(self, units: list[Unit], ways: ZeroCommGroups) -> None:
         self.units = units
         """The root first, then in the order in which the model registers them."""
         self.order = list(units)
         """In the order of a forward pass, the root first: the order of gathers; reductions go the other way."""
         self.order_is_known = False
-        self.parameters_come = False
+        self.params_unsharded_on_demand = False
         """Whether there is anything to gather."""
         self._offered = True
         """Whether shards lie where peers can take them, so that they are offered at the start of a pass."""
-        self.current = Pass.IDLE
+        self.current = UnitPhase.IDLE
         self.forwards = 0
         """Forwards with gradients that have begun."""
         self._group, self._groups = ways.gather, ways.of_parameters
@@ -62,12 +62,12 @@ class Gathers:
         """The unit behind each in the present pass: its gather is started while that one computes."""
         self._for_part: Unit | None = None
         """Came in this pass for a part that was called without its block, after which nothing tells that it may go."""
-        self._this: weakref.ref[Gathers] = weakref.ref(self)
+        self._this: weakref.ref[UnshardScheduler] = weakref.ref(self)
 
-    def place(self, residency: Residency) -> None:
-        """Parameters are where `residency` says from now on."""
-        self.parameters_come = residency.parameters_come
-        self._offered = residency.parameters_at is Where.DEVICE
+    def place(self, zero_policy: ZeroPolicy) -> None:
+        """Parameters are where `zero_policy` says from now on."""
+        self.params_unsharded_on_demand = zero_policy.params_unsharded_on_demand
+        self._offered = zero_policy.parameters_at is MemoryKind.DEVICE
 
     @property
     def ordered(self) -> bool:
@@ -83,17 +83,17 @@ class Gathers:
         """Blocks as backward meets them; the root last, because it holds what several blocks share."""
         return [*self.order[:0:-1], self.root]
 
-    def begin(self, which: Pass) -> None:
+    def begin(self, which: UnitPhase) -> None:
         self.close()
         self.current, self._for_part = which, None
         for unit in self.units:
             unit.calls = 0  # Whatever has raised is over.
-        if which is Pass.FORWARD and torch.is_grad_enabled():
+        if which is UnitPhase.FORWARD and torch.is_grad_enabled():
             self._seen = []
             self.forwards += 1
-        if self.parameters_come:
+        if self.params_unsharded_on_demand:
             # The root comes first in both directions: it is needed at both ends of a pass.
-            order = self.order if which is Pass.FORWARD else [self.root, *self.order[:0:-1]]
+            order = self.order if which is UnitPhase.FORWARD else [self.root, *self.order[:0:-1]]
             # What stays gathered does so on all ranks, so all offer the same.
             self._left = [unit for unit in order if unit.gathers is None]
             self._following = dict(pairwise(order))
@@ -107,25 +107,25 @@ class Gathers:
 
     def end(self) -> None:
         """The pass is over."""
-        self.current = Pass.IDLE
+        self.current = UnitPhase.IDLE
         _resting.pop(self._this, None)
 
     def met(self, unit: Unit) -> None:
         """A forward pass has come to this unit."""
-        if self.current is Pass.FORWARD and torch.is_grad_enabled() and unit not in self._seen:
+        if self.current is UnitPhase.FORWARD and torch.is_grad_enabled() and unit not in self._seen:
             self._seen.append(unit)
 
     def enter(self, unit: Unit, *, alone: bool) -> None:
         """A block of the unit is called now, or a part of one `alone`: what came for a part of another unit may go."""
-        if unit is self.root or self.current is not Pass.FORWARD:
+        if unit is self.root or self.current is not UnitPhase.FORWARD:
             return
         other, self._for_part = self._for_part, unit if alone else None
-        if self.parameters_come and other not in (None, unit) and not self.stays(other):
+        if self.params_unsharded_on_demand and other not in (None, unit) and not self.stays(other):
             other.release()
 
     def require(self, unit: Unit) -> None:
         """The unit's parameters are there when this returns; the next unit's are on their way."""
-        if not self.parameters_come:
+        if not self.params_unsharded_on_demand:
             return
         if unit in self._left:
             if self.ordered and self.order_is_known:
@@ -154,7 +154,7 @@ class Gathers:
         """The root module has returned: take part in the gathers that this rank skipped, and release what backward
         does not need first."""
         self._take_rest()
-        if self.parameters_come:
+        if self.params_unsharded_on_demand:
             for unit in self.units:
                 if not self.stays(unit):
                     unit.release()
@@ -172,24 +172,24 @@ class Gathers:
                 continue  # Nobody waits for this rank's part.
             unit.start_gather()
             unit.finish_gather()  # Whoever looks at one that stays shall see its values.
-            if not (self.current is Pass.FORWARD and self.stays(unit)):
+            if not (self.current is UnitPhase.FORWARD and self.stays(unit)):
                 unit.release()
 
     def release_all(self) -> None:
         """Nothing stays gathered, and a pass that somebody entered below the root and never ended is over."""
         self.close()
-        self.let_go()
+        self.free_all()
 
-    def let_go(self) -> None:
+    def free_all(self) -> None:
         """Release what is here, and speak to nobody."""
-        if self.parameters_come:
+        if self.params_unsharded_on_demand:
             for unit in self.units:
                 unit.release()
 
     def leave(self, *, lost: bool) -> None:
         """The last word: release what is here. Of a pass that an exception in the bare module has left open, peers wait
         for nothing of this rank any more. `lost`: nothing comes from peers any more."""
-        for unit in self.units if self.parameters_come else ():
+        for unit in self.units if self.params_unsharded_on_demand else ():
             if not (lost or unit.cut_off):
                 try:
                     unit.release()
@@ -197,7 +197,7 @@ class Gathers:
                     lost = True
             if unit.gathers is not None:
                 unit.forget_gather()
-        if self.current is not Pass.IDLE:
+        if self.current is not UnitPhase.IDLE:
             self._left = []
             self.end()
             for group in self._groups:
@@ -216,19 +216,19 @@ class Gathers:
         """Parameters are about to change."""
         self.release_all()
         self.wait_until_all_read()
-        self.outdate()
+        self.invalidate()
 
-    def outdate(self) -> None:
+    def invalidate(self) -> None:
         """What ranks hold beside their shards is not to be used any more."""
         for flat in self._flats:
-            flat.outdate()
+            flat.invalidate()
 
     @property
-    def _flats(self) -> list[Flat]:
+    def _flats(self) -> list[FlatParam]:
         return [flat for unit in self.units for flat in unit.flats]
 
     def close(self) -> None:
-        if self.current is Pass.FORWARD:
+        if self.current is UnitPhase.FORWARD:
             self._take_rest()
             self.end()
 
@@ -244,13 +244,13 @@ class Gathers:
         """After an exception in a pass: release everything and count on no offer of it."""
         self._left = []
         self.end()
-        for unit in self.units if self.parameters_come else ():
+        for unit in self.units if self.params_unsharded_on_demand else ():
             with contextlib.suppress(OffloadError):  # Whoever needed the values has been told.
                 unit.release()
         self.release_all()
         for group in self._groups:
             group.withdraw()
-        self.outdate()  # Ranks may have come to the exception with other units filled.
+        self.invalidate()  # Ranks may have come to the exception with other units filled.
 
     def abandon_alone(self) -> None:
         """As `abandon`, where other ranks' engine may be gone: no collective is begun."""
@@ -264,7 +264,7 @@ class Gathers:
         for unit in self.units:
             unit.forget_calls()
             unit.forget_gather()
-        self.outdate()
+        self.invalidate()
         self._left = []
         self.end()
 

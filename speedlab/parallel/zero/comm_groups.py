@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from speedlab.comm import Blocks, Codec, CodedGathers, CodedSums, Group, Rails
+from speedlab.comm import Blocks, Codec, CodedGathers, CodedSums, Group, HierarchicalGroups
 from speedlab.layout import partition_range
 from speedlab.placement import INT4, INT8
 
@@ -20,34 +20,34 @@ CODECS: dict[str, Codec] = {INT8: Blocks(8), INT4: Blocks(4)}
 _FLOAT32 = 4
 
 
-class Waited(Protocol):
+class Work(Protocol):
     """What is under way until `wait` has returned."""
 
     def wait(self) -> None: ...
 
 
-class Gathering(Protocol):
+class AllGather(Protocol):
     """How the shards of a flat come together."""
 
     def offer(self, shards: Sequence[Tensor]) -> None: ...
-    def all_gather(self, full: Tensor, shard: Tensor) -> Waited: ...
+    def all_gather(self, full: Tensor, shard: Tensor) -> Work: ...
 
 
 class Summing(Protocol):
     """How the ranks' terms of a flat's gradient are summed where each rank owns a part."""
 
-    def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Waited: ...
+    def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Work: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ways:
+class ZeroCommGroups:
     """The groups of the ranks that hold the same part of the model."""
 
     gather: Group
     """All of them: parameters come together over it."""
     reduce: Group
     """All of them: gradients are summed over it."""
-    hosts: Rails[Group] | None = None
+    hosts: HierarchicalGroups[Group] | None = None
     """Where gradients are exchanged host by host: how `reduce` lies on hosts."""
     secondary: Group | None = None
     """Where parameters are partitioned a second time: the ranks of this one's secondary partition."""
@@ -74,7 +74,7 @@ class Ways:
         return CodedSums(self.reduce, self.hosts, CODECS[sent])
 
 
-class Secondary:
+class SecondaryPartition:
     """A second partition of a flat's parameters, over ranks of one host (section 4.2): the first gather after an update
     fills it, the others take it from there, so that nothing of theirs leaves the host."""
 
@@ -85,7 +85,7 @@ class Secondary:
         self.fresh = False
         """Whether it has the values of the present parameters; the same on all ranks between two passes."""
 
-    def gather(self, full: Tensor, *, in_place_of: Group) -> Waited:
+    def gather(self, full: Tensor, *, in_place_of: Group) -> Work:
         """Start to fill `full` from the ranks of this partition, in the place of all."""
         others = in_place_of.size - 1
         sent = (self.group.size - 1) * self.shard.nbytes
@@ -101,7 +101,7 @@ class Secondary:
 class ReadThenGathered:
     """A gather whose own shard has to come from its place first."""
 
-    def __init__(self, reading: Waited, gathering: Gathering, full: Tensor, own: Tensor) -> None:
+    def __init__(self, reading: Work, gathering: AllGather, full: Tensor, own: Tensor) -> None:
         """`own`: this rank's part of `full`, which is read."""
         self.reading, self._gathering, self._full, self._own = reading, gathering, full, own
 
@@ -114,7 +114,7 @@ class ReadThenGathered:
 class TakenBySecondary:
     """A gather over all ranks, which fills a secondary partition."""
 
-    def __init__(self, gather: Waited, secondary: Secondary, full: Tensor) -> None:
+    def __init__(self, gather: Work, secondary: SecondaryPartition, full: Tensor) -> None:
         self._gather, self._secondary, self._full = gather, secondary, full
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
 """Flats: the classes of equal rows of the placement table, each end to end in one piece of memory.
 
-Where the states of a flat lie: room for them where its residency says, and the way there when that changes.
+Where the states of a flat lie: room for them where its zero_policy says, and the way there when that changes.
 """
 
 from __future__ import annotations
@@ -13,41 +13,48 @@ from torch import Tensor, nn
 
 from cuda_ops.blockwise8 import BLOCK as CODES
 from cuda_ops.stochastic import round_stochastically
-from speedlab.comm import CodedGathers, Group, Joined
+from speedlab.comm import CodedGathers, Group, MappedShards
 from speedlab.layout import padded_numel, partition_range
-from speedlab.offload import AwayState, Coming, Kept, Stores, visit
-from speedlab.parallel.zero.comm_groups import CODECS, ReadThenGathered, Secondary, TakenBySecondary, Waited, Ways
+from speedlab.offload import OffloadedState, OffloadedTensor, RepinnableTensor, StoreRegistry, visit
+from speedlab.parallel.zero.comm_groups import (
+    CODECS,
+    ReadThenGathered,
+    SecondaryPartition,
+    TakenBySecondary,
+    Work,
+    ZeroCommGroups,
+)
 from speedlab.parallel.zero.gradient import Gradient, gradient_of
-from speedlab.parallel.zero.param_slot import Slot, lay_out, refuse_shape
-from speedlab.parallel.zero.param_views import Shown
-from speedlab.placement import EIGHT_BITS, Holders, Residency, Row, Where
+from speedlab.parallel.zero.param_slot import ParamSlot, lay_out, refuse_shape
+from speedlab.parallel.zero.param_views import ParamViews
+from speedlab.placement import EIGHT_BITS, MemoryKind, ParamPlacement, Replication, ZeroPolicy
 
 
-class FlatStates:
+class FlatParamStates:
     """The states of one flat, by name: "parameter", "master", an optimizer's own for moments.
 
     One that simply lies on the device is a tensor, and its owner's. One that *comes*, because it lies away from the
     device or is coded there, is in `away`, and has values during a visit only.
     """
 
-    def __init__(self, stores: Stores, group: Group, *, padded: int, coded: bool) -> None:
+    def __init__(self, stores: StoreRegistry, group: Group, *, padded: int, coded: bool) -> None:
         """`stores`: the places beside the device. `group`: over which the flat's `padded` elements are partitioned.
         `coded`: whether moments are kept in blocks of 8 bits."""
         self._stores, self._group, self._padded, self._coded = stores, group, padded, coded
         self._start, self._end = partition_range(padded, group.size, group.index)
-        self.residency = Residency.of_stage(0, 1)
-        self.away: dict[str, AwayState] = {}
+        self.zero_policy = ZeroPolicy.of_stage(0, 1)
+        self.offloaded: dict[str, OffloadedTensor] = {}
 
     @property
     def range(self) -> tuple[int, int]:
         """[start, end) of the flat for which this rank holds master weights and moments."""
-        if self.residency.optimizer_states is Holders.PARTITIONED:
+        if self.zero_policy.optimizer_states is Replication.PARTITIONED:
             return self._start, self._end
         return 0, self._padded
 
     def comes(self, name: str, dtype: torch.dtype) -> bool:
         """Whether a state of this name and dtype has values during a visit only."""
-        return self.residency.place_of(name) is not Where.DEVICE or self._is_coded(name, dtype)
+        return self.zero_policy.place_of(name) is not MemoryKind.DEVICE or self._is_coded(name, dtype)
 
     def _is_coded(self, name: str, dtype: torch.dtype) -> bool:
         return self._coded and name not in ("parameter", "master") and dtype is torch.float32
@@ -59,26 +66,26 @@ class FlatStates:
             return torch.zeros(high - low, dtype=dtype, device=self._group.device)
         return self._keep(name, high - low, dtype).tensor
 
-    def _keep(self, name: str, numel: int, dtype: torch.dtype) -> AwayState:
+    def _keep(self, name: str, numel: int, dtype: torch.dtype) -> OffloadedTensor:
         """Room for a state that comes."""
-        where = self.residency.place_of(name)
+        where = self.zero_policy.place_of(name)
 
-        def keep() -> Kept:
+        def keep() -> OffloadedState:
             if self._is_coded(name, dtype):
                 return self._stores.eight_bits(name, numel, where)
             return self._stores.of(where).keep(numel, dtype)
 
-        self.away[name] = AwayState(keep)
-        return self.away[name]
+        self.offloaded[name] = OffloadedTensor(keep)
+        return self.offloaded[name]
 
     def widen(self, narrow: Tensor) -> Tensor:
         """What stands for the masters of parameters that have none, of the `narrow` parameters over `range`."""
-        kept = self._stores.widened(narrow, self.residency.states_at)
-        self.away["master"] = AwayState(lambda: kept)
-        return self.away["master"].tensor
+        kept = self._stores.widened(narrow, self.zero_policy.states_at)
+        self.offloaded["master"] = OffloadedTensor(lambda: kept)
+        return self.offloaded["master"].tensor
 
     def put(self, name: str, values: Tensor) -> Tensor:
-        """`values` of a state in memory of their own, where the residency has it."""
+        """`values` of a state in memory of their own, where the zero_policy has it."""
         if self.comes(name, values.dtype):
             state = self._keep(name, values.numel(), values.dtype)
             state.kept.write(values.contiguous()).wait()
@@ -87,17 +94,17 @@ class FlatStates:
             return self._group.empty(values.numel(), values.dtype, place=self._start).copy_(values)
         return torch.empty_like(values, device=self._group.device).copy_(values)
 
-    def moved(self, name: str, state: Tensor, before: Residency) -> Tensor:
+    def moved(self, name: str, state: Tensor, before: ZeroPolicy) -> Tensor:
         """A state over the `range` of `before`, where it was then, as one over the present range (cut, gathered or as
         it was), where it is now. Collective when it comes together."""
-        was, now = before.optimizer_states, self.residency.optimizer_states
-        if was is now and before.states_at is self.residency.states_at:
+        was, now = before.optimizer_states, self.zero_policy.optimizer_states
+        if was is now and before.states_at is self.zero_policy.states_at:
             return state
-        old = self.away.get(name)
+        old = self.offloaded.get(name)
         with visit([old] if old is not None else []):
             if was is now:
                 moved = state
-            elif now is Holders.PARTITIONED:
+            elif now is Replication.PARTITIONED:
                 moved = state[self._start : self._end]
             else:
                 moved = torch.empty(self._padded, dtype=state.dtype, device=state.device)
@@ -107,26 +114,26 @@ class FlatStates:
             self.drop(name, old)
         return own
 
-    def drop(self, name: str, state: AwayState | None = None) -> None:
+    def drop(self, name: str, state: OffloadedTensor | None = None) -> None:
         """Give up what lay away: a `state` that has gone elsewhere, or the present one of that name."""
-        state = state or self.away.get(name)
+        state = state or self.offloaded.get(name)
         if state is not None:
             state.kept.drop()
-            if self.away.get(name) is state:
-                del self.away[name]
+            if self.offloaded.get(name) is state:
+                del self.offloaded[name]
 
 
 _ALIGNMENT_BYTES = 16
 """Parameters start at multiples of this inside a flat: matrix kernels on GPUs need it."""
 
 
-class Flat:
+class FlatParam:
     """The parameters of one unit that share a dtype and whether they train, with their float32 master and `gradient`.
 
-    | tensor     | parameters stay (`Residency`)   | parameters come: partitioned, or away              |
+    | tensor     | parameters stay (`ZeroPolicy`)   | parameters come: partitioned, or away              |
     |------------|---------------------------------|----------------------------------------------------|
     | `shard`    | this rank's slice of `full`     | memory of its own, or what stands for it           |
-    | `full`     | always there                    | without memory unless gathered (`Coming`)          |
+    | `full`     | always there                    | without memory unless gathered (`RepinnableTensor`)          |
     | `master`   | float32 of the whole or of the partition, as optimizer states are; shares memory with       |
     |            | `full` or `shard` when the parameters are float32 (or wider) themselves; where narrow ones  |
     |            | have none, it is them, widened for a visit                                                  |
@@ -136,18 +143,18 @@ class Flat:
 
     Parameters are views of `full`, whose Storage stays the same object when it is released and gathered again: tensors
     that autograd saved (a transposed weight, say) then see the gathered values. What a released parameter shows is in
-    `Shown`.
+    `ParamViews`.
     """
 
     def __init__(
         self,
         name: str,
-        rows: Sequence[Row],
+        rows: Sequence[ParamPlacement],
         parameters: Mapping[str, nn.Parameter],
         *,
-        ways: Ways,
+        ways: ZeroCommGroups,
         axes: Mapping[str, Group],
-        stores: Stores,
+        stores: StoreRegistry,
         alike: Group | None = None,
     ) -> None:
         """`rows`: of one class of the placement table, in the order in which their parameters shall lie; `parameters`:
@@ -170,26 +177,26 @@ class Flat:
         self.buffers = group.traffic.buffers
         self.parameters: list[nn.Parameter] = [parameters[row.name] for row in rows]
         step = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
-        self.slots: list[Slot] = lay_out(rows, [parameter.shape for parameter in self.parameters], step)
+        self.slots: list[ParamSlot] = lay_out(rows, [parameter.shape for parameter in self.parameters], step)
         self.numel = self.slots[-1].offset + self.slots[-1].numel
         self.padded = padded_numel(self.numel, group.size * (CODES if self._coded else step))
         self.start, self.end = partition_range(self.padded, group.size, group.index)
-        self.states = FlatStates(stores, group, padded=self.padded, coded=self._coded)
+        self.states = FlatParamStates(stores, group, padded=self.padded, coded=self._coded)
         """Where its states lie."""
         self.full = self._new_full()
-        self._coming: Coming | Joined | None = None
+        self._coming: RepinnableTensor | MappedShards | None = None
         """Whose tensor `full` is, where parameters come."""
         self._joins = False
-        """Whether that is a `Joined` one, where the link between the ranks has such."""
+        """Whether that is a `MappedShards` one, where the link between the ranks has such."""
         self.master: Tensor = self.full
         self._take_values(alike or group)
         self._sent = ""
         """As what it is gathered, where that is a codec's."""
         self.gathering = ways.gathering(self._sent)
-        self.secondary: Secondary | None = None
+        self.secondary: SecondaryPartition | None = None
         """A second partition, where parameters have one."""
-        self._shown = Shown(self.parameters, self.slots, dtype, group.device)
-        self._shown.show_whole(self.full)
+        self._shown = ParamViews(self.parameters, self.slots, dtype, group.device)
+        self._shown.use_unsharded_views(self.full)
         self._shown.count_from_now()
         self.shard = self.full[self.start : self.end]
         self.gradient: Gradient | None = None
@@ -213,12 +220,12 @@ class Flat:
         if self._narrow:
             self.full.copy_(self.master)
 
-    # ---- residency ---------------------------------------------------------------------------------------------------
+    # ---- the ZeRO policy ------------------------------------------------------------------------------------------------
 
     @property
-    def residency(self) -> Residency:
+    def zero_policy(self) -> ZeroPolicy:
         """Where its states are now."""
-        return self.states.residency
+        return self.states.zero_policy
 
     @property
     def state_range(self) -> tuple[int, int]:
@@ -226,9 +233,9 @@ class Flat:
         return self.states.range
 
     @property
-    def away(self) -> dict[str, AwayState]:
+    def offloaded(self) -> dict[str, OffloadedTensor]:
         """What does not lie on the device, or is coded there, by name."""
-        return self.states.away
+        return self.states.offloaded
 
     @property
     def own_master(self) -> Tensor:
@@ -239,7 +246,7 @@ class Flat:
     @property
     def lies_away(self) -> bool:
         """Whether some of its states lie away from the device, or are coded there."""
-        at_home = self.residency.states_at is self.residency.parameters_at is Where.DEVICE
+        at_home = self.zero_policy.states_at is self.zero_policy.parameters_at is MemoryKind.DEVICE
         return not at_home or self._rounded or self._coded
 
     @property
@@ -250,11 +257,11 @@ class Flat:
     @property
     def _own_master(self) -> bool:
         """Whether the master is something else than the parameters' memory."""
-        return self._narrow or (self.trainable and self.residency.separate_masters)
+        return self._narrow or (self.trainable and self.zero_policy.separate_masters)
 
     @torch.no_grad()
-    def place(self, residency: Residency) -> None:
-        """Move this rank's part of the flat to where `residency` says. Between two steps only; gathers wait for all
+    def place(self, zero_policy: ZeroPolicy) -> None:
+        """Move this rank's part of the flat to where `zero_policy` says. Between two steps only; gathers wait for all
         ranks.
 
         1. Parameters come together, are cut, or change their place; those that a codec has rounded are made anew.
@@ -265,14 +272,14 @@ class Flat:
         if self.rounded:  # 1
             self._narrow_down(self.shard, 0)
             self.gather_group.all_gather(self.full, self.shard).wait()
-        before, had_own = self.residency, self._own_master
-        self.states.residency = residency
+        before, had_own = self.zero_policy, self._own_master
+        self.states.zero_policy = zero_policy
         # What is frozen and stays on every rank travels once, as it is.
-        travels = self.trainable or residency.parameters_come
-        self._sent = residency.sent_as("parameter", self._form) if travels else ""
+        travels = self.trainable or zero_policy.params_unsharded_on_demand
+        self._sent = zero_policy.sent_as("parameter", self._form) if travels else ""
         self.gathering = self._ways.gathering(self._sent)
-        moved = (before.parameters, before.parameters_at) != (residency.parameters, residency.parameters_at)
-        joined_before, self._joins = self._joins, residency.shards_stay
+        moved = (before.parameters, before.parameters_at) != (zero_policy.parameters, zero_policy.parameters_at)
+        joined_before, self._joins = self._joins, zero_policy.shards_stay
         if moved or self._joins is not joined_before:  # 1
             self._place_parameters(before)
         if self._rounded:  # 2
@@ -284,35 +291,35 @@ class Flat:
             if had_own:
                 self.master = self.states.moved("master", self.master, before)
             else:  # It has the parameters' values, which are this rank's part where they come.
-                with visit([self.away["parameter"]] if "parameter" in self.away else []):
-                    values = self.shard if residency.parameters_come else self.full[low:high]
+                with visit([self.offloaded["parameter"]] if "parameter" in self.offloaded else []):
+                    values = self.shard if zero_policy.params_unsharded_on_demand else self.full[low:high]
                     self.master = self.states.put("master", values)
         else:
             if had_own:
                 self.states.drop("master")
-            partitioned = residency.optimizer_states is Holders.PARTITIONED
-            self.master = self.shard if partitioned or residency.parameters_come else self.full
+            partitioned = zero_policy.optimizer_states is Replication.PARTITIONED
+            self.master = self.shard if partitioned or zero_policy.params_unsharded_on_demand else self.full
         if self.gradient is not None:
-            self.gradient.place(residency, self._stores)  # 3
+            self.gradient.place(zero_policy, self._stores)  # 3
         if self.rounded and (sent := self.publish()) is not None:  # 4
             sent.wait()
 
     @property
     def rounded(self) -> bool:
         """Whether parameters that stay are what came of a codec, other values than their masters."""
-        return bool(self._sent) and not self.residency.parameters_come
+        return bool(self._sent) and not self.zero_policy.params_unsharded_on_demand
 
-    def _place_parameters(self, before: Residency) -> None:
+    def _place_parameters(self, before: ZeroPolicy) -> None:
         """Parameters go from where they were `before` to where they shall be now."""
-        old = self.away.get("parameter")
+        old = self.offloaded.get("parameter")
         with visit([] if old is None else [old]):
-            if self.residency.parameters_come:
+            if self.zero_policy.params_unsharded_on_demand:
                 self.shard = self.states.put("parameter", self.shard)
                 self._coming = self._room()
                 self.full = self._coming.tensor
             else:
                 self.full, self._coming = self._new_full(), None
-                if before.parameters is Holders.PARTITIONED:
+                if before.parameters is Replication.PARTITIONED:
                     self.gather_group.all_gather(self.full, self.shard.to(self.full.device)).wait()
                 else:
                     self.full.copy_(self.shard)
@@ -320,15 +327,15 @@ class Flat:
         if old is not None:
             self.states.drop("parameter", old)
         self.secondary = None
-        if self.residency.secondary_ranks:
+        if self.zero_policy.secondary_ranks:
             assert self._ways.secondary is not None  # Made where the configuration asks for it.
-            self.secondary = Secondary(self._ways.secondary, self.padded, self.dtype)
-        if self.residency.parameters_come:
-            self._shown.show_nothing()
+            self.secondary = SecondaryPartition(self._ways.secondary, self.padded, self.dtype)
+        if self.zero_policy.params_unsharded_on_demand:
+            self._shown.use_placeholder_views()
         else:
-            self._shown.show_whole(self.full)
+            self._shown.use_unsharded_views(self.full)
 
-    def _room(self) -> Coming | Joined:
+    def _room(self) -> RepinnableTensor | MappedShards:
         """For parameters that come. Not where peers read: it is emptied and filled, or mapped."""
         group = self.gather_group
         joined = group.joined(self.padded, self.dtype) if self._joins else None
@@ -342,21 +349,21 @@ class Flat:
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather(self) -> Waited:
+    def gather(self) -> Work:
         """Start to fill `full` from all shards. Parameters that come only."""
         self.take_changes()
         assert self._coming is not None  # Parameters come.
-        self._coming.come()
-        self._shown.show_whole(self.full)
+        self._coming.materialize()
+        self._shown.use_unsharded_views(self.full)
         self.buffers.add(self.full.nbytes)
         try:
-            away, secondary = self.away.get("parameter"), self.secondary
+            away, secondary = self.offloaded.get("parameter"), self.secondary
             if away is not None:
                 own = self.full[self.start : self.end]
                 return ReadThenGathered(away.kept.read(own), self.gathering, self.full, own)
             if secondary is not None and secondary.fresh:
                 return secondary.gather(self.full, in_place_of=self.gather_group)
-            if isinstance(self._coming, Joined):
+            if isinstance(self._coming, MappedShards):
                 return self.gather_group.join(self._coming, self.shard)
             gather = self.gathering.all_gather(self.full, self.shard)
             return gather if secondary is None else TakenBySecondary(gather, secondary, self.full)
@@ -376,7 +383,7 @@ class Flat:
         if isinstance(self.gathering, CodedGathers):
             self.gathering.all_read()
 
-    def outdate(self) -> None:
+    def invalidate(self) -> None:
         """What ranks hold beside their shards is of other parameters, or not of all ranks."""
         if self.secondary is not None:
             self.secondary.fresh = False
@@ -384,7 +391,7 @@ class Flat:
     @property
     def at_hand(self) -> bool:
         """Whether parameters that lie on disk are gathered on the host, from where they need not be read again."""
-        on_disk = self.residency.parameters_at is Where.DISK and not self._sent
+        on_disk = self.zero_policy.parameters_at is MemoryKind.DISK and not self._sent
         return on_disk and self.gathered and self.full.device.type == "cpu"
 
     def take_gathered(self) -> None:
@@ -394,9 +401,9 @@ class Flat:
     def release(self) -> None:
         """Free `full`; only the partition stays. Parameters that come only."""
         self.buffers.add(-self.full.nbytes)
-        self._shown.show_nothing()
+        self._shown.use_placeholder_views()
         assert self._coming is not None  # Parameters come.
-        self._coming.go()
+        self._coming.free()
 
     def _new_full(self) -> Tensor:
         """Memory for the whole, in which peers may read this rank's slice."""
@@ -431,17 +438,17 @@ class Flat:
         if self._own_master and changed:
             self._change_masters(changed)
         if replaced:
-            self._shown.show_whole(self.full)
+            self._shown.use_unsharded_views(self.full)
 
     def refuse_old_graphs(self) -> None:
-        """Parameters that stay are about to change, by more than what the caller wrote: see `Shown`. (Graphs of those
-        that come are refused by their saved tensors.)"""
-        if self.trainable and not self.residency.parameters_come:
+        """Parameters that stay are about to change, by more than what the caller wrote: see `ParamViews`. (Graphs of
+        those that come are refused by their saved tensors.)"""
+        if self.trainable and not self.zero_policy.params_unsharded_on_demand:
             self._shown.refuse_old_graphs()
 
     def _refuse_change(self, name: str) -> None:
-        if self.residency.parameters_come:
-            lies = "partitioned" if self.residency.parameters is Holders.PARTITIONED else "away from the device"
+        if self.zero_policy.params_unsharded_on_demand:
+            lies = "partitioned" if self.zero_policy.parameters is Replication.PARTITIONED else "away from the device"
             raise RuntimeError(
                 f"{name} was changed while it is {lies}, where the change has no effect; change it before initialize, "
                 "or at a ZeRO stage below 3"
@@ -470,10 +477,10 @@ class Flat:
                     self.master[own] = torch.where(same, self.master[own], new.to(self.master.dtype))
 
     @property
-    def _master_away(self) -> list[AwayState]:
+    def _master_away(self) -> list[OffloadedTensor]:
         """What a visit of the masters visits, parameters first where they are made of these."""
         names = ["parameter", "master"] if self._rounded else ["master" if self._own_master else "parameter"]
-        return [self.away[name] for name in names if name in self.away]
+        return [self.offloaded[name] for name in names if name in self.offloaded]
 
     @property
     def lasting_master(self) -> Tensor:
@@ -481,19 +488,19 @@ class Flat:
         narrow = self.narrow if self._rounded else None
         return self.master if narrow is None else narrow
 
-    def kept(self, state: str) -> Kept | None:
+    def kept(self, state: str) -> OffloadedState | None:
         """What keeps `lasting_master` ("master") or an optimizer's state away from the device, or coded there; None
         where it simply lies there."""
         if state == "master" and (self._rounded or not self._own_master):
             state = "parameter"
-        return self.away[state].kept if state in self.away else None
+        return self.offloaded[state].kept if state in self.offloaded else None
 
     def whole_master(self) -> Tensor:
         """The master values whole, on every rank. Collective where they are partitioned."""
         self.take_changes()
         away = self._master_away
         with visit(away):
-            if self.residency.optimizer_states is Holders.REPLICATED:
+            if self.zero_policy.optimizer_states is Replication.REPLICATED:
                 return self.master.to(self.full.device, copy=True) if away else self.master
             whole = torch.empty(self.padded, dtype=self.master.dtype, device=self.full.device)
             self.gather_group.all_gather(whole, self.master.to(self.full.device)).wait()
@@ -510,11 +517,13 @@ class Flat:
         """The parameters of `state_range` in the compute dtype, where masters are apart."""
         if not self._own_master:
             return None
-        cut = self.residency.optimizer_states is Holders.PARTITIONED or self.residency.parameters_come
+        cut = (
+            self.zero_policy.optimizer_states is Replication.PARTITIONED or self.zero_policy.params_unsharded_on_demand
+        )
         return self.shard if cut else self.full
 
     @torch.no_grad()
-    def publish(self, *, copied: bool = False, update: int = 0) -> Waited | None:
+    def publish(self, *, copied: bool = False, update: int = 0) -> Work | None:
         """After an update of `master`: bring the parameters of all ranks up to date. None when nothing has to be sent.
 
         `copied`: `narrow` holds the new values already. `update`: its number, for what is rounded at random; values
@@ -528,7 +537,10 @@ class Flat:
                 made = torch.empty(narrow.numel(), dtype=narrow.dtype, pin_memory=narrow.is_cuda)
                 self._narrow_down(made, update)
                 self._stores.copies.to_device(made, narrow).wait()
-        if self.residency.optimizer_states is Holders.PARTITIONED and not self.residency.parameters_come:
+        if (
+            self.zero_policy.optimizer_states is Replication.PARTITIONED
+            and not self.zero_policy.params_unsharded_on_demand
+        ):
             return self.gathering.all_gather(self.full, self.shard)
         return None
 
@@ -546,7 +558,7 @@ class Flat:
     def written_by_update(self) -> Tensor | None:
         """The narrow parameters, where a kernel that updates masters can write them on its way. (A codec puts others
         in the place of those that it sends, so that these are made of the masters each time.)"""
-        narrow = None if self._rounded or self.rounded or self.residency.gradients_wait else self.narrow
+        narrow = None if self._rounded or self.rounded or self.zero_policy.grads_double_buffered else self.narrow
         return narrow if narrow is not None and narrow.device == self.master.device else None
 
 

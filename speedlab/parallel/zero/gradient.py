@@ -9,16 +9,16 @@ from torch import Tensor
 
 from speedlab.comm import Group, Transfer
 from speedlab.layout import padded_numel
-from speedlab.offload import AwayState, Stores
-from speedlab.parallel.zero.comm_groups import Waited, Ways
-from speedlab.parallel.zero.param_slot import Slot
-from speedlab.placement import Holders, Residency, Row, Where
+from speedlab.offload import OffloadedTensor, StoreRegistry
+from speedlab.parallel.zero.comm_groups import Work, ZeroCommGroups
+from speedlab.parallel.zero.param_slot import ParamSlot
+from speedlab.placement import MemoryKind, ParamPlacement, Replication, ZeroPolicy
 
 
 class Gradient:
     """Owner of a flat's gradient.
 
-    | tensor      | gradients stay (`Residency`)               | gradients go: partitioned, or away                 |
+    | tensor      | gradients stay (`ZeroPolicy`)               | gradients go: partitioned, or away                 |
     |-------------|--------------------------------------------|----------------------------------------------------|
     | `own`       | always there; summed where it is           | borrowed while terms of a pass are here, else None |
     | `partition` | this rank's slice of `own`                 | memory of its own; of what is away, during a visit |
@@ -28,13 +28,13 @@ class Gradient:
 
     def __init__(
         self,
-        slots: Sequence[Slot],
+        slots: Sequence[ParamSlot],
         *,
         padded: int,
         partition: tuple[int, int],
         dtype: torch.dtype,
-        ways: Ways,
-        summed_first: dict[tuple[Group, ...], list[Slot]],
+        ways: ZeroCommGroups,
+        summed_first: dict[tuple[Group, ...], list[ParamSlot]],
         kept: dict[str, Tensor],
     ) -> None:
         """`padded`: elements of the flat; `partition`: [start, end) of it that this rank sums. `ways`: over which,
@@ -45,11 +45,11 @@ class Gradient:
         self.used = [False] * len(slots)
         """Which parameters got a gradient from this rank in this step."""
         self.own: Tensor | None = None
-        self.left_to_optimizer = False
+        self.optimizer_reduces = False
         """Whether the sum over `group` of the present step is the optimizer's to take, from whole gradients."""
-        self.away: AwayState | None = None
+        self.offloaded: OffloadedTensor | None = None
         """`partition`, where it lies away from the device."""
-        self.waiting: AwayState | None = None
+        self.waiting: OffloadedTensor | None = None
         """What the present update uses, where backward fills the rest meanwhile."""
         self.look: Callable[[int, Tensor], None] | None = None
         """What is told of each gradient that this rank adds, and of which parameter."""
@@ -65,7 +65,7 @@ class Gradient:
         self.group, self._ways, self._padded = ways.reduce, ways, padded
         self._summing = ways.summing("")
         self._start, self._end = partition
-        self._residency = Residency.of_stage(0, 1)
+        self._residency = ZeroPolicy.of_stage(0, 1)
         self._borrowed: Tensor | None = None
         """`own`, where gradients are partitioned and some of this pass are here."""
         self._earlier: Tensor | None = None
@@ -76,34 +76,34 @@ class Gradient:
         starts = [slot.offset for slot in slots] + [padded]
         self._gaps = [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
         self.partition: Tensor
-        self._stores: Stores
+        self._stores: StoreRegistry
 
-    def place(self, residency: Residency, stores: Stores) -> None:
-        """Allocate anew where `residency` says; to be called before anything else. What stays accumulates where it is
+    def place(self, zero_policy: ZeroPolicy, stores: StoreRegistry) -> None:
+        """Allocate anew where `zero_policy` says; to be called before anything else. What stays accumulates where it is
         summed; what goes needs a passing whole."""
         self.clear()
-        self._residency, self._stores, self.own = residency, stores, None
+        self._residency, self._stores, self.own = zero_policy, stores, None
         form = str(self.dtype).removeprefix("torch.")
-        self._summing = self._ways.summing(residency.sent_as("gradient", form))
+        self._summing = self._ways.summing(zero_policy.sent_as("gradient", form))
         self.partition = torch.empty(0)  # The old memory is free before there is new one.
-        for state in filter(None, (self.away, self.waiting)):
+        for state in filter(None, (self.offloaded, self.waiting)):
             state.kept.drop()
-        self.away = self.waiting = None
-        if residency.gradients_at is not Where.DEVICE:
+        self.offloaded = self.waiting = None
+        if zero_policy.gradients_at is not MemoryKind.DEVICE:
             numel = self._end - self._start
-            self.away = AwayState(lambda: stores.of(residency.gradients_at).keep(numel, self.dtype))
-            self.partition = self.away.tensor
-        elif residency.gradients_used:
+            self.offloaded = OffloadedTensor(lambda: stores.of(zero_policy.gradients_at).keep(numel, self.dtype))
+            self.partition = self.offloaded.tensor
+        elif zero_policy.update_in_backward:
             pass  # It is borrowed, whole, until it was used.
-        elif residency.gradients is Holders.REPLICATED:
+        elif zero_policy.gradients is Replication.REPLICATED:
             self.own = self.group.empty(self._padded, self.dtype).zero_()
             self.partition = self.own[self._start : self._end]
         else:
             self.partition = torch.zeros(self._end - self._start, dtype=self.dtype, device=self.group.device)
-        if residency.gradients_wait:
-            whole = residency.optimizer_states is Holders.REPLICATED and not residency.gradients_go
+        if zero_policy.grads_double_buffered:
+            whole = zero_policy.optimizer_states is Replication.REPLICATED and not zero_policy.grads_sharded
             waits = self._padded if whole else self._end - self._start
-            self.waiting = AwayState(lambda: stores.of(residency.states_at).keep(waits, self.dtype))
+            self.waiting = OffloadedTensor(lambda: stores.of(zero_policy.states_at).keep(waits, self.dtype))
 
     @property
     def own_range(self) -> tuple[int, int]:
@@ -116,24 +116,24 @@ class Gradient:
         return self._sum if self.waiting is None else self.waiting.tensor
 
     @property
-    def used_by_update(self) -> AwayState | None:
+    def used_by_update(self) -> OffloadedTensor | None:
         """What `update` is, where it lies away from the device."""
-        return self.away if self.waiting is None else self.waiting
+        return self.offloaded if self.waiting is None else self.waiting
 
     def lay_by(self) -> Transfer | None:
         """The step's sum waits for its update, where the next backward does not touch it, once this is over."""
-        assert self.waiting is not None  # Updates of this residency have room for it.
-        if self.away is None:
+        assert self.waiting is not None  # Updates of this zero_policy have room for it.
+        if self.offloaded is None:
             return self.waiting.kept.write(self._sum)
         # At once, so that Ctrl-C finds all of it or nothing.
-        self.away, self.waiting, self.partition = self.waiting, self.away, self.waiting.tensor
+        self.offloaded, self.waiting, self.partition = self.waiting, self.offloaded, self.waiting.tensor
         return None
 
     @property
     def _sum(self) -> Tensor:
         """The present step's sum over the state range."""
-        partly = self._residency.optimizer_states is Holders.PARTITIONED or self._residency.gradients_go
-        if partly and not self._residency.gradients_used:
+        partly = self._residency.optimizer_states is Replication.PARTITIONED or self._residency.grads_sharded
+        if partly and not self._residency.update_in_backward:
             return self.partition
         assert self.own is not None  # Replicated states go with replicated gradients.
         return self.own
@@ -142,15 +142,15 @@ class Gradient:
     def counted(self) -> tuple[int, Tensor]:
         """What this rank counts in norms, and the place in the flat where that begins: the partition, or all of its own
         terms, where nobody has summed them yet."""
-        if self.left_to_optimizer or self._residency.gradients_used:
-            assert self.own is not None  # See `left_to_optimizer`; what is used is whole.
+        if self.optimizer_reduces or self._residency.update_in_backward:
+            assert self.own is not None  # See `optimizer_reduces`; what is used is whole.
             return 0, self.own
         return self._start, self.partition
 
     @property
     def tensors(self) -> list[Tensor]:
         """What it holds now, the borrowed whole included."""
-        here = [] if self.away is not None else [self.partition]
+        here = [] if self.offloaded is not None else [self.partition]
         return [*here, *self.kept.values(), *([] if self.own is None else [self.own])]
 
     # ---- a pass ------------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ class Gradient:
             self._filled[index] = self.used[index] = True
 
     @torch.no_grad()
-    def reduce(self, *, accumulate: bool) -> Waited | None:
+    def reduce(self, *, accumulate: bool) -> Work | None:
         """Start to sum the ranks' own terms; parameters without one count as zero. None when nothing is under way.
 
         `accumulate` adds to partitions summed earlier in this step.
@@ -180,17 +180,17 @@ class Gradient:
                 own[slot.range].zero_()
         for groups, slots in self.summed_first.items():
             self._sum_first(own, groups, slots)
-        if self.left_to_optimizer:
+        if self.optimizer_reduces:
             return None
-        if self._residency.gradients_go and not self._residency.gradients_used:
+        if self._residency.grads_sharded and not self._residency.update_in_backward:
             return self._summing.reduce_scatter(own, self._summed_into(accumulate), accumulate=accumulate)
-        if self._residency.optimizer_states is Holders.PARTITIONED:
+        if self._residency.optimizer_states is Replication.PARTITIONED:
             return self._summing.reduce_scatter(own, self.partition)
         return self.group.all_reduce(own)
 
     def _summed_into(self, accumulate: bool) -> Tensor:
         """Memory for the sum on the device; with `accumulate` it holds that of earlier passes."""
-        away = self.away
+        away = self.offloaded
         if away is None:
             return self.partition
         if self.group.device.type == "cpu":
@@ -202,7 +202,7 @@ class Gradient:
         return self.partition
 
     @staticmethod
-    def _sum_first(own: Tensor, groups: tuple[Group, ...], slots: list[Slot]) -> None:
+    def _sum_first(own: Tensor, groups: tuple[Group, ...], slots: list[ParamSlot]) -> None:
         """Sum the gradients of `slots` over `groups`, one after the other, and wait."""
         pieces = [own[slot.range] for slot in slots]
         total = sum(slot.numel for slot in slots)
@@ -223,8 +223,8 @@ class Gradient:
             self.group.wait_until_read(self.own)
             self._summed.add_(self._earlier)
             self._earlier = None
-        if self.away is not None:
-            self._send_away(self.away)
+        if self.offloaded is not None:
+            self._send_away(self.offloaded)
         if self.use is not None and wanted:
             self._measure()
             self.use()
@@ -234,7 +234,7 @@ class Gradient:
         if self.measure is not None:
             self.squares = self.measure(*self.counted)
 
-    def _send_away(self, away: AwayState) -> None:
+    def _send_away(self, away: OffloadedTensor) -> None:
         """The sum goes to its place, and is measured before."""
         self._measure()
         if self.group.device.type == "cpu":
@@ -254,7 +254,7 @@ class Gradient:
                 "backward: optimizer.in_backward has updated the parameters in this step's first backward already; "
                 "call engine.step() after each one"
             )
-        if not self._residency.gradients_go and self._earlier is None:
+        if not self._residency.grads_sharded and self._earlier is None:
             self._earlier = self._summed.clone()
 
     def clear(self) -> None:
@@ -263,14 +263,14 @@ class Gradient:
         self._filled = [False] * len(self.slots)
         self.used = [False] * len(self.slots)
         self.squares = None
-        if self.away is not None:
-            self.away.leave(changed=False)  # Where an exception came between a sum and its way.
+        if self.offloaded is not None:
+            self.offloaded.leave(changed=False)  # Where an exception came between a sum and its way.
         self._give_back()
 
     @property
     def _summed(self) -> Tensor:
         """Where a pass leaves its sum, of replicated gradients."""
-        return self._sum if not self.left_to_optimizer else self._whole()
+        return self._sum if not self.optimizer_reduces else self._whole()
 
     def zero_gaps(self, tensor: Tensor, start: int = 0) -> None:
         """Zero the elements of `tensor`, which begins at element `start` of the flat, that are of no parameter."""
@@ -296,18 +296,18 @@ class Gradient:
 
 
 def gradient_of(
-    rows: Sequence[Row],
-    slots: Sequence[Slot],
+    rows: Sequence[ParamPlacement],
+    slots: Sequence[ParamSlot],
     *,
     padded: int,
     partition: tuple[int, int],
-    ways: Ways,
+    ways: ZeroCommGroups,
     axes: Mapping[str, Group],
 ) -> Gradient:
     """The gradient of a flat that has these rows of the placement table in these slots, with zeros in what is kept
     beside it. `axes`: the groups by the names in the rows' `summed_over`; the rest as of `Gradient`."""
     states, group = rows[0].states, ways.gather
-    summed_first: dict[tuple[Group, ...], list[Slot]] = {}
+    summed_first: dict[tuple[Group, ...], list[ParamSlot]] = {}
     for row, slot in zip(rows, slots, strict=True):
         groups = tuple(axes[axis] for axis in row.summed_over[:-1])
         if groups:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from speedlab.comm import exchange_numbers
-from speedlab.parallel.zero.parameter import FlatParameter, ReleasedParameter, find, places
+from speedlab.parallel.zero.parameter import ReshardedParameter, UnshardedParameter, find, places
 from speedlab.parallel.zero.zero import Zero
 
 
@@ -30,7 +30,7 @@ def remember(zero: Zero) -> None:
                 places[id(parameter)] = (this, unit_index, flat_index, index)
                 ids.append(id(parameter))
                 if type(parameter) is nn.Parameter:
-                    parameter.__class__ = FlatParameter if flat.gathered else ReleasedParameter
+                    parameter.__class__ = UnshardedParameter if flat.gathered else ReshardedParameter
     weakref.finalize(zero, _drop, ids, this)
 
 
@@ -45,7 +45,7 @@ def forget(zero: Zero) -> None:
     for flat in zero.flats:
         for parameter in flat.parameters:
             places.pop(id(parameter), None)
-            if isinstance(parameter, FlatParameter):
+            if isinstance(parameter, UnshardedParameter):
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]  # back to what it was
 
 
@@ -54,7 +54,7 @@ def agree_on_gather(parameters: Sequence[Tensor]) -> None:
 
     Raises RuntimeError where they gather different ones, PeerLost where a rank does not come."""
     known = [place for place in map(find, parameters) if place is not None]
-    absent = [place for place in known if place.zero.parameters_come and place.unit.gathers is None]
+    absent = [place for place in known if place.zero.params_unsharded_on_demand and place.unit.gathers is None]
     if not absent:
         return
     ranks = absent[0].flat.gather_group.ranks
@@ -77,7 +77,7 @@ def gather_partitions(parameter: Tensor) -> Tensor:
     if place is not None:
         place.zero.finish_update()
         place.zero.refuse_late("gather")
-    if place is None or not place.flat.residency.parameters_come:
+    if place is None or not place.flat.zero_policy.params_unsharded_on_demand:
         return parameter.detach().clone()
     if place.unit.gathers is not None:  # A pass has left it here, or on its way.
         place.unit.finish_gather()

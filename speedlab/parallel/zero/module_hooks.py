@@ -86,10 +86,10 @@ def hook_of(owner: object, hooked: nn.Module, hook: Callable[..., Any]) -> Calla
     A copy of a module (copy.deepcopy, torch's AveragedModel, a file of torch.save) has `Nothing` in its place: nobody
     partitions what a copy holds.
     """
-    return _Hook(owner, hooked, hook)
+    return _ModuleHook(owner, hooked, hook)
 
 
-class _Hook:
+class _ModuleHook:
     def __init__(self, owner: object, hooked: nn.Module, hook: Callable[..., Any]) -> None:
         self._owner, self._hooked, self._hook = weakref.ref(owner), weakref.ref(hooked), hook
 

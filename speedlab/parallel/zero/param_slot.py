@@ -9,11 +9,11 @@ from typing import NoReturn
 import torch
 
 from speedlab.layout import padded_numel
-from speedlab.placement import Row
+from speedlab.placement import ParamPlacement
 
 
 @dataclass(frozen=True, kw_only=True)
-class Slot:
+class ParamSlot:
     """Where one parameter lies in its flat, in elements. `group` is the index of its optimizer parameter group."""
 
     name: str
@@ -28,13 +28,13 @@ class Slot:
         return slice(self.offset, self.offset + self.numel)
 
 
-def lay_out(rows: Iterable[Row], shapes: Iterable[torch.Size], step: int) -> list[Slot]:
+def lay_out(rows: Iterable[ParamPlacement], shapes: Iterable[torch.Size], step: int) -> list[ParamSlot]:
     """Parameters of these rows and shapes end to end, each from a multiple of `step` elements on."""
-    slots: list[Slot] = []
+    slots: list[ParamSlot] = []
     end = 0
     for row, shape in zip(rows, shapes, strict=True):
         offset = padded_numel(end, step)
-        slots.append(Slot(name=row.name, offset=offset, numel=shape.numel(), shape=shape, group=row.group))
+        slots.append(ParamSlot(name=row.name, offset=offset, numel=shape.numel(), shape=shape, group=row.group))
         end = offset + shape.numel()
     return slots
 

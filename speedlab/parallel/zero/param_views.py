@@ -8,19 +8,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from speedlab.parallel.zero.param_slot import Slot
-from speedlab.parallel.zero.parameter import FlatParameter, ReleasedParameter
+from speedlab.parallel.zero.param_slot import ParamSlot
+from speedlab.parallel.zero.parameter import ReshardedParameter, UnshardedParameter
 
 
-class Shown:
+class ParamViews:
     """The parameters of one flat, and the tensors that they are views of now.
 
     A released parameter shows NaN in its true shape, in the memory of one element, because torch would read memory that
-    is not there; where Python reads it, it raises (`ReleasedParameter`).
+    is not there; where Python reads it, it raises (`ReshardedParameter`).
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], slots: Sequence[Slot], dtype: torch.dtype, device: torch.device
+        self, parameters: Sequence[nn.Parameter], slots: Sequence[ParamSlot], dtype: torch.dtype, device: torch.device
     ) -> None:
         self._parameters, self._slots = parameters, slots
         nothing = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
@@ -33,25 +33,25 @@ class Shown:
 
     def show(self, values: list[Tensor]) -> None:
         """Parameters are these, one for each."""
-        self._become(FlatParameter)
+        self._become(UnshardedParameter)
         self._values = values
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data = value
 
-    def show_whole(self, whole: Tensor) -> None:
+    def use_unsharded_views(self, whole: Tensor) -> None:
         """Parameters are views of the `whole` flat."""
         self.show([whole[slot.range].view(slot.shape) for slot in self._slots])
 
-    def show_nothing(self) -> None:
+    def use_placeholder_views(self) -> None:
         self._lost.update(index for index in range(len(self._values)) if self.is_replaced(index))
         self.show(self._placeholders)
-        self._become(ReleasedParameter)
+        self._become(ReshardedParameter)
 
-    def _become(self, kind: type[FlatParameter]) -> None:
+    def _become(self, kind: type[UnshardedParameter]) -> None:
         """Those that an engine's `remember` has seen refuse reads while they are released."""
         for parameter in self._parameters:
             now = parameter.__class__
-            if now is not kind and (now is ReleasedParameter or now is FlatParameter):
+            if now is not kind and (now is ReshardedParameter or now is UnshardedParameter):
                 parameter.__class__ = kind
 
     def count_from_now(self) -> None:

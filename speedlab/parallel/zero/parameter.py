@@ -5,8 +5,9 @@ next to the change of its `.data`, which costs more.
 
 | class               | values                                  | `.grad`                                            |
 |---------------------|-----------------------------------------|----------------------------------------------------|
-| `FlatParameter`     | here                                    | refused while the engine holds the gradient        |
-| `ReleasedParameter` | refused; shape, dtype and hooks are not | the same                                           |
+| `UnshardedParameter`     | here                                    | refused while the engine holds the gradient
+  |
+| `ReshardedParameter` | refused; shape, dtype and hooks are not | the same                                           |
 
 torch's own code may always look: autograd and the compiler ask in C++, or from modules of `_OF_TORCH`.
 
@@ -26,17 +27,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from speedlab.parallel.zero.param_slot import Slot
-from speedlab.placement import Where
+from speedlab.parallel.zero.param_slot import ParamSlot
+from speedlab.placement import MemoryKind
 
 
-class Place(NamedTuple):
+class ParameterOwner(NamedTuple):
     """Where a parameter is. `zero`, `unit` and `flat` are of classes that import this file."""
 
     zero: Any
     unit: Any
     flat: Any
-    slot: Slot
+    slot: ParamSlot
     index: int
     """Of the slot in its flat."""
 
@@ -46,7 +47,7 @@ places: dict[int, tuple[weakref.ref[Any], int, int, int]] = {}
 own."""
 
 
-def find(parameter: Tensor) -> Place | None:
+def find(parameter: Tensor) -> ParameterOwner | None:
     """The place of a parameter in its flat; None for one that no engine has."""
     reference, unit_index, flat_index, index = places.get(id(parameter), (lambda: None, 0, 0, 0))
     zero = reference()
@@ -54,7 +55,7 @@ def find(parameter: Tensor) -> Place | None:
         return None
     unit = zero.units[unit_index]
     flat = unit.flats[flat_index]
-    return Place(zero, unit, flat, flat.slots[index], index) if flat.parameters[index] is parameter else None
+    return ParameterOwner(zero, unit, flat, flat.slots[index], index) if flat.parameters[index] is parameter else None
 
 
 # The accessors of torch, which the engine itself uses: they pass by the classes below.
@@ -71,7 +72,7 @@ _OF_TORCH = ("torch._", "torch.distributed.", "torch.fx", "torch.export")
 """Modules that look at `.grad` for their own needs: the compiler and its tensors without values, pipelines."""
 
 
-class FlatParameter(nn.Parameter):
+class UnshardedParameter(nn.Parameter):
     """A parameter that is a view of a flat. It differs from nn.Parameter in how it prints, in that it cannot be copied
     while its values are not here, and in that `.grad` is refused inside a step, where it would be None."""
 
@@ -117,9 +118,9 @@ class FlatParameter(nn.Parameter):
             return super().__repr__()
         shape = "×".join(str(n) for n in self.shape)
         dtype = str(self.dtype).removeprefix("torch.")
-        residency = place.flat.residency
-        lies = "" if residency.parameters_at is Where.DEVICE else f" on {residency.parameters_at.value}"
-        where = f"{residency.parameters.value}{lies}"
+        zero_policy = place.flat.zero_policy
+        lies = "" if zero_policy.parameters_at is MemoryKind.DEVICE else f" on {zero_policy.parameters_at.value}"
+        where = f"{zero_policy.parameters.value}{lies}"
         head = f"Parameter {place.slot.name} ({shape} {dtype}, unit {place.unit.name}, {where}"
         owners = ", ".join(f"rank {rank}: [{low}:{high})" for rank, low, high in owners_of(place.flat, place.slot))
         if not place.flat.gathered:
@@ -159,7 +160,7 @@ _LOOKS = frozenset(["data", "view_as"])
 """What gives the same tensor: often only its shape is asked for then."""
 
 
-class ReleasedParameter(FlatParameter):
+class ReshardedParameter(UnshardedParameter):
     """A parameter whose values are not here: it has shape and dtype, and hooks; what would read values raises."""
 
     @classmethod
@@ -206,12 +207,12 @@ def _first_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     for each in (tensor for some in given for tensor in (some if isinstance(some, list | tuple) else [some])):
         if isinstance(each, _Absent):
             return each.parameter_name
-        if isinstance(each, ReleasedParameter) and (place := find(each)) is not None:
+        if isinstance(each, ReshardedParameter) and (place := find(each)) is not None:
             return place.slot.name
     return "a parameter"
 
 
-def _holds_gradient(place: Place) -> bool:
+def _holds_gradient(place: ParameterOwner) -> bool:
     """Whether the engine has a gradient of the parameter, of a step that is under way."""
     gradient = place.flat.gradient
     return gradient is not None and bool(gradient.used[place.index])
@@ -265,7 +266,7 @@ def _refuse_released(name: str, what: str) -> NoReturn:
     )
 
 
-def owners_of(flat: Any, slot: Slot) -> list[tuple[int, int, int]]:
+def owners_of(flat: Any, slot: ParamSlot) -> list[tuple[int, int, int]]:
     """(rank, start, end) in elements of the parameter for each rank that owns some of it. Replicated ones are owned
     alike."""
     size = flat.padded // flat.gather_group.size

@@ -8,21 +8,21 @@ from contextlib import AbstractContextManager, nullcontext
 from torch.autograd.profiler import record_function
 
 from speedlab.comm import Group
-from speedlab.parallel.zero.all_gather import Gathers
-from speedlab.parallel.zero.comm_groups import Waited
+from speedlab.parallel.zero.all_gather import UnshardScheduler
+from speedlab.parallel.zero.comm_groups import Work
 from speedlab.parallel.zero.units import Unit
-from speedlab.placement import Residency
+from speedlab.placement import ZeroPolicy
 
 
-class Reductions:
+class ReduceScheduler:
     """The reductions of one module's gradients."""
 
-    def __init__(self, gathers: Gathers, group: Group, *, in_flight: int | None) -> None:
+    def __init__(self, gathers: UnshardScheduler, group: Group, *, in_flight: int | None) -> None:
         """`in_flight`: units whose reduction may be under way while the next unit computes, each of which holds a whole
         gradient of a unit where gradients go; None takes what suits device and gradients."""
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around what reductions take of this rank's time; a pipeline's timeline hangs here."""
-        self.left_to_optimizer: Callable[[], bool] = lambda: False
+        self.optimizer_reduces: Callable[[], bool] = lambda: False
         """Whether the optimizer sums the gradients of the present step over the ranks; asked before each backward."""
         self.sync = True
         """Whether the present backward pass is summed over the ranks, or leaves its gradients with each rank."""
@@ -34,7 +34,7 @@ class Reductions:
         self._order: list[Unit] = []
         self._turn: dict[Unit, int] = {}
         self._cursor = 0
-        self._under_way: list[tuple[Unit, list[Waited | None]]] = []
+        self._under_way: list[tuple[Unit, list[Work | None]]] = []
 
     @property
     def idle(self) -> bool:
@@ -43,9 +43,9 @@ class Reductions:
     def begin(self, *, sync: bool) -> None:
         """A backward pass begins. Without `sync` its gradients stay with each rank."""
         self._group.wait_until_all_read()  # Replicated gradients are about to be written over.
-        left = self.left_to_optimizer()
+        left = self.optimizer_reduces()
         for gradient in (each for unit in self._gathers.units for each in unit.gradients):
-            gradient.left_to_optimizer = left
+            gradient.optimizer_reduces = left
             if self._reduced_before:
                 gradient.set_aside()
         self.sync = sync
@@ -60,7 +60,7 @@ class Reductions:
         return self.sync and self._cursor > self._turn[unit]
 
     def advance(
-        self, residency: Residency, *, everything: bool = False, leave_root: bool = False, wanted: bool = True
+        self, zero_policy: ZeroPolicy, *, everything: bool = False, leave_root: bool = False, wanted: bool = True
     ) -> None:
         """Start the reductions that are due: of units whose gradients are all here, or of all that are left. Unless
         they are `wanted`, nothing uses them."""
@@ -71,36 +71,36 @@ class Reductions:
             if unit is self._gathers.root and (leave_root or not everything):
                 return  # Gradients of shared parameters may still come.
             self._cursor += 1
-            accumulate = self._reduced_before and residency.gradients_go
+            accumulate = self._reduced_before and zero_policy.grads_sharded
             with record_function(f"speedlab::reduce {unit.name}"), self.around():
                 works = [gradient.reduce(accumulate=accumulate) for gradient in unit.gradients]
             self._under_way.append((unit, works))
-            self._finish(self._limit(residency), wanted=wanted)
+            self._finish(self._limit(zero_policy), wanted=wanted)
 
-    def end(self, residency: Residency, *, leave_root: bool) -> None:
+    def end(self, zero_policy: ZeroPolicy, *, leave_root: bool) -> None:
         """The backward pass is over; `leave_root`: those of the root unit wait for `end_root`."""
         if self.sync:
-            self.advance(residency, everything=True, leave_root=leave_root)
+            self.advance(zero_policy, everything=True, leave_root=leave_root)
             self._finish(0)
             self._reduced_before = not leave_root
         self.unsummed = not self.sync or leave_root
 
-    def end_root(self, residency: Residency) -> None:
+    def end_root(self, zero_policy: ZeroPolicy) -> None:
         """Sum what `end(leave_root=True)` has left."""
-        self.advance(residency, everything=True)
+        self.advance(zero_policy, everything=True)
         self._finish(0)
         self._reduced_before, self.unsummed = True, False
 
-    def _limit(self, residency: Residency) -> int:
+    def _limit(self, zero_policy: ZeroPolicy) -> int:
         """How many reductions may be under way when the next unit computes."""
-        if residency.gradients_used:
+        if zero_policy.update_in_backward:
             return 0  # What uses gradients takes most of a unit's time: there is nothing to hide behind it.
         if self._in_flight is not None:
             return self._in_flight
         if self._group.device.type != "cpu":
             return 2  # A GPU computes on while two are under way.
         # Nothing overlaps, but ranks that are not quite abreast need not wait where a second one takes no memory.
-        return 2 if self._group.at_hand and not residency.gradients_go else 1
+        return 2 if self._group.at_hand and not zero_policy.grads_sharded else 1
 
     def _finish(self, leave: int, *, wanted: bool = True) -> None:
         while len(self._under_way) > leave:
@@ -119,7 +119,7 @@ class Reductions:
                 gradient.clear()
         self._reduced_before = self.unsummed = False
 
-    def abandon(self, residency: Residency) -> None:
+    def abandon(self, zero_policy: ZeroPolicy) -> None:
         """After an exception in a backward pass: finish what is under way, and forget the gradients of the step.
 
         Ranks may have come to their exceptions, or to the end, by different ways: this one takes part in what is left,
@@ -127,7 +127,7 @@ class Reductions:
         one of this rank's, and it must not wait for them.)"""
         self._finish(0, wanted=False)  # Before: where a peer was lost, others must not be drawn into what is left.
         if not self._gathers.ordered:
-            self.advance(residency, everything=True, wanted=False)
+            self.advance(zero_policy, everything=True, wanted=False)
         self._finish(0, wanted=False)
         self.clear()
 

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from speedlab.comm import PeerLost
 from speedlab.config.errors import briefly
 from speedlab.offload import OffloadError
-from speedlab.parallel.zero.comm_groups import ReadThenGathered, Waited
-from speedlab.parallel.zero.flat_param import Flat
+from speedlab.parallel.zero.comm_groups import ReadThenGathered, Work
+from speedlab.parallel.zero.flat_param import FlatParam
 from speedlab.parallel.zero.parameter import stays_whole
 
 UnitChoice = Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
@@ -224,7 +224,7 @@ def _joint_name(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}–{names[-1].rpartition('.')[2]}"
 
 
-class Pass(Enum):
+class UnitPhase(Enum):
     """What the module is doing; decides in which order units are gathered and whether they are released after a
     forward."""
 
@@ -233,7 +233,7 @@ class Pass(Enum):
     BACKWARD = "backward"
 
 
-class Watch(Protocol):
+class ValueObserver(Protocol):
     """Who looks at the values of units while these are here."""
 
     def came(self, unit: Unit) -> None: ...
@@ -244,10 +244,10 @@ class Watch(Protocol):
 class Unit:
     """Parameters that are gathered and released together."""
 
-    def __init__(self, name: str, modules: list[nn.Module], flats: list[Flat]) -> None:
+    def __init__(self, name: str, modules: list[nn.Module], flats: list[FlatParam]) -> None:
         self.name, self.modules, self.flats = name, modules, flats
         self.trainable_count = sum(len(flat.parameters) for flat in flats if flat.trainable)
-        self.gathers: list[Waited] | None = None
+        self.gathers: list[Work] | None = None
         """The gather under way; None when the unit is released, [] when its parameters are there."""
         self.cut_off = False
         """Whether a wait for the gather under way has failed: its transfers are not waited for again, and the memory
@@ -262,12 +262,12 @@ class Unit:
         """Hooks on calls whose input gradients are still to come; kept where frozen parameters are needed to the
         end."""
         self.has_frozen = any(not flat.trainable for flat in flats)
-        self.watch: Watch | None = None
+        self.watch: ValueObserver | None = None
 
     def start_gather(self) -> None:
         if self.gathers is not None:
             return
-        begun: list[Waited] = []
+        begun: list[Work] = []
         try:
             for flat in self.flats:
                 begun.append(flat.gather())

@@ -35,17 +35,17 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
 from speedlab.comm import Group, PeerLost, note_forward
-from speedlab.offload import Stores
-from speedlab.parallel.zero.all_gather import Gathers
+from speedlab.offload import StoreRegistry
+from speedlab.parallel.zero.all_gather import UnshardScheduler
 from speedlab.parallel.zero.backward_unshard import SavedTensors
-from speedlab.parallel.zero.comm_groups import Ways
-from speedlab.parallel.zero.flat_param import Flat
+from speedlab.parallel.zero.comm_groups import ZeroCommGroups
+from speedlab.parallel.zero.flat_param import FlatParam
 from speedlab.parallel.zero.module_hooks import PartHooks, hook_of, parts_of, tensors_of
 from speedlab.parallel.zero.param_slot import refuse_shape
 from speedlab.parallel.zero.parameter import clear_gradient, gradient_of
-from speedlab.parallel.zero.reduce_scatter import Reductions
-from speedlab.parallel.zero.units import Pass, Unit, UnitPlan
-from speedlab.placement import Placement, Residency
+from speedlab.parallel.zero.reduce_scatter import ReduceScheduler
+from speedlab.parallel.zero.units import Unit, UnitPhase, UnitPlan
+from speedlab.placement import Placement, ZeroPolicy
 
 _ONLY_IN_BACKWARD = (
     "where they are partitioned (ZeRO stage 3) or away from the device, only engine.backward brings them together "
@@ -98,7 +98,7 @@ def refuse_state_dict() -> NoReturn:
     )
 
 
-def refuse_thawed(flats: Iterable[Flat]) -> None:
+def refuse_thawed(flats: Iterable[FlatParam]) -> None:
     """Raises RuntimeError for a parameter that shall be trained now and was frozen when its flat was made, and for one
     that has another shape than then."""
     with torch._C.DisableTorchFunctionSubclass():  # Released ones look at every question otherwise.
@@ -113,7 +113,7 @@ def refuse_thawed(flats: Iterable[Flat]) -> None:
                     )
 
 
-def refuse_other_parameters(module: nn.Module, flats: Iterable[Flat]) -> None:
+def refuse_other_parameters(module: nn.Module, flats: Iterable[FlatParam]) -> None:
     """Raises RuntimeError for a parameter to train that is in no flat. Walks through all modules."""
     known = {id(parameter) for flat in flats for parameter in flat.parameters}
     for name, parameter in module.named_parameters():
@@ -133,8 +133,8 @@ class Zero:
         plans: list[UnitPlan],
         placement: Placement,
         *,
-        ways: Ways,
-        stores: Stores,
+        ways: ZeroCommGroups,
+        stores: StoreRegistry,
         axes: Mapping[str, Group] | None = None,
         reductions_in_flight: int | None = None,
         materialize: Callable[[UnitPlan], None] | None = None,
@@ -149,7 +149,7 @@ class Zero:
         `summed_over`. A group that is on other pipeline stages only goes with parameters of the root unit and
         `end_backward(leave_root=True)`.
 
-        `reductions_in_flight`: units whose gradients may be summed at once, see `Reductions`.
+        `reductions_in_flight`: units whose gradients may be summed at once, see `ReduceScheduler`.
 
         `materialize` gives a unit that stands on `meta` its values; it is called unit by unit, so that one unit at a
         time is whole. `alike`: all ranks that begin with the same values; None: those of `gather_group`.
@@ -161,7 +161,7 @@ class Zero:
             if materialize is not None:
                 materialize(plan)
             flats = [
-                Flat(
+                FlatParam(
                     name,
                     rows,
                     plan.parameters,
@@ -174,11 +174,11 @@ class Zero:
                 if rows[0].unit == plan.name
             ]
             for flat in flats:
-                flat.place(placement.residency)
+                flat.place(placement.zero_policy)
             units.append(Unit(plan.name, plan.modules, flats))
-        self.gathers = Gathers(units, ways)
-        self.gathers.place(placement.residency)
-        self.reductions = Reductions(self.gathers, ways.reduce, in_flight=reductions_in_flight)
+        self.gathers = UnshardScheduler(units, ways)
+        self.gathers.place(placement.zero_policy)
+        self.reductions = ReduceScheduler(self.gathers, ways.reduce, in_flight=reductions_in_flight)
         self.finish_update: Callable[[], None] = lambda: None
         """Makes an update that is late the parameters', where whoever looks at one stands on all ranks."""
         self._saved = SavedTensors(self._before_read)
@@ -193,7 +193,7 @@ class Zero:
 
     def _watch(self) -> None:
         """Hook what is needed only while parameters come and go."""
-        come = self.units if self.parameters_come else ()
+        come = self.units if self.params_unsharded_on_demand else ()
         self._part_hooks.attach(come)
         self._saved.watch(come)
 
@@ -202,20 +202,20 @@ class Zero:
         return self.gathers.units
 
     @property
-    def flats(self) -> list[Flat]:
+    def flats(self) -> list[FlatParam]:
         return [flat for unit in self.units for flat in unit.flats]
 
     @property
-    def residency(self) -> Residency:
-        return self.placement.residency
+    def zero_policy(self) -> ZeroPolicy:
+        return self.placement.zero_policy
 
     @property
-    def parameters_come(self) -> bool:
+    def params_unsharded_on_demand(self) -> bool:
         """Whether parameters of a unit are here only while it is used."""
-        return self.gathers.parameters_come
+        return self.gathers.params_unsharded_on_demand
 
     @property
-    def current(self) -> Pass:
+    def current(self) -> UnitPhase:
         """The pass that is under way."""
         return self.gathers.current
 
@@ -247,7 +247,7 @@ class Zero:
 
         def after_all(zero: Zero, module: nn.Module, args: Any, output: Any) -> None:
             zero._saved.leave(module)
-            if zero.current is Pass.FORWARD:
+            if zero.current is UnitPhase.FORWARD:
                 zero.gathers.rest()  # It has raised.
 
         def arrived(unit_index: int, flat_index: int, index: int) -> Callable[[Tensor], None]:
@@ -262,7 +262,7 @@ class Zero:
 
         def before_state_dict(zero: Zero, module: nn.Module, prefix: str, keep_vars: bool) -> None:
             zero.refuse_late("module.state_dict()")
-            if zero.parameters_come:
+            if zero.params_unsharded_on_demand:
                 refuse_state_dict()
 
         self._hooks.append(self.module.register_state_dict_pre_hook(hook_of(self, self.module, before_state_dict)))
@@ -299,27 +299,27 @@ class Zero:
 
     def _before_forward(self, unit_index: int, module: nn.Module, inputs: Any, *, alone: bool = False) -> None:
         gathers, unit = self.gathers, self.units[unit_index]
-        if self.parameters_come and torch.is_grad_enabled():
+        if self.params_unsharded_on_demand and torch.is_grad_enabled():
             refuse_transforms(unit.name)
         # Whoever entered below the root has left a pass open, which the next one ends.
-        entered = module is self.module and self.current is Pass.FORWARD
-        if entered or (unit is gathers.root and self.current is Pass.IDLE):
+        entered = module is self.module and self.current is UnitPhase.FORWARD
+        if entered or (unit is gathers.root and self.current is UnitPhase.IDLE):
             if not torch.is_grad_enabled():
                 self.refuse_late("a forward without gradients")
             note_forward()
-            gathers.begin(Pass.FORWARD)
+            gathers.begin(UnitPhase.FORWARD)
             self._saved.reset()
             if module is not self.module:
                 gathers.rest()
         gathers.met(unit)
-        if self.parameters_come and unit.has_frozen and unit is not gathers.root and torch.is_grad_enabled():
+        if self.params_unsharded_on_demand and unit.has_frozen and unit is not gathers.root and torch.is_grad_enabled():
             watched = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
             if watched:
                 self._watch_call(unit, watched)
         gathers.enter(unit, alone=alone)
         gathers.require(unit)  # 1
         unit.calls += not alone
-        self._saved.enter(module, recomputing=self.current is Pass.BACKWARD)
+        self._saved.enter(module, recomputing=self.current is UnitPhase.BACKWARD)
         if unit is not gathers.root:
             self._saved.running.append(unit_index)
 
@@ -332,14 +332,19 @@ class Zero:
             for tensor in tensors_of(output):
                 if tensor.grad_fn is not None:
                     tensor.register_hook(partial(self._before_backward, unit, self._saved.version))
-                    if self.parameters_come:
+                    if self.params_unsharded_on_demand:
                         # Not on the tensor, whose own gradient somebody may want who goes no further.
                         tensor.grad_fn.register_prehook(partial(self._refuse_elsewhere, unit))
-        if self.current is Pass.BACKWARD:
+        if self.current is UnitPhase.BACKWARD:
             return  # Recomputation inside backward: the parameters are needed at once.
         if unit is self.gathers.root:
             self.gathers.end_forward()
-        elif self.parameters_come and module_is_last and not unit.calls and not self._is_needed_after(unit, output):
+        elif (
+            self.params_unsharded_on_demand
+            and module_is_last
+            and not unit.calls
+            and not self._is_needed_after(unit, output)
+        ):
             unit.release()  # 2
 
     def _is_needed_after(self, unit: Unit, output: Any) -> bool:
@@ -354,7 +359,7 @@ class Zero:
         unit = self.units[unit_index]
         if unit.calls:
             return False
-        if self.current is Pass.BACKWARD:  # Its block is computed again, without its hooks.
+        if self.current is UnitPhase.BACKWARD:  # Its block is computed again, without its hooks.
             self.gathers.require(unit)
             return False
         self._before_forward(unit_index, part, inputs, alone=True)
@@ -375,7 +380,7 @@ class Zero:
             refuse_other_parameters(self.module, self.flats)
         refuse_thawed(self.flats)
         self.reductions.begin(sync=sync)
-        self.gathers.begin(Pass.BACKWARD)
+        self.gathers.begin(UnitPhase.BACKWARD)
         self.gathers.require(self.gathers.root)  # Its parts have no hooks of their own on what they gave.
 
     def _before_backward(self, unit: Unit, version: int, gradient: Tensor | None = None) -> None:
@@ -384,7 +389,7 @@ class Zero:
                 "backward: the parameters were changed (by a step, a load or a reshape) after the forward of this "
                 "loss; run the forward again"
             )
-        if self.current is Pass.BACKWARD:
+        if self.current is UnitPhase.BACKWARD:
             self.gathers.require(unit)  # 3
 
     def _before_read(self, index: int, version: int, *, reads_parameters: bool) -> None:
@@ -393,9 +398,9 @@ class Zero:
             raise RuntimeError("backward: the engine of this loss was destroyed; run the forward again")
         unit = self.units[index]
         here = unit.gathers is not None  # Or coming.
-        if reads_parameters or (self.current is Pass.BACKWARD and (here or self.gathers.is_ahead(unit))):
+        if reads_parameters or (self.current is UnitPhase.BACKWARD and (here or self.gathers.is_ahead(unit))):
             self._before_backward(unit, version)
-        if reads_parameters and self.current is not Pass.BACKWARD:
+        if reads_parameters and self.current is not UnitPhase.BACKWARD:
             if not here:
                 refuse_gradient_elsewhere(unit.name)
             unit.finish_gather()
@@ -404,7 +409,7 @@ class Zero:
     def checkpointed(self, unit: Unit, module: nn.Module) -> Iterator[None]:
         """Around a forward of the unit's `module` inside torch.utils.checkpoint, which runs it again in backward,
         without its hooks."""
-        recomputing = self.current is Pass.BACKWARD
+        recomputing = self.current is UnitPhase.BACKWARD
         if recomputing:
             self.gathers.require(unit)
         self._saved.enter(module, recomputing=recomputing)
@@ -415,15 +420,15 @@ class Zero:
 
     def _refuse_elsewhere(self, unit: Unit, gradients: Any) -> None:
         """Raises RuntimeError where a graph of the unit is gone through that would read what was released."""
-        if self.current is not Pass.BACKWARD and unit.gathers is None:
+        if self.current is not UnitPhase.BACKWARD and unit.gathers is None:
             refuse_gradient_elsewhere(unit.name)
 
-    def _receive(self, unit: Unit, flat: Flat, index: int, parameter: Tensor) -> None:
+    def _receive(self, unit: Unit, flat: FlatParam, index: int, parameter: Tensor) -> None:
         gradient = gradient_of(parameter)
         if gradient is None:
             return
         clear_gradient(parameter)
-        if self.current is not Pass.BACKWARD:
+        if self.current is not UnitPhase.BACKWARD:
             refuse_loose_gradient(flat.slots[index].name)
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
@@ -437,11 +442,11 @@ class Zero:
         flat.gradient.receive(index, gradient)
         unit.missing -= 1
         if unit.missing == 0 and unit is not self.gathers.root:
-            if self.residency.gradients_used:  # The update takes the parameters as they stand here.
-                self.reductions.advance(self.residency)
-            if self.parameters_come and not unit.has_frozen:
+            if self.zero_policy.update_in_backward:  # The update takes the parameters as they stand here.
+                self.reductions.advance(self.zero_policy)
+            if self.params_unsharded_on_demand and not unit.has_frozen:
                 unit.release()
-            self.reductions.advance(self.residency)  # 4
+            self.reductions.advance(self.zero_policy)  # 4
 
     def _watch_call(self, unit: Unit, inputs: list[Tensor]) -> None:
         """Release the unit when gradients of all inputs of all its calls, and those of its parameters, are there."""
@@ -480,17 +485,17 @@ class Zero:
 
         `leave_root`: those of the root unit wait for `reduce_root`, for a caller whose ranks may not wait here.
         """
-        if self.residency.gradients_used:
-            self.reductions.end(self.residency, leave_root=leave_root)
+        if self.zero_policy.update_in_backward:
+            self.reductions.end(self.zero_policy, leave_root=leave_root)
         self.gathers.end_backward()
         self._forget_calls()
-        self.reductions.end(self.residency, leave_root=leave_root)  # 5
+        self.reductions.end(self.zero_policy, leave_root=leave_root)  # 5
         self.gathers.wait_until_all_read()  # The next thing may be an update of the shards.
         self.gathers.end()
 
     def reduce_root(self) -> None:
         """Sum over the ranks what `end_backward(leave_root=True)` has left of a pass that was to be summed."""
-        self.reductions.end_root(self.residency)
+        self.reductions.end_root(self.zero_policy)
 
     @property
     def backward_order(self) -> list[Unit]:
@@ -549,8 +554,8 @@ class Zero:
         self._forget_calls()
         try:
             self.gathers.abandon()
-            if was is Pass.BACKWARD:
-                self.reductions.abandon(self.residency)
+            if was is UnitPhase.BACKWARD:
+                self.reductions.abandon(self.zero_policy)
         except PeerLost:
             self._broken = True
 
@@ -569,25 +574,25 @@ class Zero:
         for group in self._ways.all:
             group.reconnect()
         under_way = any(unit.gathers for unit in self.units) or not self.reductions.idle
-        if self._broken or self.current is not Pass.IDLE or under_way:
+        if self._broken or self.current is not UnitPhase.IDLE or under_way:
             self.gathers.forget()
             self.reductions.forget()
-        self.gathers.outdate()  # On all ranks alike, though only some were cut off.
+        self.gathers.invalidate()  # On all ranks alike, though only some were cut off.
         self._broken = False
 
     def leave(self) -> None:
         """The engine ends: release what is here, and wait for nothing that cannot come."""
         self.gathers.leave(lost=self._broken)
 
-    def place(self, residency: Residency) -> None:
-        """Move every flat to where `residency` says. Between two steps only."""
+    def place(self, zero_policy: ZeroPolicy) -> None:
+        """Move every flat to where `zero_policy` says. Between two steps only."""
         self.before_change()
         self._ways.reduce.wait_until_all_read()
         for flat in self.flats:
-            flat.place(residency)
+            flat.place(zero_policy)
         self._ways.reduce.drop_buffers()
-        self.placement = self.placement.moved(residency)
-        self.gathers.place(residency)
+        self.placement = self.placement.moved(zero_policy)
+        self.gathers.place(zero_policy)
         for unit in self.units:
             unit.gathers = None
         self._watch()

@@ -46,7 +46,7 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ActivationSizes:
     """Bytes of the tensors of one micro-batch on one rank."""
 
     setup: Setup

@@ -21,7 +21,7 @@ B sequences, T tokens, C hidden, V vocabulary; n = B T tokens; sizes are bytes.
 from __future__ import annotations
 
 from speedlab.config.model_shape import Bias
-from speedlab.planner.memory.activation_sizes import Sizes, Tally
+from speedlab.planner.memory.activation_sizes import ActivationSizes, Tally
 from speedlab.planner.memory.attention import (
     attend_backward,
     attend_forward,
@@ -44,7 +44,7 @@ _FLOAT32 = 4
 # ---- norms -----------------------------------------------------------------------------------------------------------
 
 
-def norm_forward(t: Tally, s: Sizes) -> None:
+def norm_forward(t: Tally, s: ActivationSizes) -> None:
     """Leaves its result, and what it saves beside its input."""
     x, row = s.local, s.row
     if s.setup.shape.norm == "layer":
@@ -65,7 +65,7 @@ def norm_forward(t: Tally, s: Sizes) -> None:
             t.take(x)
 
 
-def norm_backward(t: Tally, s: Sizes, *, residual: bool) -> None:
+def norm_backward(t: Tally, s: ActivationSizes, *, residual: bool) -> None:
     """From the gradient of its result, which is freed, to that of its input; with `residual` added to what came round
     the layer, which is freed too. Frees what it saved, and its input."""
     x, row = s.local, s.row
@@ -98,7 +98,7 @@ def norm_backward(t: Tally, s: Sizes, *, residual: bool) -> None:
         _add(t, x, residual)
 
 
-def _statistics(s: Sizes) -> tuple[int, int]:
+def _statistics(s: ActivationSizes) -> tuple[int, int]:
     """Mean and inverse deviation of LayerNorm."""
     size = s.row if s.device == "cuda" else s.row // _FLOAT32 * s.element
     return size, size
@@ -114,14 +114,14 @@ def _add(t: Tally, size: int, wanted: bool) -> None:
 # ---- between tensor-parallel ranks -----------------------------------------------------------------------------------
 
 
-def _gathered(t: Tally, s: Sizes) -> None:
+def _gathered(t: Tally, s: ActivationSizes) -> None:
     """All tokens of what each rank has some of."""
     t.take(s.hidden)
     t.take(s.hidden)
     t.free(s.hidden)
 
 
-def _scattered(t: Tally, s: Sizes) -> None:
+def _scattered(t: Tally, s: ActivationSizes) -> None:
     """A rank's tokens of a sum; the terms are freed."""
     t.take(s.hidden, s.local)
     t.free(s.hidden, s.hidden)
@@ -133,20 +133,20 @@ def _summed(t: Tally, size: int) -> None:
     t.free(size)
 
 
-def enter(t: Tally, s: Sizes) -> None:
+def enter(t: Tally, s: ActivationSizes) -> None:
     """Into layers of which each rank has a part. Sequence parallelism leaves two tensors where one was."""
     if s.sequence:
         _gathered(t, s)
 
 
-def enter_backward(t: Tally, s: Sizes) -> None:
+def enter_backward(t: Tally, s: ActivationSizes) -> None:
     if s.sequence:
         _scattered(t, s)
     elif s.tp > 1:
         _summed(t, s.hidden)
 
 
-def leave(t: Tally, s: Sizes, layer: Bias) -> None:
+def leave(t: Tally, s: ActivationSizes, layer: Bias) -> None:
     """Out of them: the sum over the ranks, bias, norm, dropout, residual. The first input of `enter` is freed."""
     if s.sequence:
         _scattered(t, s)
@@ -164,7 +164,7 @@ def leave(t: Tally, s: Sizes, layer: Bias) -> None:
     _summed(t, s.local)
 
 
-def leave_backward(t: Tally, s: Sizes) -> int:
+def leave_backward(t: Tally, s: ActivationSizes) -> int:
     """Returns the bytes of the gradient that goes on, 0 where it is still the residual's."""
     own = 0
     if s.setup.shape.dropout:
@@ -182,7 +182,7 @@ def leave_backward(t: Tally, s: Sizes) -> int:
     return own
 
 
-def drop(t: Tally, s: Sizes) -> None:
+def drop(t: Tally, s: ActivationSizes) -> None:
     """Dropout of the residual stream: its mask stays."""
     if s.sequence:
         t.touch(s.hidden)  # Drawn for all tokens.
@@ -193,7 +193,7 @@ def drop(t: Tally, s: Sizes) -> None:
 # ---- a block ---------------------------------------------------------------------------------------------------------
 
 
-def block_forward(t: Tally, s: Sizes, *, again: bool = False) -> None:
+def block_forward(t: Tally, s: ActivationSizes, *, again: bool = False) -> None:
     """From the block's input, which stays, to its output. `again`: for a backward that only wants what is saved; the
     last layer is left out."""
     norm_forward(t, s)
@@ -233,7 +233,7 @@ def block_forward(t: Tally, s: Sizes, *, again: bool = False) -> None:
         t.free(s.local)  # The residual stream between attention and feed-forward.
 
 
-def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
+def block_backward(t: Tally, s: ActivationSizes, *, held: bool = False) -> None:
     """From the gradient of the output to that of the input; everything the block has saved is freed. `held`: somebody
     else keeps the gradient of the output."""
     shape = s.setup.shape
@@ -273,7 +273,7 @@ def block_backward(t: Tally, s: Sizes, *, held: bool = False) -> None:
     norm_backward(t, s, residual=True)
 
 
-def kept_results(s: Sizes) -> tuple[int, int]:
+def kept_results(s: ActivationSizes) -> tuple[int, int]:
     """(bytes that selective recomputation keeps of a block beside its input; of them what nobody asks for again):
     results of linear layers and of fused attention, and what came of exchanges between ranks."""
     attention = 0 if keeps_probabilities(s) else s.heads + s.queries + ring_kept(s)
@@ -287,12 +287,12 @@ def kept_results(s: Sizes) -> tuple[int, int]:
     return layers + exchanged + attention + summed + 2 * entered + last, 0 if drawn_from else last
 
 
-def _widths(s: Sizes) -> int:
+def _widths(s: ActivationSizes) -> int:
     """Results of the feed-forward layer's first matrices: a gate, and what it multiplies."""
     return 2 if s.setup.shape.gated else 1
 
 
-def _steps(s: Sizes) -> int:
+def _steps(s: ActivationSizes) -> int:
     """What an activation function in steps keeps beside its input: a half of it, a hyperbolic tangent, one more."""
     return 3 * s.inner if s.setup.shape.stepwise else 0
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from speedlab.layout import message_bytes
-from speedlab.placement import Residency, Where
+from speedlab.placement import MemoryKind, ZeroPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """Bytes of one unit on its way; 0 for what its residency does without."""
+    """Bytes of one unit on its way; 0 for what its zero_policy does without."""
 
     gathered: int = 0
     """Whole parameters."""
@@ -24,35 +24,35 @@ class Passing:
     """Slices of its gradient, encoded, and as many that come from others."""
 
     @classmethod
-    def of(cls, flats: Iterable[tuple[int, int, bool]], residency: Residency, dp: int) -> Passing:
+    def of(cls, flats: Iterable[tuple[int, int, bool]], zero_policy: ZeroPolicy, dp: int) -> Passing:
         """Of a unit with these flats: (elements, padded; bytes of one; whether it trains)."""
         gathered = message = exchanged = 0
         for elements, element_bytes, trainable in flats:
             shard = elements // dp
-            gathered += elements * element_bytes if residency.parameters_come else 0
-            if residency.parameters_sent and (trainable or residency.parameters_come):
+            gathered += elements * element_bytes if zero_policy.params_unsharded_on_demand else 0
+            if zero_policy.parameters_sent and (trainable or zero_policy.params_unsharded_on_demand):
                 message += message_bytes(shard, 8)
-            if residency.gradients_sent and trainable:
+            if zero_policy.gradients_sent and trainable:
                 exchanged += 2 * dp * message_bytes(shard, 4)
         return cls(gathered=gathered, message=message, arriving=dp * message, exchanged=exchanged)
 
 
-def most_at_work(root: Passing, units: Sequence[Passing], residency: Residency) -> int:
+def most_at_work(root: Passing, units: Sequence[Passing], zero_policy: ZeroPolicy) -> int:
     """What passes at once at most while a stage's units behind the `root` are used, forward and backward, on a CPU."""
     live = peak = 0
-    for change in _changes(root, units, residency):
+    for change in _changes(root, units, zero_policy):
         live += change
         peak = max(peak, live)
     return peak
 
 
-def _changes(root: Passing, units: Sequence[Passing], residency: Residency) -> Iterator[int]:
+def _changes(root: Passing, units: Sequence[Passing], zero_policy: ZeroPolicy) -> Iterator[int]:
     """What comes and goes, in order of time: the next unit is gathered while one is used; the root and the last one
     stay between the passes; one unit's gradient is exchanged while the next one is computed."""
-    come, away = residency.parameters_come, residency.parameters_at is not Where.DEVICE
+    come, away = zero_policy.params_unsharded_on_demand, zero_policy.parameters_at is not MemoryKind.DEVICE
     if come and not away:
         yield sum(each.message for each in (root, *units))  # Offered, and there until all have read them.
-    again = bool(residency.secondary_ranks)  # In backward they come from there as they are.
+    again = bool(zero_policy.secondary_ranks)  # In backward they come from there as they are.
     order = [root, *units]
     if come:
         yield from _arrives(root, away)
@@ -87,6 +87,6 @@ def _is_there(unit: Passing, away: bool, *, plain: bool = False) -> Iterator[int
     yield -encoded if away and not plain else 0
 
 
-def sent_by_update(units: Iterable[Passing], residency: Residency) -> int:
+def sent_by_update(units: Iterable[Passing], zero_policy: ZeroPolicy) -> int:
     """What passes at once of parameters that stay on every rank, and are sent after the update: all of them."""
-    return 0 if residency.parameters_come else sum(each.message + each.arriving for each in units)
+    return 0 if zero_policy.params_unsharded_on_demand else sum(each.message + each.arriving for each in units)

@@ -12,30 +12,30 @@ attention between context-parallel ranks, and feed-forward layers in tiles. Each
 
 from __future__ import annotations
 
-from speedlab.planner.memory.activation_sizes import Sizes, Tally
+from speedlab.planner.memory.activation_sizes import ActivationSizes, Tally
 
 _FLOAT32 = 4
 
 
-def attends_long(s: Sizes) -> bool:
+def attends_long(s: ActivationSizes) -> bool:
     """Whether attention is one of these."""
     return s.setup.attention == "sparse" or s.setup.layout.cp > 1
 
 
-def shares_heads(s: Sizes) -> bool:
+def shares_heads(s: ActivationSizes) -> bool:
     return s.setup.layout.cp > 1 and s.setup.heads_shared > 1
 
 
-def is_ring(s: Sizes) -> bool:
+def is_ring(s: ActivationSizes) -> bool:
     return s.setup.layout.cp > s.setup.heads_shared
 
 
-def ring_kept(s: Sizes) -> int:
+def ring_kept(s: ActivationSizes) -> int:
     """Of a ring with dropout: a byte for each probability of this rank's queries, whether it stays."""
     return s.probabilities // s.element if is_ring(s) and s.setup.shape.dropout > 0 else 0
 
 
-def _turn_scores(s: Sizes) -> tuple[int, int]:
+def _turn_scores(s: ActivationSizes) -> tuple[int, int]:
     """Of a ring with dropout: (float32 scores of one head in a turn, what is drawn of one head)."""
     setup = s.setup
     ring = setup.layout.cp // setup.heads_shared
@@ -43,16 +43,16 @@ def _turn_scores(s: Sizes) -> tuple[int, int]:
     return of_head // ring * _FLOAT32, of_head * ring
 
 
-def _rotary(s: Sizes) -> bool:
+def _rotary(s: ActivationSizes) -> bool:
     return s.setup.shape.position == "rotary"
 
 
-def _grouped(s: Sizes) -> bool:
+def _grouped(s: ActivationSizes) -> bool:
     """Whether sparse attention is given a copy of keys and values for each head of queries."""
     return s.setup.attention == "sparse" and s.pair < 2 * s.heads
 
 
-def lays_out_anew(s: Sizes) -> bool:
+def lays_out_anew(s: ActivationSizes) -> bool:
     """Whether outputs of attention are kept once more, in the order in which the next layer takes them."""
     return s.setup.attention == "sparse" or shares_heads(s) or _rotary(s)
 
@@ -65,7 +65,7 @@ def _exchange(t: Tally, size: int) -> None:
     t.free(size)
 
 
-def attend_long_forward(t: Tally, s: Sizes) -> None:
+def attend_long_forward(t: Tally, s: ActivationSizes) -> None:
     """From projections, which rotation has copied in part, to the outputs side by side."""
     q, pair = s.heads, s.pair
     if shares_heads(s):
@@ -91,7 +91,7 @@ def attend_long_forward(t: Tally, s: Sizes) -> None:
         t.take(q)
 
 
-def leave_attention(t: Tally, s: Sizes) -> None:
+def leave_attention(t: Tally, s: ActivationSizes) -> None:
     """What nothing has saved goes with the names it had in the layer."""
     q, pair = s.heads, s.pair
     if shares_heads(s):
@@ -100,7 +100,7 @@ def leave_attention(t: Tally, s: Sizes) -> None:
         t.free(q + pair, pair // 2 if _rotary(s) and _grouped(s) else 0)
 
 
-def attend_long_backward(t: Tally, s: Sizes) -> None:
+def attend_long_backward(t: Tally, s: ActivationSizes) -> None:
     """From the gradient of the outputs, which is freed, to those of queries, keys and values that were turned."""
     q, pair = s.heads, s.pair
     given = q + (2 * q if _grouped(s) else pair)
@@ -135,18 +135,18 @@ def attend_long_backward(t: Tally, s: Sizes) -> None:
 # ---- feed-forward layers in tiles ------------------------------------------------------------------------------------
 
 
-def is_tiled(s: Sizes) -> bool:
+def is_tiled(s: ActivationSizes) -> bool:
     """Whether a rank's sequences are longer than a tile."""
     tile = s.setup.ffn_tile
     return tile is not None and tile < s.setup.padded_length // s.setup.layout.cp
 
 
-def _of_tile(s: Sizes, size: int) -> int:
+def _of_tile(s: ActivationSizes, size: int) -> int:
     assert s.setup.ffn_tile is not None
     return size * s.setup.ffn_tile * s.setup.layout.cp // s.setup.padded_length
 
 
-def tiles_forward(t: Tally, s: Sizes) -> None:
+def tiles_forward(t: Tally, s: ActivationSizes) -> None:
     """From the layer's input, which stays, to its output."""
     inner, out = _of_tile(s, s.inner), _of_tile(s, s.hidden)
     t.take(inner, inner)
@@ -156,7 +156,7 @@ def tiles_forward(t: Tally, s: Sizes) -> None:
         t.take(s.hidden)
 
 
-def tiles_backward(t: Tally, s: Sizes, came: int) -> None:
+def tiles_backward(t: Tally, s: ActivationSizes, came: int) -> None:
     """From the gradient of the output, of which `came` is freed, to that of the input, which is freed, too."""
     inner, out = _of_tile(s, s.inner), _of_tile(s, s.hidden)
     shape = s.setup.shape

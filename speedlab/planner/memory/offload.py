@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from speedlab.config import OffloadConfig
 from speedlab.layout import padded_numel
-from speedlab.placement import EIGHT_BITS, ITEM_BYTES, Residency, Where
+from speedlab.placement import EIGHT_BITS, ITEM_BYTES, MemoryKind, ZeroPolicy
 from speedlab.planner.setup import Setup
 
 PAGE_BYTES = 4096
@@ -17,13 +17,13 @@ _STAGED = 2
 while another one is used."""
 
 
-def residency_of(setup: Setup, device: str = "cpu") -> Residency:
+def zero_policy_of(setup: Setup, device: str = "cpu") -> ZeroPolicy:
     """Who holds which state, and where, on devices of a kind."""
-    return Residency.of_stage(
+    return ZeroPolicy.of_stage(
         setup.zero_stage,
         setup.layout.replicas,
-        optimizer=Where.of_choice(setup.offload.optimizer),
-        parameters=Where.of_choice(setup.offload.parameters),
+        optimizer=MemoryKind.of_choice(setup.offload.optimizer),
+        parameters=MemoryKind.of_choice(setup.offload.parameters),
         in_backward=setup.optimizer.in_backward,
         delayed=setup.offload.delayed_update is not None,
         device=device,
@@ -33,13 +33,13 @@ def residency_of(setup: Setup, device: str = "cpu") -> Residency:
     )
 
 
-def state_places(residency: Residency) -> dict[str, Where]:
+def state_places(zero_policy: ZeroPolicy) -> dict[str, MemoryKind]:
     """Category of the ledger -> where such states lie between two uses."""
     return {
-        "parameters": residency.parameters_at,
-        "gradients": residency.gradients_at,
-        "master_weights": residency.states_at,
-        "optimizer_moments": residency.states_at,
+        "parameters": zero_policy.parameters_at,
+        "gradients": zero_policy.gradients_at,
+        "master_weights": zero_policy.states_at,
+        "optimizer_moments": zero_policy.states_at,
     }
 
 
@@ -47,7 +47,7 @@ def has_masters(setup: Setup, device: str) -> bool:
     """Whether there are float32 masters beside the parameters: of narrower ones, unless these do without, and of those
     that stay on a GPU while the update is computed on the host."""
     if setup.dtype == "float32":
-        return residency_of(setup, device).separate_masters
+        return zero_policy_of(setup, device).separate_masters
     return setup.masters == "float32" or setup.dtype != "bfloat16"
 
 
@@ -74,7 +74,7 @@ def decoded_bytes(setup: Setup, largest: int) -> int:
 
 def decodes_on_host(setup: Setup, device: str) -> bool:
     """Whether that is in the host's memory, beside a GPU's. A CPU's is the host's."""
-    return device != "cpu" and residency_of(setup, device).states_at is not Where.DEVICE
+    return device != "cpu" and zero_policy_of(setup, device).states_at is not MemoryKind.DEVICE
 
 
 def inputs_away(setup: Setup, device: str) -> bool:
@@ -85,10 +85,10 @@ def inputs_away(setup: Setup, device: str) -> bool:
 def staging_bytes(setup: Setup, largest: int, widths: Mapping[str, float]) -> int:
     """Of the host's memory, what the way to and from the disk takes. `largest`: elements that a rank has of its largest
     flat; `widths`: category -> bytes of an element."""
-    residency = residency_of(setup)
-    places = state_places(residency)
-    staged = sum(width for state, width in widths.items() if places[state] is Where.DISK)
-    if residency.gradients_wait and residency.states_at is Where.DISK:
+    zero_policy = zero_policy_of(setup)
+    places = state_places(zero_policy)
+    staged = sum(width for state, width in widths.items() if places[state] is MemoryKind.DISK)
+    if zero_policy.grads_double_buffered and zero_policy.states_at is MemoryKind.DISK:
         staged += widths["gradients"]
     return round(_STAGED * largest * staged)
 

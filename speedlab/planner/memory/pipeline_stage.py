@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from speedlab.planner.memory.activation_sizes import Sizes, Tally
+from speedlab.planner.memory.activation_sizes import ActivationSizes, Tally
 from speedlab.planner.memory.activations import (
     block_backward,
     block_forward,
@@ -37,7 +37,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Pass:
+class MicroBatchMemory:
     """One micro-batch on one stage, bytes."""
 
     kept: int
@@ -52,7 +52,7 @@ class Pass:
     backward: tuple[Mark, ...]
 
 
-def walk(s: Sizes, *, blocks: int, first: bool, last: bool) -> Pass:
+def walk(s: ActivationSizes, *, blocks: int, first: bool, last: bool) -> MicroBatchMemory:
     """A micro-batch through a stage of so many `blocks`. `first`, `last`: whether embedding and head are its own."""
     t, marks = Tally(), []
 
@@ -96,7 +96,7 @@ def walk(s: Sizes, *, blocks: int, first: bool, last: bool) -> Pass:
     mark("embedding" if first else "send")
     # The first half frees nothing that blocks have saved, and keeps gradients of what their layers made.
     between = without_head + blocks * _layer_gradients(s)
-    return Pass(
+    return MicroBatchMemory(
         halves=(max(marks[0].peak, kept + blocks * _layer_gradients(s) + 2 * s.local), between),
         kept=kept,
         away=s.input_away * (blocks - (not first)),
@@ -107,7 +107,7 @@ def walk(s: Sizes, *, blocks: int, first: bool, last: bool) -> Pass:
     )
 
 
-def _forward(t: Tally, s: Sizes, *, given: bool) -> None:
+def _forward(t: Tally, s: ActivationSizes, *, given: bool) -> None:
     """A block, from its input to its output. `given`: the pipeline holds the input."""
     t.take(0 if given else s.input_left)
     if s.setup.checkpointing == "block":
@@ -127,7 +127,7 @@ def _forward(t: Tally, s: Sizes, *, given: bool) -> None:
         t.free(s.local)
 
 
-def _backward(t: Tally, s: Sizes, *, given: bool, held: bool) -> None:
+def _backward(t: Tally, s: ActivationSizes, *, given: bool, held: bool) -> None:
     checkpointed = s.setup.checkpointing != "none"
     kept, unused = kept_results(s) if s.setup.checkpointing == "selective" else (0, 0)
     if checkpointed:
@@ -146,7 +146,7 @@ def _backward(t: Tally, s: Sizes, *, given: bool, held: bool) -> None:
     t.free(s.input_left if gathered else 0)
 
 
-def _layer_gradients(s: Sizes) -> int:
+def _layer_gradients(s: ActivationSizes) -> int:
     """Of what a block's linear layers and norms made: gradients of their parameters are computed from these."""
     wide = 1 if s.saves_norm_input else _FLOAT32 // s.element
     widths = 2 if s.setup.shape.gated else 1
@@ -156,13 +156,13 @@ def _layer_gradients(s: Sizes) -> int:
 # ---- embedding -------------------------------------------------------------------------------------------------------
 
 
-def _rotation(s: Sizes) -> int:
+def _rotation(s: ActivationSizes) -> int:
     """Cosines and sines of a sequence's positions."""
     shape = s.setup.shape
     return shape.sequence_length * (shape.head_size or shape.hidden // shape.heads) * _FLOAT32
 
 
-def _embed(t: Tally, s: Sizes) -> None:
+def _embed(t: Tally, s: ActivationSizes) -> None:
     shape = s.setup.shape
     if s.tp > 1:
         t.take(s.tokens, _INT64 * s.tokens)  # Tokens of other ranks' rows, and the others' numbers here.
@@ -183,7 +183,7 @@ def _embed(t: Tally, s: Sizes) -> None:
         drop(t, s)
 
 
-def _embed_backward(t: Tally, s: Sizes, *, tied: bool) -> None:
+def _embed_backward(t: Tally, s: ActivationSizes, *, tied: bool) -> None:
     """`tied`: the gradient of the table's other use is still here."""
     shape = s.setup.shape
     if shape.dropout:
@@ -212,7 +212,7 @@ def _embed_backward(t: Tally, s: Sizes, *, tied: bool) -> None:
 # ---- head and loss ---------------------------------------------------------------------------------------------------
 
 
-def _head(t: Tally, s: Sizes) -> None:
+def _head(t: Tally, s: ActivationSizes) -> None:
     """From the last block's output to the loss. The final norm has no residual; its input stays only if it saves it."""
     norm_forward(t, s)
     enter(t, s)
@@ -236,13 +236,13 @@ def _head(t: Tally, s: Sizes) -> None:
         t.free(s.local)
 
 
-def _logits(s: Sizes) -> tuple[int, int]:
+def _logits(s: ActivationSizes) -> tuple[int, int]:
     """(n, V) in the compute dtype and in float32."""
     count = s.tokens * s.vocabulary
     return count * s.element, count * _FLOAT32
 
 
-def _cut_loss(t: Tally, s: Sizes) -> None:
+def _cut_loss(t: Tally, s: ActivationSizes) -> None:
     """`vocabulary_cross_entropy`: gradients are made at once, from exponentials of a chunk of tokens."""
     t.take(s.hidden, s.table)
     exponentials = s.chunk * s.vocabulary * s.element
@@ -257,7 +257,7 @@ def _cut_loss(t: Tally, s: Sizes) -> None:
         t.free(s.local)
 
 
-def _head_backward(t: Tally, s: Sizes, *, tied: bool) -> None:
+def _head_backward(t: Tally, s: ActivationSizes, *, tied: bool) -> None:
     """To the gradient of the last block's output. `tied`: the table's gradient waits for that of its other use."""
     setup = s.setup
     scaled = setup.accumulation * setup.layout.replicas > 1 or setup.dtype == "float16"
@@ -338,7 +338,7 @@ def _round(pp: int, micro_batches: int) -> int:
 
 
 def held(
-    setup: Setup, stages: Sequence[Pass], pipeline: int, micro_batches: int
+    setup: Setup, stages: Sequence[MicroBatchMemory], pipeline: int, micro_batches: int
 ) -> Iterator[tuple[str, int, int, int]]:
     """(F, B or W; which stage; bytes alive after it; most bytes during it) of a step with so many micro-batches.
 
@@ -366,7 +366,7 @@ def held(
         yield kind, chunk, live, max(peak, live)
 
 
-def step_peak(setup: Setup, stages: Sequence[Pass], pipeline: int) -> int:
+def step_peak(setup: Setup, stages: Sequence[MicroBatchMemory], pipeline: int) -> int:
     """The most bytes of activations in a step of a pipeline rank with these `stages`.
 
     With one stage a rank it is at the last forward, at the backward behind it, or at the last backward. Otherwise a

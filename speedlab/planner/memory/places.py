@@ -12,7 +12,7 @@ from speedlab.planner.setup import Setup
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class PlaceBytes:
     """Bytes of a rank in one place, and its equal share of what there is. Where the host's memory is the device's, the
     device's bytes are those of both."""
 
@@ -44,23 +44,23 @@ class Place:
         return f"{held} of {bytes_text(self.capacity_bytes)} for each rank, {left}"
 
 
-def places(memory: Sequence[RankMemory], setup: Setup, machines: Machines) -> list[Place]:
+def places(memory: Sequence[RankMemory], setup: Setup, machines: Machines) -> list[PlaceBytes]:
     """Device, host and disk, those of them that hold something, each with what the rank holds there that holds most."""
     sharing = min(machines.per_host, setup.layout.world_size)
     host = machines.host
     found = [
-        Place(
+        PlaceBytes(
             name="device",
             held_bytes=max(rank.total for rank in memory),
             capacity_bytes=machines.device.memory_bytes,
         ),
-        Place(
+        PlaceBytes(
             name="host",
             held_bytes=max(rank.host_bytes for rank in memory),
             # On CPU cores the device's line counts it.
             capacity_bytes=machines.device.memory_bytes if memory[0].one_memory else host.memory_bytes // sharing,
         ),
-        Place(
+        PlaceBytes(
             name="disk",
             held_bytes=max(rank.disk_bytes for rank in memory),
             capacity_bytes=None if host.disk_bytes is None else host.disk_bytes // sharing,

@@ -15,20 +15,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from speedlab.layout import padded_numel
-from speedlab.placement import EIGHT_BITS, Holders, Residency, Where
+from speedlab.placement import EIGHT_BITS, MemoryKind, Replication, ZeroPolicy
 from speedlab.planner.layer_shapes import block_cut, block_vectors, kv_heads, norm_vectors
-from speedlab.planner.memory.activation_sizes import DTYPE_BYTES, Device, Sizes
+from speedlab.planner.memory.activation_sizes import DTYPE_BYTES, ActivationSizes, Device
 from speedlab.planner.memory.buffers import Passing, most_at_work, sent_by_update
 from speedlab.planner.memory.megatron_rules import memory_by_rules
 from speedlab.planner.memory.offload import (
     decoded_bytes,
     decodes_on_host,
-    residency_of,
     staging_bytes,
     state_places,
     state_widths,
+    zero_policy_of,
 )
-from speedlab.planner.memory.pipeline_stage import Pass, held, most_in_flight, step_peak, walk
+from speedlab.planner.memory.pipeline_stage import MicroBatchMemory, held, most_in_flight, step_peak, walk
 from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.setup import ModelShape, Setup
 
@@ -84,7 +84,7 @@ def predict_memory(
 def memory_by_rank(setup: Setup, positions: Sequence[RankMemory]) -> list[RankMemory]:
     """What each rank holds, by rank, from the `positions` that `predict_memory` lists: one of those that hold as much
     stands for all of them."""
-    rows = [Sizes(setup, "cpu", tensor).vocabulary for tensor in range(setup.layout.tp)]
+    rows = [ActivationSizes(setup, "cpu", tensor).vocabulary for tensor in range(setup.layout.tp)]
     of_pipeline: dict[int, dict[int, RankMemory]] = {}
     for memory in positions:
         of_pipeline.setdefault(memory.pipeline, {})[rows[memory.tensor]] = memory
@@ -147,7 +147,7 @@ def _tensor_positions(setup: Setup, *, ends: bool) -> dict[int, int]:
     """Tensor index → how many hold as much: only a vocabulary that does not divide makes a difference."""
     if not ends:
         return {0: setup.layout.tp}
-    rows = [Sizes(setup, "cpu", tensor).vocabulary for tensor in range(setup.layout.tp)]
+    rows = [ActivationSizes(setup, "cpu", tensor).vocabulary for tensor in range(setup.layout.tp)]
     return {rows.index(count): rows.count(count) for count in dict.fromkeys(rows)}
 
 
@@ -157,15 +157,15 @@ class _Walks:
     def __init__(self, setup: Setup, device: Device) -> None:
         self._setup = setup
         self._device: Device = device
-        self._known: dict[tuple[int, bool, bool, int], Pass] = {}
+        self._known: dict[tuple[int, bool, bool, int], MicroBatchMemory] = {}
 
-    def of(self, cut: Sequence[int], stages: Sequence[int], tensor: int) -> list[Pass]:
+    def of(self, cut: Sequence[int], stages: Sequence[int], tensor: int) -> list[MicroBatchMemory]:
         return [self._walk(cut[number], number == 0, number == len(cut) - 1, tensor) for number in stages]
 
-    def _walk(self, blocks: int, first: bool, last: bool, tensor: int) -> Pass:
+    def _walk(self, blocks: int, first: bool, last: bool, tensor: int) -> MicroBatchMemory:
         key = blocks, first, last, tensor
         if key not in self._known:
-            sizes = Sizes(self._setup, self._device, tensor)
+            sizes = ActivationSizes(self._setup, self._device, tensor)
             self._known[key] = walk(sizes, blocks=blocks, first=first, last=last)
         return self._known[key]
 
@@ -214,7 +214,7 @@ class Flats:
     @cached_property
     def rows(self) -> int:
         """Of the token table."""
-        return Sizes(self.setup, "cpu", self.tensor).vocabulary
+        return ActivationSizes(self.setup, "cpu", self.tensor).vocabulary
 
     @cached_property
     def root(self) -> int:
@@ -271,43 +271,49 @@ def _gradient_bytes(setup: Setup) -> int:
 def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device: Device) -> RankMemory:
     elements = sum(flats.root + sum(flats.units) for flats in stages)
     largest = max(size for flats in stages for size in (flats.root, *flats.units))
-    dp, residency = setup.layout.replicas, residency_of(setup)
-    owned = residency.optimizer_states.share(elements, dp)
+    dp, zero_policy = setup.layout.replicas, zero_policy_of(setup)
+    owned = zero_policy.optimizer_states.share(elements, dp)
     widths = state_widths(setup, device)
     held = {
-        "parameters": residency.parameters.share(elements, dp),
-        "gradients": residency.gradients.share(elements, dp),
+        "parameters": zero_policy.parameters.share(elements, dp),
+        "gradients": zero_policy.gradients.share(elements, dp),
         "master_weights": owned,
         "optimizer_moments": owned,
     }
-    by_place: dict[Where, dict[str, int]] = {Where.DEVICE: {}, Where.HOST: dict(rank.host), Where.DISK: {}}
-    for state, where in state_places(residency).items():
+    by_place: dict[MemoryKind, dict[str, int]] = {
+        MemoryKind.DEVICE: {},
+        MemoryKind.HOST: dict(rank.host),
+        MemoryKind.DISK: {},
+    }
+    for state, where in state_places(zero_policy).items():
         by_place[where][state] = round(widths[state] * held[state])
     if setup.optimizer.sums_itself:  # Each rank's own error feedback, and that of the partition that it sums.
-        kept = _FLOAT32 * (elements + Holders.OWN_PART.share(elements, dp))
-        by_place[Where.DEVICE]["gradients"] += kept
+        kept = _FLOAT32 * (elements + Replication.OWN_PART.share(elements, dp))
+        by_place[MemoryKind.DEVICE]["gradients"] += kept
     if setup.layout.islands > 1:
-        by_place[Where.DEVICE]["gradients"] += _FLOAT32 * setup.outer.states * Holders.OWN_PART.share(elements, dp)
-    if residency.secondary_ranks:
-        again = Holders.SECONDARY.share(elements, residency.secondary_ranks)
-        by_place[Where.DEVICE]["parameters"] += round(widths["parameters"] * again)
-    if residency.gradients_wait:
-        there = by_place[residency.states_at]
+        by_place[MemoryKind.DEVICE]["gradients"] += (
+            _FLOAT32 * setup.outer.states * Replication.OWN_PART.share(elements, dp)
+        )
+    if zero_policy.secondary_ranks:
+        again = Replication.SECONDARY.share(elements, zero_policy.secondary_ranks)
+        by_place[MemoryKind.DEVICE]["parameters"] += round(widths["parameters"] * again)
+    if zero_policy.grads_double_buffered:
+        there = by_place[zero_policy.states_at]
         there["gradients"] = there.get("gradients", 0) + round(widths["gradients"] * owned)
-    passing = residency.optimizer_states.share(largest, dp)
+    passing = zero_policy.optimizer_states.share(largest, dp)
     staging = staging_bytes(setup, passing, widths)
     staging += decoded_bytes(setup, passing) if decodes_on_host(setup, device) else 0
-    by_place[Where.HOST]["communication_buffers"] = staging
+    by_place[MemoryKind.HOST]["communication_buffers"] = staging
     return replace(
         rank,
-        **by_place[Where.DEVICE],
-        host={name: count for name, count in by_place[Where.HOST].items() if count},
-        disk={name: count for name, count in by_place[Where.DISK].items() if count},
+        **by_place[MemoryKind.DEVICE],
+        host={name: count for name, count in by_place[MemoryKind.HOST].items() if count},
+        disk={name: count for name, count in by_place[MemoryKind.DISK].items() if count},
         one_memory=device == "cpu",
     )
 
 
-def _waiting_inputs(setup: Setup, passes: Sequence[Pass], pipeline: int) -> dict[str, int]:
+def _waiting_inputs(setup: Setup, passes: Sequence[MicroBatchMemory], pipeline: int) -> dict[str, int]:
     """Inputs of blocks on the host, of as many micro-batches as are under way."""
     waiting = sum(each.away for each in passes)
     return {"activations": math.ceil(most_in_flight(setup, pipeline) * waiting)} if waiting else {}
@@ -318,24 +324,24 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
     stages = [Flats(setup, cut, number, tensor) for number in numbers]
     width, pp = _gradient_bytes(setup), setup.layout.pp
     total = 0
-    residency = residency_of(setup)
+    zero_policy = zero_policy_of(setup)
     borrowed = 0
-    if residency.gradients_go:
+    if zero_policy.grads_sharded:
         kinds = Counter(width * size for flats in stages for size in (flats.root, *flats.units) if size)
         borrowed = borrowed_bytes(kinds, kept=pp > 1)
     element, dp = DTYPE_BYTES[setup.dtype], setup.layout.replicas
 
     def passing(size: int) -> Passing:
-        return Passing.of([(size, element, True)] if size else [], residency, dp)
+        return Passing.of([(size, element, True)] if size else [], zero_policy, dp)
 
     ways = [(passing(flats.root), [passing(size) for size in flats.units]) for flats in stages]
-    gathered = passing_bytes(ways, residency)
+    gathered = passing_bytes(ways, zero_policy)
     largest = max(size for flats in stages for size in (flats.root, *flats.units))
-    owned = residency.optimizer_states.share(largest, setup.layout.replicas)
+    owned = zero_policy.optimizer_states.share(largest, setup.layout.replicas)
     decoded = 0 if decodes_on_host(setup, device) else decoded_bytes(setup, owned)
     # In the update nothing is gathered any more, unless it is in backward, or beside the next step.
-    beside = residency.gradients_used or residency.gradients_wait
-    sent = sent_by_update((each for root, units in ways for each in (root, *units)), residency)
+    beside = zero_policy.update_in_backward or zero_policy.grads_double_buffered
+    sent = sent_by_update((each for root, units in ways for each in (root, *units)), zero_policy)
     total += borrowed + (gathered + decoded if beside else max(gathered, decoded, sent))
     sizes = {padded_numel(size, setup.layout.tp) for flats in stages for size in flats.partial()}
     total += _BORROWED * width * sum(sizes)
@@ -350,9 +356,9 @@ def borrowed_bytes(kinds: Counter[int], *, kept: bool) -> int:
     return sum(size * max(_BORROWED, count if kept else 0) for size, count in kinds.items())
 
 
-def passing_bytes(stages: Sequence[tuple[Passing, Sequence[Passing]]], residency: Residency) -> int:
+def passing_bytes(stages: Sequence[tuple[Passing, Sequence[Passing]]], zero_policy: ZeroPolicy) -> int:
     """What passes at once. `stages`: the root and the units behind it: of the stage at work as one is used after the
     other; of the others the root and the last unit, with which their backwards begin."""
-    at_work = [most_at_work(root, units, residency) for root, units in stages]
+    at_work = [most_at_work(root, units, zero_policy) for root, units in stages]
     waiting = [sum(each.gathered for each in (root, *units[-1:])) for root, units in stages]
     return max(work + sum(waiting) - waiting[k] for k, work in enumerate(at_work))

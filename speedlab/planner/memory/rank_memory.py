@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from speedlab.config import RunConfig
 from speedlab.layout import Layout
-from speedlab.placement import Holders
+from speedlab.placement import Replication
 from speedlab.planner.formulas import ModelStates, model_states, parameter_count, rank_parameters, stage_blocks
 
 CATEGORIES = (
@@ -113,6 +113,6 @@ def rank_states(
         state = model_states(count, dp=layout.replicas, stage=stage, dtype=dtype, optimizer=config.optimizer)
         gradients = (2 if sums else 1) * state.gradients
         if layout.islands > 1:
-            gradients += _FLOAT32_BYTES * config.outer.states * Holders.OWN_PART.share(count, layout.replicas)
+            gradients += _FLOAT32_BYTES * config.outer.states * Replication.OWN_PART.share(count, layout.replicas)
         found.append(replace(state, gradients=gradients))
     return found

@@ -20,7 +20,7 @@ _FUSED_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class KernelSeconds:
     """Seconds of something forward and backward; `again` is the part of forward that selective checkpointing computes
     again."""
 
@@ -69,7 +69,7 @@ class Rates:
         return nbytes / self.memory_bytes + kernels * self.kernel_seconds
 
 
-def block_pass(setup: Setup, rates: Rates, *, cross: bool = False) -> Pass:
+def block_pass(setup: Setup, rates: Rates, *, cross: bool = False) -> KernelSeconds:
     """One block; with `cross`, a decoder's, which attends to the encoder besides."""
     shape, tp, tokens = setup.shape, setup.layout.tp, setup.tokens
     hidden, ffn = shape.hidden, shape.ffn_hidden / tp
@@ -90,14 +90,14 @@ def block_pass(setup: Setup, rates: Rates, *, cross: bool = False) -> Pass:
     between = _between_layers(setup, rates, tokens, ffn, queries + values)
     drawn = 2 * _whole_tokens(setup) * hidden * rates.drawn_seconds if shape.dropout else 0.0
     times = 2 if cross else 1
-    return Pass(
+    return KernelSeconds(
         forward=forward + times * core.forward + between + drawn,
         backward=backward + times * core.backward + 2 * between,
         again=times * core.forward if setup.attention == "plain" else between + drawn,
     )
 
 
-def _attention(setup: Setup, rates: Rates) -> Pass:
+def _attention(setup: Setup, rates: Rates) -> KernelSeconds:
     """Scores, softmax and the weighted sum of one block."""
     shape = setup.shape
     heads = setup.micro_size * shape.heads / setup.layout.tp / setup.layout.cp  # Or as much of all of them.
@@ -106,7 +106,7 @@ def _attention(setup: Setup, rates: Rates) -> Pass:
         causal = 0.5 if shape.causal else 1.0
         flops = 4 * heads * length * length * size * causal * setup.attention_share
         seconds = flops / rates.attention_flops
-        return Pass(
+        return KernelSeconds(
             forward=seconds + rates.kernel_seconds, backward=_FUSED_BACKWARD * seconds + 2 * rates.kernel_seconds
         )
     scores, element = heads * length * length, rates.element_bytes
@@ -118,7 +118,7 @@ def _attention(setup: Setup, rates: Rates) -> Pass:
     backward = scores * (3 * element + (2 * element + mask if mask else 0))
     kernels = 2 if mask else 1
     drawn = scores * mask * rates.drawn_seconds
-    return Pass(
+    return KernelSeconds(
         forward=two + rates.elementwise(forward, kernels) + drawn,
         backward=2 * two + rates.elementwise(backward, kernels),
     )
@@ -141,13 +141,13 @@ def _whole_tokens(setup: Setup) -> float:
     return setup.tokens / setup.layout.tp if setup.sequence_parallel else setup.tokens
 
 
-def head_pass(setup: Setup, rates: Rates) -> Pass:
+def head_pass(setup: Setup, rates: Rates) -> KernelSeconds:
     """Logits and loss: the loss is computed in float32, which is made, read twice, and read and written backward."""
     tokens = setup.tokens
     vocabulary = setup.shape.vocab_size / setup.layout.tp
     product = rates.matmul(tokens, vocabulary, setup.shape.hidden)
     logits, element = tokens * vocabulary, rates.element_bytes
-    return Pass(
+    return KernelSeconds(
         forward=product + rates.elementwise(logits * (element + 3 * 4), 3),
         backward=2 * product + rates.elementwise(logits * (4 + 4 + element), 2),
     )

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from speedlab.placement import Where
+from speedlab.placement import MemoryKind
 from speedlab.planner.hardware.devices import Machines
 from speedlab.planner.hardware.links import parse_link
-from speedlab.planner.memory.offload import has_masters, residency_of, state_places, state_widths
+from speedlab.planner.memory.offload import has_masters, state_places, state_widths, zero_policy_of
 from speedlab.planner.setup import Setup
 from speedlab.planner.time.efficiency import Efficiency
 
@@ -52,7 +52,7 @@ class Flow:
 
 def flows(setup: Setup, machines: Machines, owned: float) -> tuple[Flow, Flow]:
     """(during forward and backward, during the update) of a rank that updates `owned` parameters."""
-    places = state_places(residency_of(setup))
+    places = state_places(zero_policy_of(setup))
     widths = state_widths(setup, "cpu" if machines.device.on_host else "cuda")
     element = widths["parameters"]
     summed = _FLOAT32 if setup.wide_sums and setup.accumulation > 1 else element
@@ -61,21 +61,21 @@ def flows(setup: Setup, machines: Machines, owned: float) -> tuple[Flow, Flow]:
     masters = has_masters(setup, "cpu" if machines.device.on_host else "cuda")
     states = owned * (widths["optimizer_moments"] + widths["master_weights"])
     parameters, gradients = owned * element, owned * summed
-    comes, goes = places["parameters"] is not Where.DEVICE, places["gradients"] is not Where.DEVICE
+    comes, goes = places["parameters"] is not MemoryKind.DEVICE, places["gradients"] is not MemoryKind.DEVICE
     reads = 2 * setup.accumulation * parameters
     passes = Flow(
         link=(reads if comes else 0) + (sums * gradients if goes else 0),
-        disk_read=(reads if places["parameters"] is Where.DISK else 0)
-        + ((sums - 1) * gradients if places["gradients"] is Where.DISK else 0),
-        disk_write=sums * gradients if places["gradients"] is Where.DISK else 0,
+        disk_read=(reads if places["parameters"] is MemoryKind.DISK else 0)
+        + ((sums - 1) * gradients if places["gradients"] is MemoryKind.DISK else 0),
+        disk_write=sums * gradients if places["gradients"] is MemoryKind.DISK else 0,
     )
-    states_on_disk = places["optimizer_moments"] is Where.DISK
-    written = parameters if places["parameters"] is Where.DISK else 0
+    states_on_disk = places["optimizer_moments"] is MemoryKind.DISK
+    written = parameters if places["parameters"] is MemoryKind.DISK else 0
     at_hand = setup.optimizer.in_backward and machines.device.on_host  # Gathered parameters are there at that time.
     update = Flow(
         link=(0 if comes else parameters) + (0 if goes else gradients),
         disk_read=(states if states_on_disk else 0)
-        + (gradients if places["gradients"] is Where.DISK else 0)
+        + (gradients if places["gradients"] is MemoryKind.DISK else 0)
         + (0 if masters or at_hand else written),  # Without masters the update reads the parameters themselves.
         disk_write=(states if states_on_disk else 0) + written,
     )
@@ -103,14 +103,14 @@ def waited_seconds(
 
 def _beside(setup: Setup, machines: Machines, owned: float, passes: Flow, update: Flow) -> tuple[Flow, Flow]:
     """What moves beside forward and backward, and what does behind them, of an update that is late by a step."""
-    places = state_places(residency_of(setup))
+    places = state_places(zero_policy_of(setup))
     widths = state_widths(setup, "cpu" if machines.device.on_host else "cuda")
     parameters = owned * widths["parameters"]
-    on_disk = places["master_weights"] is Where.DISK
+    on_disk = places["master_weights"] is MemoryKind.DISK
     shown = Flow(
-        link=0 if places["parameters"] is not Where.DEVICE else parameters,
+        link=0 if places["parameters"] is not MemoryKind.DEVICE else parameters,
         disk_read=owned * widths["master_weights"] if on_disk else 0,
-        disk_write=parameters if places["parameters"] is Where.DISK else 0,
+        disk_write=parameters if places["parameters"] is MemoryKind.DISK else 0,
     )
     hidden = Flow(
         link=passes.link + update.link - shown.link,

@@ -31,11 +31,11 @@ from speedlab.layout import LayoutError
 from speedlab.planner.flops import Convention, token_flops
 from speedlab.planner.hardware.devices import Machines
 from speedlab.planner.layer_shapes import block_cut, block_weights, check_shape, cross_attention
-from speedlab.planner.memory.offload import residency_of
+from speedlab.planner.memory.offload import zero_policy_of
 from speedlab.planner.setup import Setup
 from speedlab.planner.time.communication import Ring, Rings, Sending, rings
 from speedlab.planner.time.efficiency import Efficiency
-from speedlab.planner.time.kernels import Pass, Rates, block_pass, head_pass
+from speedlab.planner.time.kernels import KernelSeconds, Rates, block_pass, head_pass
 from speedlab.planner.time.offload import unhidden_update, waited_seconds
 
 _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
@@ -219,7 +219,14 @@ def _turns(setup: Setup, rates: Rates, groups: Rings, overlap: float) -> list[di
 
 
 def _turn(
-    setup: Setup, groups: Rings, block: Pass, plain: int, cross: Pass, crossed: int, head: Pass, last: bool
+    setup: Setup,
+    groups: Rings,
+    block: KernelSeconds,
+    plain: int,
+    cross: KernelSeconds,
+    crossed: int,
+    head: KernelSeconds,
+    last: bool,
 ) -> dict[str, float]:
     """Seconds by part of one micro-batch on a pipeline rank with so many plain and crossed blocks."""
     layout, shape = setup.layout, setup.shape
@@ -285,7 +292,7 @@ def _data_parallel(
     pipeline = setup.layout.pp > 1
     scatters = 1 if setup.zero_stage < 2 or pipeline else setup.accumulation
     units = max(blocks_by_rank(setup)) + 1
-    mapped = machines.device.on_host and not dp.crosses_hosts and residency_of(setup).shards_stay
+    mapped = machines.device.on_host and not dp.crosses_hosts and zero_policy_of(setup).shards_stay
     sending = Sending(
         setup=setup, groups=groups, memory_bytes=rates.memory_bytes, elements=held, units=units, mapped=mapped
     )

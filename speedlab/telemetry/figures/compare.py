@@ -65,7 +65,7 @@ _NONE: Points = float32([], [])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Look:
+class RunStanding:
     """How one run stands now."""
 
     name: str
@@ -87,7 +87,7 @@ class Look:
     """Why it cannot be read; what is here was read before."""
 
 
-def look_at(name: str, history: History, status: Status, config: RunConfig) -> Look:
+def look_at(name: str, history: History, status: Status, config: RunConfig) -> RunStanding:
     """`config`: with which the run began; what events have changed of it is put in."""
     lead = history.lead
     kept = {"size": stride(lead.length, _POINTS), "closed": status.state in RESTING}
@@ -96,7 +96,7 @@ def look_at(name: str, history: History, status: Status, config: RunConfig) -> L
     fullest = max(history.latest.values(), key=lambda record: total_bytes(record.ledger), default=None)
     engines = len(status.rank_pids) or len(history.latest)
     held = {} if fullest is None else {name: getattr(fullest.ledger, name) for name in CATEGORIES}
-    return Look(
+    return RunStanding(
         name=name,
         status=status,
         settings=settings_of(present_config(config, history.events, engines)),
@@ -172,13 +172,13 @@ class RunsSideBySide(Table):
         return [(row["name"], *row["values"]) for row in self]
 
 
-def facts_table(looks: Sequence[Look]) -> RunsSideBySide:
+def facts_table(looks: Sequence[RunStanding]) -> RunsSideBySide:
     """What each has come to: step, loss, speed, memory."""
     names = dict.fromkeys(name for look in looks for name in look.facts)
     return RunsSideBySide(_rows(names, [look.facts for look in looks]), labels(looks))
 
 
-def settings_table(looks: Sequence[Look]) -> RunsSideBySide:
+def settings_table(looks: Sequence[RunStanding]) -> RunsSideBySide:
     """The settings in which they differ, and none else; what cannot be read differs in nothing."""
     known = [look.settings for look in looks if look.settings]
     names = list(dict.fromkeys(name for settings in known for name in settings))
@@ -192,7 +192,7 @@ def _rows(names: Iterable[str], columns: Sequence[Mapping[str, str]]) -> list[di
     return [{"name": name, "values": [column.get(name, "") for column in columns]} for name in names]
 
 
-def labels(looks: Sequence[Look]) -> list[str]:
+def labels(looks: Sequence[RunStanding]) -> list[str]:
     """'1 · name' of each; long names are cut."""
     return [f"{number} · {_short(look.name)}" for number, look in enumerate(looks, 1)]
 
@@ -201,7 +201,7 @@ def _short(name: str, letters: int = _NAME_LETTERS) -> str:
     return name if len(name) <= letters else f"{name[: letters - 1]}…"
 
 
-def told(looks: Sequence[Look]) -> dict[str, Any]:
+def told(looks: Sequence[RunStanding]) -> dict[str, Any]:
     """What stands beside the figures, as `speedlab_server.schema.Compared` has it."""
     settings = settings_table(looks)
     return {
@@ -228,7 +228,7 @@ OVER_STEPS = ("loss", "throughput")
 """Those that grow at their end."""
 
 
-def compared_figures(looks: Sequence[Look]) -> dict[str, Figure]:
+def compared_figures(looks: Sequence[RunStanding]) -> dict[str, Figure]:
     """By name, in the order in which they are laid out."""
     speeds = [_curve(number, looks, look.speed, "%{y:,.0f} tokens/s") for number, look in enumerate(looks)]
     throughput = _over_steps(looks, speeds, "throughput", "tokens/s")
@@ -236,7 +236,7 @@ def compared_figures(looks: Sequence[Look]) -> dict[str, Figure]:
     return {"loss": _loss(looks), "throughput": throughput, "memory": _memory(looks), "anatomy": _anatomy(looks)}
 
 
-def _loss(looks: Sequence[Look]) -> Figure:
+def _loss(looks: Sequence[RunStanding]) -> Figure:
     data = [_curve(number, looks, look.loss, "%{y:.4f}") for number, look in enumerate(looks)]
     for number, look in enumerate(looks):
         marks = _curve(number, looks, look.heldout, "held-out %{y:.4f}")
@@ -245,7 +245,7 @@ def _loss(looks: Sequence[Look]) -> Figure:
     return _over_steps(looks, data, "loss, smoothed; of held-out text ◇", "loss")
 
 
-def _curve(number: int, looks: Sequence[Look], points: Points, hover: str) -> dict[str, Any]:
+def _curve(number: int, looks: Sequence[RunStanding], points: Points, hover: str) -> dict[str, Any]:
     name = escape(labels(looks)[number])
     # Beyond four runs also in strokes: so many colours are hard to keep apart.
     trace = curve(name, points, hover, color=COLOURS[number][0], width=2, dash="solid" if number < 4 else "dash")
@@ -253,7 +253,7 @@ def _curve(number: int, looks: Sequence[Look], points: Points, hover: str) -> di
     return trace | {"legendgroup": str(number), "hovertemplate": f"{name.replace('%', '&#37;')} {hover}<extra></extra>"}
 
 
-def _over_steps(looks: Sequence[Look], data: list[dict[str, Any]], title: str, unit: str) -> Figure:
+def _over_steps(looks: Sequence[RunStanding], data: list[dict[str, Any]], title: str, unit: str) -> Figure:
     layout = base_layout(title, unit)
     layout["xaxis"] |= {"title": {"text": "step", "standoff": 4}, "rangemode": "tozero"}
     layout["margin"] |= {"t": layout["margin"]["t"] + _MARK_PIXELS * (len(looks) - 1)}
@@ -272,7 +272,7 @@ def _over_steps(looks: Sequence[Look], data: list[dict[str, Any]], title: str, u
     return {"data": data, "layout": layout}
 
 
-def _memory(looks: Sequence[Look]) -> Figure:
+def _memory(looks: Sequence[RunStanding]) -> Figure:
     unit, size = byte_unit(max((sum(look.held.values()) for look in looks), default=0))
     shown = [category for category in CATEGORIES if any(look.held.get(category) for look in looks)]
     data = [
@@ -287,7 +287,7 @@ def _memory(looks: Sequence[Look]) -> Figure:
     return _bars(looks, data, "memory, the rank that holds most", unit, "relative")
 
 
-def _anatomy(looks: Sequence[Look]) -> Figure:
+def _anatomy(looks: Sequence[RunStanding]) -> Figure:
     shown = [phase for phase in (*PHASES, "other") if any(look.phases.get(phase) for look in looks)]
     data = [
         {
@@ -301,7 +301,7 @@ def _anatomy(looks: Sequence[Look]) -> Figure:
     return _bars(looks, data, f"anatomy of a step, mean of the last {RECENT_STEPS}", "ms", "stack")
 
 
-def _bars(looks: Sequence[Look], data: list[dict[str, Any]], title: str, unit: str, mode: str) -> Figure:
+def _bars(looks: Sequence[RunStanding], data: list[dict[str, Any]], title: str, unit: str, mode: str) -> Figure:
     many = len(looks) > _FEW
     names = [
         str(number) if many else f"{number} · {escape(_short(look.name, _BAR_LETTERS))}"

@@ -45,13 +45,13 @@ from speedlab.display.figure_style import Figure
 from speedlab.hardware import Device
 from speedlab.telemetry.feed import bars_seconds
 from speedlab.telemetry.figures import anatomy_by_rank_figure, header
-from speedlab.telemetry.figures.compare import OVER_STEPS, Look, compared_figures, told
+from speedlab.telemetry.figures.compare import OVER_STEPS, RunStanding, compared_figures, told
 from speedlab.telemetry.figures.costs import cost_figures
 from speedlab.telemetry.figures.markers import event_marks
 from speedlab.telemetry.figures.memory import are_several, memory_figure, places_figure, states_are_small, states_figure
 from speedlab.telemetry.figures.pipeline import pipeline_figure
 from speedlab.telemetry.figures.steps import (
-    Cut,
+    HistoryRange,
     anatomy_figure,
     anatomy_values,
     exchange_figure,
@@ -90,7 +90,7 @@ _BARS: dict[str, Callable[..., Figure]] = {
 }
 _OF_MEMORY = frozenset({"memory", "states", "places"})
 """Bars that are drawn from ledgers alone."""
-_CURVES: dict[str, tuple[int, Callable[..., Figure], Callable[[History, Cut], _Points]]] = {
+_CURVES: dict[str, tuple[int, Callable[..., Figure], Callable[[History, HistoryRange], _Points]]] = {
     "loss": (POINTS // 2, loss_figure, loss_values),
     "gradient": (POINTS // 2, gradient_figure, gradient_values),
     "throughput": (POINTS, throughput_figure, throughput_values),
@@ -257,7 +257,7 @@ class Drawing:
         ended = drawn.open_end and length > drawn.length
         if not rewritten and same and not ended and done == drawn.buckets:
             return  # Most looks at a long run: the next bucket is not full.
-        values = values_of(self.history, Cut(drawn.size, drawn.buckets, False, self._smoothing))
+        values = values_of(self.history, HistoryRange(drawn.size, drawn.buckets, False, self._smoothing))
         if rewritten or not same or ended or len(values) != drawn.traces:
             append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
         elif done > drawn.buckets:
@@ -341,7 +341,7 @@ class Drawing:
     def _curve_spec(self, name: str, *, closed: bool) -> Figure:
         limit, figure_of, values_of = _CURVES[name]
         length = self.history.lead.length
-        cut = Cut(stride(length, limit), 0, closed, self._smoothing)
+        cut = HistoryRange(stride(length, limit), 0, closed, self._smoothing)
         self._curves[name] = _Drawn(
             size=cut.size,
             traces=len(values_of(self.history, replace(cut, first=length // cut.size))),  # How many: of no bucket.
@@ -408,7 +408,7 @@ class ComparedDrawing:
         self._told: dict[str, Any] = {}
         self._bars_sent = float("-inf")
 
-    def next(self, looks: Sequence[Look]) -> Message | None:
+    def next(self, looks: Sequence[RunStanding]) -> Message | None:
         """What comes next; None when nothing has changed."""
         if self._figures is None:
             return self.keyframe(looks)
@@ -430,7 +430,7 @@ class ComparedDrawing:
         self.seq += 1
         return {"type": "Changes", "seq": self.seq, "parts": parts}, buffers
 
-    def keyframe(self, looks: Sequence[Look]) -> Message:
+    def keyframe(self, looks: Sequence[RunStanding]) -> Message:
         """Everything as it is now."""
         self._figures, self._told, self._bars_sent = compared_figures(looks), told(looks), self._clock()
         buffers: list[bytes] = []

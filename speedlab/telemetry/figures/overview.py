@@ -14,7 +14,7 @@ import numpy as np
 from speedlab.display.figure_style import Figure
 from speedlab.display.svg import figures_svg, plain_text
 from speedlab.hardware import Device
-from speedlab.telemetry.figures.compare import Look, compared_figures, facts_table, settings_table
+from speedlab.telemetry.figures.compare import RunStanding, compared_figures, facts_table, settings_table
 from speedlab.telemetry.figures.memory import memory_figure, states_are_small, states_figure
 from speedlab.telemetry.figures.pipeline import pipeline_figure
 from speedlab.telemetry.figures.steps import anatomy_figure, cut_for, loss_figure, throughput_figure
@@ -82,7 +82,7 @@ def _table(caption: str, lines: list[list[str]]) -> str:
     return f"<table><caption>{escape(caption)}</caption>{row(head, 'th')}{rows}</table>"
 
 
-def compared_overview(looks: Sequence[Look]) -> tuple[str, str]:
+def compared_overview(looks: Sequence[RunStanding]) -> tuple[str, str]:
     """(SVG, HTML with the same picture and tables of what each run has come to and of the settings that differ)."""
     title = " · ".join(look.name for look in looks)
     svg = figures_svg(list(compared_figures(looks).values()), title=title)

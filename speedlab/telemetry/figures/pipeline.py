@@ -11,7 +11,7 @@ import numpy as np
 from speedlab.display.figure_style import PHASE_COLOURS, Figure, base_layout, lanes_axis
 from speedlab.hardware import Device
 from speedlab.telemetry.records import Span
-from speedlab.telemetry.trace import Lane, Timeline
+from speedlab.telemetry.trace import Lane, PipelineTimeline
 
 MOST_LANES = 16
 MOST_BARS = 3000
@@ -37,7 +37,7 @@ _LANE_PIXELS = 44
 _PLOT_PIXELS = 150
 
 
-def pipeline_figure(timeline: Timeline, *, devices: Sequence[Device] = ()) -> Figure:
+def pipeline_figure(timeline: PipelineTimeline, *, devices: Sequence[Device] = ()) -> Figure:
     """Forward and backward of each micro-batch, waiting, sending, reducing and the optimizer, over the step's time."""
     lanes = _shown(timeline.lanes)
     data = [_trace(*group) for group in _groups(lanes)]
@@ -58,7 +58,7 @@ def pipeline_figure(timeline: Timeline, *, devices: Sequence[Device] = ()) -> Fi
     return {"data": data, "layout": layout}
 
 
-def bubble_text(timeline: Timeline) -> str:
+def bubble_text(timeline: PipelineTimeline) -> str:
     """'bubble 18 % (theory 16 %), 8 micro-batches'."""
     count = timeline.micro_batches
     batches = f"{count} micro-batch{'' if count == 1 else 'es'}"

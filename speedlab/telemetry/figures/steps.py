@@ -48,7 +48,7 @@ RECENT_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Cut:
+class HistoryRange:
     """Which part of a history a curve shows: buckets of `size` steps from number `first` on; `closed` draws the
     unfinished bucket at the end too, as for a run that is over. `smoothing` (of SMOOTHINGS): the share of the past in
     what is smoothed."""
@@ -59,18 +59,18 @@ class Cut:
     smoothing: float = SMOOTHING
 
 
-def cut_for(history: History, limit: int, *, closed: bool = True) -> Cut:
-    return Cut(stride(history.lead.length, limit), 0, closed)
+def cut_for(history: History, limit: int, *, closed: bool = True) -> HistoryRange:
+    return HistoryRange(stride(history.lead.length, limit), 0, closed)
 
 
-def loss_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
+def loss_values(history: History, cut: HistoryRange) -> list[tuple[np.ndarray, np.ndarray]]:
     """(x, y) of each trace of the loss figure but held-out loss: raw, smoothed, learning rate."""
     raw, smoothed = _raw_and_smoothed(history, cut, "loss")
     rates = bucket_last(history.lead.column("learning_rate"), cut.size, closed=cut.closed, first=cut.first)
     return [raw, smoothed, float32(smoothed[0], rates)]
 
 
-def _raw_and_smoothed(history: History, cut: Cut, column: str) -> list[tuple[np.ndarray, np.ndarray]]:
+def _raw_and_smoothed(history: History, cut: HistoryRange, column: str) -> list[tuple[np.ndarray, np.ndarray]]:
     """(x, y) of a column of the lowest rank: of each bucket the extremes, and the last smoothed value."""
     lead = history.lead
     kept = {"closed": cut.closed, "first": cut.first}
@@ -81,7 +81,7 @@ def _raw_and_smoothed(history: History, cut: Cut, column: str) -> list[tuple[np.
     ]
 
 
-def loss_figure(history: History, cut: Cut | None = None) -> Figure:
+def loss_figure(history: History, cut: HistoryRange | None = None) -> Figure:
     """Loss raw (faint) and smoothed (strong), held-out loss, learning rate on the second axis, events as marks."""
     raw, smoothed, rate = loss_values(history, cut or cut_for(history, POINTS // 2))
     heldout = history.heldout[:: stride(len(history.heldout), POINTS // 2)]
@@ -102,12 +102,12 @@ def loss_figure(history: History, cut: Cut | None = None) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def gradient_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
+def gradient_values(history: History, cut: HistoryRange) -> list[tuple[np.ndarray, np.ndarray]]:
     """(x, y) of each trace of the gradient figure: raw, smoothed."""
     return _raw_and_smoothed(history, cut, "grad_norm")
 
 
-def gradient_figure(history: History, cut: Cut | None = None) -> Figure:
+def gradient_figure(history: History, cut: HistoryRange | None = None) -> Figure:
     """Norm of the whole gradient before it is clipped, raw (faint) and smoothed (strong), on a logarithmic axis."""
     raw, smoothed = gradient_values(history, cut or cut_for(history, POINTS // 2))
     data = [
@@ -124,7 +124,7 @@ def heldout_values(history: History) -> tuple[np.ndarray, np.ndarray]:
     return float32([step for step, _ in history.heldout], [loss for _, loss in history.heldout])
 
 
-def throughput_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
+def throughput_values(history: History, cut: HistoryRange) -> list[tuple[np.ndarray, np.ndarray]]:
     """(x, y) of each trace of the throughput figure: tokens/s and, where known, what was predicted of them and percent
     of the matmul peak."""
     lead = history.lead
@@ -137,7 +137,7 @@ def throughput_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.n
     return values if share is None else [*values, float32(steps, share * 100)]
 
 
-def throughput_figure(history: History, cut: Cut | None = None) -> Figure:
+def throughput_figure(history: History, cut: HistoryRange | None = None) -> Figure:
     """Tokens per second of the whole run, what was predicted of them, and the share of the measured matmul peak where
     it is known."""
     values = throughput_values(history, cut or cut_for(history, POINTS))
@@ -154,7 +154,7 @@ def throughput_figure(history: History, cut: Cut | None = None) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def exchange_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
+def exchange_values(history: History, cut: HistoryRange) -> list[tuple[np.ndarray, np.ndarray]]:
     """(x, y) of each trace of the exchange figure: percent of float32's bytes, degrees, the error's norm."""
     lead = history.lead
     kept = {"closed": cut.closed, "first": cut.first}
@@ -163,7 +163,7 @@ def exchange_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.nda
     return [float32(steps, 100 * columns["sent_share"]), *(float32(steps, columns[n]) for n in ("angle", "error_norm"))]
 
 
-def exchange_figure(history: History, cut: Cut | None = None) -> Figure:
+def exchange_figure(history: History, cut: HistoryRange | None = None) -> Figure:
     """Of an optimizer that sums gradients itself, or of islands that meet: what was sent beside what float32 would
     have, the angle between the update and the one of what was compressed where it was looked at, and the norm of what
     compression keeps back."""
@@ -180,7 +180,7 @@ def exchange_figure(history: History, cut: Cut | None = None) -> Figure:
     return {"data": data, "layout": layout}
 
 
-def anatomy_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndarray]]:
+def anatomy_values(history: History, cut: HistoryRange) -> list[tuple[np.ndarray, np.ndarray]]:
     """(x, y) of each phase and of the rest, milliseconds, of the lowest rank."""
     lead = history.lead
     kept = {"closed": cut.closed, "first": cut.first}
@@ -190,7 +190,7 @@ def anatomy_values(history: History, cut: Cut) -> list[tuple[np.ndarray, np.ndar
     return [float32(steps, 1000 * values) for values in (*phases, np.maximum(rest, 0.0))]
 
 
-def anatomy_figure(history: History, cut: Cut | None = None) -> Figure:
+def anatomy_figure(history: History, cut: HistoryRange | None = None) -> Figure:
     """Time of a step by phase, stacked, over the steps of the lowest rank."""
     cut = cut or cut_for(history, BARS)
     data = [
