@@ -345,8 +345,8 @@ class Cluster(SupervisorConnection):
         self, code: str, *, ranks: Iterable[int] | None = None, shown: bool = False, door: str = ""
     ) -> RankResults:
         """Run a cell's code in each engine's namespace. The last expression is printed, and its text returned. `shown`:
-        whether `RankResults.sayings` is to tell what ranks print and display in it; `door`: name of the DebugServer that is
-        served, where `breakpoint()` in it is to stop."""
+        whether `RankResults.sayings` is to tell what ranks print and display in it; `door`: name of the DebugServer
+        that is served, where `breakpoint()` in it is to stop."""
         work = pack((run_cell_at, (door, code), {}), {"the cell": code})
         return self._submit(work, ranks, shown=shown)
 

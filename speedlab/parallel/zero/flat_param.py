@@ -220,7 +220,7 @@ class FlatParam:
         if self._narrow:
             self.full.copy_(self.master)
 
-    # ---- the ZeRO policy ------------------------------------------------------------------------------------------------
+    # ---- the ZeRO policy --------------------------------------------------------------------------------------------
 
     @property
     def zero_policy(self) -> ZeroPolicy:
