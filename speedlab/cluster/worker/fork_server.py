@@ -118,10 +118,6 @@ def _take_off_the_list(ended: dict[int, int]) -> None:
         return  # None is left.
 
 
-if __name__ == "__main__":
-    main()
-
-
 def fork() -> None:
     """Fork the nanny of this process, which is going to be an engine and has no threads yet."""
     import ipyparallel.engine.app as app
@@ -161,3 +157,7 @@ def _serve(orders: int, answers: int) -> None:
         about = order.read()
     if about:  # Otherwise the engine has ended before it had one.
         KernelNanny.main(**pickle.loads(about), pipe=os.fdopen(answers, "w", buffering=1))
+
+
+if __name__ == "__main__":
+    main()
