@@ -1,4 +1,4 @@
-"""The first notebook of README, cell by cell: a real kernel's shell, real engines, then a run that is steered."""
+"""Cells of README and of the guides: a real kernel's shell, real engines, then a run that gets commands."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
-from markdown_blocks import README, blocks_of
+from markdown_blocks import README, ROOT, blocks_of
 from speedlab_notebook import load_ipython_extension, unload_ipython_extension
 from traitlets.config import Config
 
 from speedlab.cluster import Run
 from speedlab.telemetry.records import RunState
+
+FIRST_RUN = ROOT / "speedlab/guides/tutorials/first-run.md"
+OWN_MODEL = ROOT / "speedlab/guides/how-to/own-model-and-data.md"
+SLOW_NETWORKS = ROOT / "speedlab/guides/how-to/slow-networks.md"
 
 
 @pytest.fixture
@@ -34,9 +38,25 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Interacti
         InteractiveShell.clear_instance()
 
 
-def test_the_first_notebook(shell: InteractiveShell) -> None:
-    python = [block.code for block in blocks_of(README) if block.language == "python"]
-    start, steer, train_own = (code for code in python if "%speedlab" in code or "cluster.train" in code)
+def python_of(page: Path) -> list[str]:
+    """Return the page's blocks of Python for a notebook: those with a magic or a cluster."""
+    blocks = [block.code for block in blocks_of(page) if block.language == "python"]
+    return [code for code in blocks if "%speedlab" in code or "cluster" in code]
+
+
+def test_the_first_screen_of_readme(shell: InteractiveShell) -> None:
+    start, train = python_of(README)
+    for cell in (start, train):
+        shell.run_cell(cell).raise_error()
+    run: Run = shell.user_ns["run"]
+    run.stop().wait(60)
+    assert [event.details["after"]["zero"] for event in run.events if event.kind == "reshaped"] == [3]
+
+
+def test_the_first_run(shell: InteractiveShell) -> None:
+    start, steer = python_of(FIRST_RUN)
+    (train_own,) = python_of(OWN_MODEL)
+    (emulate,) = python_of(SLOW_NETWORKS)
     for cell in (start, steer, "%speedlab dash  # of the run that was just started"):
         shell.run_cell(cell).raise_error()
     run: Run = shell.user_ns["run"]
@@ -52,3 +72,7 @@ def test_the_first_notebook(shell: InteractiveShell) -> None:
     assert own.wait(120) is RunState.FINISHED
     assert own.step == 20
     assert own.records()[-1].loss < own.records()[0].loss
+
+    shell.run_cell("%speedlab stop --yes").raise_error()
+    shell.run_cell(emulate).raise_error()
+    assert "pretended" in repr(shell.user_ns["cluster"])

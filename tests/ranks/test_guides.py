@@ -19,6 +19,9 @@ from ranks.conftest import PoolOf
 from ranks.pool import Pool
 
 PAGE = ROOT / "speedlab/guides/how-to/script.md"
+OWN_MODEL = ROOT / "speedlab/guides/how-to/own-model-and-data.md"
+PLAIN_TORCH = ROOT / "speedlab/guides/how-to/plain-torch.md"
+FINE_TUNE = ROOT / "speedlab/guides/tutorials/fine-tune.md"
 BLOCKS = blocks_of(PAGE)
 AFTER = [block for block in BLOCKS if block.before == "After:"]
 STEPS = 10
@@ -102,16 +105,21 @@ def test_there_is_one_for_each_way_to_train() -> None:
         compile(block.code, str(PAGE), "exec")
 
 
-def python_under(heading: str, word: str) -> list[str]:
-    found = [block.code for block in blocks_of(README) if (block.language, block.heading) == ("python", heading)]
-    return [code for code in found if word in code]
+def python_in(page: Path, word: str = "") -> list[str]:
+    return [block.code for block in blocks_of(page) if block.language == "python" and word in block.code]
 
 
-def run_readme() -> list[str]:
-    """README's loops for models of one's own, one after the other; what each has trained."""
+def small_llama() -> Any:
     import transformers
 
-    own, hugging_face, _ = python_under("A model of your own", "engine")
+    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes))
+
+
+def run_own_loops() -> list[str]:
+    """Run the loops of the page about own models, one after the other; return what each has trained."""
+    own, hugging_face, _ = python_in(OWN_MODEL, "engine")
     module: dict[str, Any] = {}
     exec(the("From a script to SpeedLab", "All scripts").code, module)
     names: dict[str, Any] = {"model": module["Model"](), "dataset": module["dataset"]}
@@ -120,10 +128,8 @@ def run_readme() -> list[str]:
     names["engine"].destroy()
 
     rows = [{"input_ids": row, "labels": row} for row in module["text"]]
-    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes))
-    # What stands above in README, with this model.
-    names |= {"model": llama, "dataset": rows}
+    # The call of `initialize` is the one above on the page, with this model.
+    names |= {"model": small_llama(), "dataset": rows}
     exec(own.partition("for tokens")[0], names)
     exec(hugging_face, names)
     trained.append(f"{type(names['engine'].module).__name__} {names['engine'].global_step}")
@@ -131,40 +137,67 @@ def run_readme() -> list[str]:
     return trained
 
 
-def run_readmes_pipeline() -> tuple[str, int, float]:
-    import transformers
-
+def run_step_under_every_layout() -> tuple[str, int, float]:
     import speedlab
 
-    *_, pipeline = python_under("A model of your own", "engine")
-    sizes = {"hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, use_cache=False, **sizes))
+    *_, pipeline = python_in(OWN_MODEL, "engine")
     tokens = torch.arange(4 * 2 * 16).view(4, 2, 16) % 64
-    names = {"speedlab": speedlab, "model": model, "micro_batches": [(each, each) for each in tokens]}
+    names = {"speedlab": speedlab, "model": small_llama(), "micro_batches": [(each, each) for each in tokens]}
     exec(pipeline, names)
     engine = names["engine"]
-    told = str(engine.layout), engine.global_step, float(names["loss"])
+    result = str(engine.layout), engine.global_step, float(names["loss"])
     engine.destroy()
-    return told
+    return result
 
 
-def test_readmes_loops_train(two: Pool) -> None:
+def run_fine_tuning(page: Path, folder: Path) -> tuple[int, str]:
+    """Run the script of a page in `folder`, which has the model; return the steps and what the script printed."""
+    (code,) = python_in(page, "from_pretrained")
+    rows = (torch.arange(80)[:, None] + torch.arange(17)) % 64
+    printed: list[str] = []
+    names: dict[str, Any] = {
+        "dataset": [{"input_ids": row, "labels": row} for row in rows],
+        "print": lambda text: printed.append(str(text)),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        exec(code, names)
+    steps = names["engine"].global_step
+    names["engine"].destroy()
+    return steps, "\n".join(printed)
+
+
+def test_loops_of_ones_own_train(two: Pool) -> None:
     # 80 rows, two ranks, micro-batches of 8.
-    assert two.run(run_readme, timeout=120) == [["Model 5", "LlamaForCausalLM 5"]] * 2
+    assert two.run(run_own_loops, timeout=120) == [["Model 5", "LlamaForCausalLM 5"]] * 2
 
 
-def test_readmes_step_under_every_layout(pool_of: PoolOf) -> None:
-    told = pool_of(4).run(run_readmes_pipeline, timeout=120)
-    assert {(layout, steps) for layout, steps, _ in told} == {("pp 2 × dp 1 × tp 2", 1)}
-    (loss,) = {loss for *_, loss in told}
+def test_a_step_under_every_layout(pool_of: PoolOf) -> None:
+    results = pool_of(4).run(run_step_under_every_layout, timeout=120)
+    assert {(layout, steps) for layout, steps, _ in results} == {("pp 2 × dp 1 × tp 2", 1)}
+    (loss,) = {loss for *_, loss in results}
     assert loss == pytest.approx(4.16, abs=0.2)  # About log 64: nothing is learned yet.
 
 
-def test_readmes_backend_for_plain_torch() -> None:
-    (code,) = python_under("Parts by themselves", "torch")
+@pytest.mark.parametrize("page", [README, FINE_TUNE], ids=lambda page: page.stem)
+def test_fine_tuning_trains_and_exports(page: Path, two: Pool, tmp_path: Path) -> None:
+    import transformers
+
+    small_llama().save_pretrained(tmp_path / "path/to/model")
+    (steps, printed), *_ = two.run(run_fine_tuning, page, tmp_path, timeout=120)
+    # 80 rows, two ranks, micro-batches of 2.
+    assert steps == 20
+    assert ("counted" in printed) == (page == FINE_TUNE)
+    assert (tmp_path / "checkpoints").is_dir() == (page == FINE_TUNE)
+    tuned = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "my-model")
+    before = dict(small_llama().named_parameters())
+    assert all(not torch.equal(p, before[name]) for name, p in tuned.named_parameters())
+
+
+def test_the_backend_for_plain_torch() -> None:
+    (code,) = python_in(PLAIN_TORCH)
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    told = subprocess.run(
+    shown = subprocess.run(
         [sys.executable, "-c", f"{code}\nprint(torch.distributed.get_backend())"],
         env={**os.environ, **alone},
         capture_output=True,
@@ -172,7 +205,7 @@ def test_readmes_backend_for_plain_torch() -> None:
         timeout=60,
         check=False,
     )
-    assert told.stdout.split() == ["shared"], told.stderr
+    assert shown.stdout.split() == ["shared"], shown.stderr
 
 
 def run_proofs_page() -> tuple[str, int]:

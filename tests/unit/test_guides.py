@@ -25,6 +25,8 @@ from speedlab.telemetry.run_folder import RunFolderError
 
 TROUBLE = guide_file("trouble")
 PAGES = [README, *GUIDES]
+LONGEST = 35
+"""Words of a sentence."""
 OTHERS = ("torchrun ", "pip ", "python ")
 """Programs that are not ours, whose options nobody here knows."""
 
@@ -187,6 +189,30 @@ def test_source_files_are_named_by_their_whole_path(path: Path) -> None:
     named = re.findall(r"`([\w./-]+\.(?:py|ts))`", path.read_text(encoding="utf-8"))
     folder_table = {"layout.py", "placement.py", "hardware.py", "network.py"}  # Its first row is read by a test.
     assert [name for name in named if name not in folder_table and not (ROOT / name).is_file()] == []
+
+
+def sentences(page: str) -> list[str]:
+    """Return the sentences of a page, without tables, headings, code, quoted messages and addresses of links."""
+    text = re.sub(r"^```.*?^```$", "\n", page, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)|^ *\|.*$|^#.*$|^> .*$", "\n", text, flags=re.MULTILINE)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`\n]*`", "code", text)
+    paragraphs = re.split(r"\n\s*\n|\n *(?:[-*]|\d+\.) ", text)
+    return [
+        sentence for paragraph in paragraphs for sentence in re.split(r"(?<=[.!?])\s+", paragraph) if sentence.strip()
+    ]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_sentences_are_short(path: Path) -> None:
+    found = sentences(path.read_text(encoding="utf-8"))
+    long = [sentence for sentence in found if len(sentence.split()) > LONGEST]
+    assert not long, "over 35 words:\n" + "\n".join(long)
+
+
+def test_a_sentence_ends_at_its_mark_and_tables_are_none() -> None:
+    page = "# Title\n\nOne. Two\nis `a b` [here](x.md).\n- Three: four\n\n| a | b |\n\n```sh\nfive six\n```\n> quoted\n"
+    assert [" ".join(each.split()) for each in sentences(page)] == ["One.", "Two is code here.", "Three: four"]
 
 
 def test_they_are_in_the_wheel() -> None:

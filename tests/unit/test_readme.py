@@ -1,4 +1,4 @@
-"""README's shell lines, as one console session: all are read by the real parsers, the short ones are executed."""
+"""Shell lines of README and of each guide, as a console session: real parsers read all, the short ones are executed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from telemetry_samples import make_folder, make_record
 
 from speedlab import cli
 from speedlab.cluster.files.cluster_dir import known_clusters
+from speedlab.config import RunConfig
 from speedlab.telemetry.proof import Proof, write_proof
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.run_folder import Status
@@ -21,13 +22,31 @@ from speedlab.telemetry.writer import RecordWriter
 LONG = {"train", "start", "export", "calibrate", "demo", "bench", "stop"}
 """Commands that are only parsed: they start engines or need what these leave."""
 
+SESSION, LOOPS = "tests/notebook/test_readme_session.py", "tests/ranks/test_guides.py"
 RUN_BY = {
-    "%speedlab": "tests/notebook/test_readme_session.py",
-    "cluster": "tests/notebook/test_readme_session.py",
-    "engine": "tests/ranks/test_guides.py",
-    "init_process_group": "tests/ranks/test_guides.py",
+    "README": {"%speedlab": SESSION, "cluster.train": SESSION, "from_pretrained": LOOPS},
+    "first-run": {"%speedlab": SESSION, "cluster.train": SESSION},
+    "fine-tune": {"from_pretrained": LOOPS},
+    "own-model-and-data": {"cluster.train": SESSION, "engine": LOOPS},
+    "slow-networks": {"cluster": SESSION},
+    "plain-torch": {"init_process_group": LOOPS},
+    "script": {"": LOOPS},
+    "proof": {"": LOOPS},
 }
-"""By what it speaks of, which tests run a block of README's Python."""
+"""For each page with Python: a word in a block -> the test that runs such blocks."""
+
+PAGES = [README, *GUIDES]
+
+
+def lines_of(path: Path) -> list[list[str]]:
+    blocks = [block for block in blocks_of(path) if block.language == "sh"]
+    return [
+        words for block in blocks for line in block.code.splitlines() if (words := shlex.split(line, comments=True))
+    ]
+
+
+def name_of(page: Path) -> str:
+    return f"{page.parent.name}/{page.stem}"
 
 
 class Parsed(Exception):  # noqa: N818  # what has happened
@@ -48,14 +67,8 @@ def console(monkeypatch, tmp_path: Path) -> Path:
             writer.write(make_record(step))
     write_proof(folder.path, Proof(step=0, form="cheap", seconds=0.1, findings=()))
     folder.write_status(Status(state=RunState.FINISHED, step=2, steps=2))
+    Path("config.yaml").write_text(RunConfig().to_yaml())
     return tmp_path
-
-
-def lines_of(path: Path) -> list[list[str]]:
-    blocks = [block for block in blocks_of(path) if block.language == "sh"]
-    return [
-        words for block in blocks for line in block.code.splitlines() if (words := shlex.split(line, comments=True))
-    ]
 
 
 def parse_only(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
@@ -71,10 +84,11 @@ def parse_only(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
             cli.main(arguments)
 
 
-def test_the_console_session_of_readme(console, monkeypatch, capsys) -> None:
-    lines = [words for words in lines_of(README) if words[0] == "speedlab"]
-    assert len(lines) > 5
-    for _, command, *arguments in lines:
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(line[0] == "speedlab" for line in lines_of(page))], ids=name_of
+)
+def test_the_console_session_of_a_page(page: Path, console: Path, monkeypatch, capsys) -> None:
+    for _, command, *arguments in (words for words in lines_of(page) if words[0] == "speedlab"):
         if command in LONG:
             parse_only(monkeypatch, [command, *arguments])
             continue
@@ -84,8 +98,15 @@ def test_the_console_session_of_readme(console, monkeypatch, capsys) -> None:
         assert status == 0, (command, arguments, shown.err)
         if target is not None:
             target.write_text(shown.out)
-    assert (console / "runs/run-1/report.html").is_file()
+    if page.stem == "terminal":
+        assert (console / "runs/run-1/report.html").is_file()
     assert list(known_clusters()) == [], "no line that is executed starts engines"
+
+
+def test_the_terminal_page_shows_nearly_every_command() -> None:
+    (page,) = (page for page in GUIDES if page.stem == "terminal")
+    shown = {words[1] for words in lines_of(page)}
+    assert set(cli.COMMANDS) - shown == {"plan", "trace", "calibrate", "demo", "bench", "guide"}
 
 
 def test_targets_of_make_exist() -> None:
@@ -95,13 +116,17 @@ def test_targets_of_make_exist() -> None:
     assert {words[1] for words in asked} <= targets
 
 
-def test_every_block_is_run_somewhere() -> None:
-    blocks = blocks_of(README)
-    assert {block.language for block in blocks} == {"sh", "python"}
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_is_run_somewhere(page: Path) -> None:
+    blocks = blocks_of(page)
+    assert {block.language for block in blocks} <= {"", "sh", "python", "json", "text"}  # Diagrams have no language.
+    assert {words[0] for words in lines_of(page)} <= {"make", "speedlab"}
+    tests = RUN_BY.get(page.stem, {})
     for block in (block for block in blocks if block.language == "python"):
-        assert any(word in block.code for word in RUN_BY), f"README.md:{block.line} is run by no test"
-    assert all((ROOT / path).is_file() for path in RUN_BY.values())
-    assert {words[0] for words in lines_of(README)} == {"make", "speedlab"}
-    for path in GUIDES:
-        code = [block for block in blocks_of(path) if block.language]  # Diagrams have no language.
-        assert not code or path.stem in ("script", "proof"), "tests run the code of two pages only"
+        assert any(word in block.code for word in tests), f"{page.name}:{block.line} is run by no test"
+    for path in tests.values():
+        assert page.name in (ROOT / path).read_text(encoding="utf-8") or page == README
+
+
+def test_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
