@@ -1,10 +1,11 @@
 #!/bin/sh
 # Make .venv with everything the project and its tests need. `make setup` calls this; a second time costs nothing.
 #   PYTHON=/path/to/python3.11   which interpreter to use (default: python3.11, else python3)
+#   TORCH_VERSION=2.14.1         another version of torch (default: the one that requirements.lock was written with)
 #   TORCH_PIP_ARGS="..."         extra arguments of torch's own pip call, such as the index of its CPU build
 set -eu
 cd "$(dirname "$0")/.."
-torch="torch==2.13.0"
+torch="torch==${TORCH_VERSION:-2.13.0}"
 begin=$(date +%s)
 
 say() { printf 'setup: %s\n' "$*"; }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 import tomllib
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import speedlab
 from speedlab.config import RunConfig
 from speedlab.telemetry.run_folder import RunFolder
 
@@ -76,11 +76,11 @@ def test_it_brings_the_page_and_turns_the_server_extension_on(unpacked: Path) ->
     assert enabled == {"ServerApp": {"jpserver_extensions": {"speedlab_server": True}}}
 
 
-def test_both_distributions_have_one_version() -> None:
-    texts = [ROOT / "pyproject.toml", ROOT / "extension" / "pyproject.toml"]
-    versions = {tomllib.loads(path.read_text(encoding="utf-8"))["project"]["version"] for path in texts}
-    versions.add(json.loads((ROOT / "extension" / "lab" / "package.json").read_text(encoding="utf-8"))["version"])
-    versions |= set(
-        re.findall(r'__version__ = "(.+)"', (ROOT / "speedlab" / "__init__.py").read_text(encoding="utf-8"))
-    )
-    assert len(versions) == 1, versions
+def test_both_distributions_and_the_page_have_one_version(unpacked: Path) -> None:
+    (metadata,) = unpacked.glob("speedlab_jupyter-*.dist-info/METADATA")
+    assert f"\nVersion: {speedlab.__version__}\n" in metadata.read_text(encoding="utf-8")
+    page = json.loads((ROOT / "extension" / "lab" / "package.json").read_text(encoding="utf-8"))
+    assert page["version"] == speedlab.__version__
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["dynamic"] == ["version"]
+    assert project["tool"]["hatch"]["version"] == {"path": "speedlab/__init__.py"}
