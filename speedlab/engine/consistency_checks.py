@@ -1,34 +1,31 @@
-"""Whether ranks that compute one batch together were given the same one.
+"""Consistency checks of the first steps: same batch, same replicated gradients, no writes that torch does not see.
 
-Tensor, context and pipeline ranks of one data index each do a part of the same computation; given other tokens than its
-peers, a rank makes numbers that look like a training and are none.
+`DataConsistencyCheck`: ranks that compute one batch together (tensor, context and pipeline ranks of one data index)
+must get the same tokens. Otherwise losses look plausible, but the training is wrong.
 
-1. Each tensor that comes in becomes a number, a linear function of its elements modulo 2⁶⁴, where the tensor is: on a
-   GPU nothing waits for it. The number of a step is the sum of those.
-2. The first time, peers compare shapes, and the numbers of what came on the host, before anything is computed.
-3. From then on the number rides on the sums that end a step: the first of k peers adds (k - 1) times its number, each
-   other one subtracts its own, so that nothing is left in the sum over all ranks where peers have the same. The first
-   rank of all adds `SAME`, which tells such a sum from one that never came.
+1. Each input tensor becomes a number: a linear function of its elements modulo 2⁶⁴, computed on the tensor's device
+   without a sync. The number of a step is the sum of these numbers.
+2. The first time, peers compare shapes and the numbers of host tensors before anything is computed.
+3. Later, the number is part of the reduction at the end of a step. The first of k peers adds (k - 1) times its number,
+   each other peer subtracts its own. Equal inputs cancel over all ranks. Rank 0 adds `SAME`, so that a valid zero sum
+   differs from a sum that was never computed.
 
-Whether tensor ranks have the same gradients of what each of them holds whole.
+`GradientConsistencyCheck`: tensor-parallel ranks must have equal gradients of parameters that each of them holds whole.
+If a plan forgets a parameter between two sharded layers (for example a gain per head), each rank computes the gradient
+of its part of the values, and the replicas drift apart silently.
 
-A plan says which layers are cut. Of a parameter between two such layers that it forgets (a gain of each head, say) a
-rank computes the gradient of its part of the values; trained with that, ranks drift apart without a word.
+1. In the first steps each such gradient becomes a few linear functions of sampled elements, on its device.
+2. At the end of the step tensor peers compare these numbers on the device. The result is part of the reduction at the
+   end of the step. The check ends once every parameter had a nonzero gradient, or after `_GRADIENT_CHECK_STEPS` steps.
 
-1. In the first steps each gradient of such a parameter becomes a few numbers, linear functions of some of its elements,
-   where it is.
-2. At the end of the step tensor peers compare them, also where they are; what they find rides on the sums that end a
-   step. This is over when every parameter had a gradient that is not nought, after `_STEPS` steps at the latest.
+`UntrackedWriteCheck`: writes through `parameter.data` bypass torch's version counter and are lost. A release drops
+written values of gathered parameters, so backward differs from forward. The next update overwrites resident parameters
+with their masters.
 
-Whether parameters are written into where torch does not count it: through `parameter.data`.
-
-What is written so is lost. Values that were gathered go with it, so that backward computes with others than its
-forward; those that stay have the next update of masters of more bits put over them.
-
-1. In the first steps the words of each parameter that has come are summed, where it is. Before it goes their sum must
-   be the same. (Values that only change places stay unseen.)
-2. At the end of the step parameters that stay are compared with their masters.
-3. What was found, also where it is, rides on the sums that end a step.
+1. In the first steps the 8-byte words of each gathered parameter are summed on its device. Before the release the sum
+   must be the same. (The sum does not see values that only change places.)
+2. At the end of the step resident parameters are compared with their masters.
+3. The result, also on the device, is part of the reduction at the end of the step.
 """
 
 from __future__ import annotations
@@ -48,29 +45,34 @@ from speedlab.parallel.tensor import PlanError
 from speedlab.parallel.zero import FlatParam, Unit, Zero, map_tensors
 
 _ONE_BATCH = tuple(axis for axis in reversed(AXES) if not KINDS[axis].sees_other_data)
-"""Axes along which ranks compute one batch."""
+"""Mesh axes along which ranks compute one batch together."""
 
 SAME = 1.0
-"""The sum over all ranks of what `take` gives, where peers were given the same."""
+"""The sum of `DataConsistencyCheck.take` over all ranks if peers got the same tensors."""
 
 _SAMPLED_ELEMENTS = 2**16
-"""At most so many elements of a tensor are looked at."""
+"""Largest number of sampled elements of a tensor."""
 
 _BITS = 22
-"""Of a number that travels. Sums over 2¹⁶ ranks, each with a factor below 2¹⁴, are whole numbers that float64 holds."""
+"""Bits of the number in the reduction. Sums over 2¹⁶ ranks, each times a factor below 2¹⁴, are exact in float64."""
 
 _FACTORS = 64
-"""Data indices have so many factors in turn, so that differences of several do not cancel."""
+"""Number of different factors for data indices, so that differences of several data indices do not cancel."""
 
 _ODD = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
-"""Odd numbers of 61 or 62 bits without a pattern."""
+"""Odd numbers of 61 or 62 bits without a pattern, for hashing."""
 
 
 class DataConsistencyCheck:
-    """What this rank was given since the last `forget`, as one number."""
+    """A hash of the tensors that this rank got since the last `forget`."""
 
     def __init__(self, mesh: Mesh, *, compare_first: bool = True) -> None:
-        """`compare_first`: whether the first tensors are compared at once; collective over all ranks then."""
+        """Start with an empty hash.
+
+        Args:
+            mesh: The process groups.
+            compare_first: Compare the first tensors at once, which is collective over all ranks.
+        """
         self._mesh = mesh
         peers = math.prod(mesh.layout.size(axis) for axis in _ONE_BATCH)
         leads = all(mesh[axis].index == 0 for axis in _ONE_BATCH)
@@ -78,15 +80,21 @@ class DataConsistencyCheck:
         self._alone = peers == 1
         self._compare_next = compare_first
         self._count = 0
-        """Tensors that came."""
+        """Number of tensors so far."""
         self._sums: dict[str, Tensor] = {}
-        """() int64 by kind of device: of the tensors that came on it."""
+        """Sum of the tensors' numbers by kind of device, () int64 each."""
         self._weights: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def look(self, given: Any) -> None:
-        """Take note of all tensors in `given`, wherever they are. Raises ValueError on all ranks when the first ones
-        differ."""
+        """Add all tensors of a micro-batch to the hash, on their device.
+
+        Args:
+            given: A micro-batch: tensors in any nesting of tuples, lists and dicts.
+
+        Raises:
+            ValueError: On all ranks, if the first tensors differ between peers.
+        """
         if self._alone:
             return
         tensors: list[Tensor] = []
@@ -101,7 +109,7 @@ class DataConsistencyCheck:
             self._compare_next = False
 
     def take(self) -> Tensor | None:
-        """What to add up over all ranks, () float64 on the device; None in layouts where no rank has peers."""
+        """Return this rank's term of the sum over all ranks, () float64 on the device; None if no rank has peers."""
         if self._alone:
             return None
         total = torch.full((), self._on_host(), dtype=torch.int64, device=self._mesh.device)
@@ -111,13 +119,15 @@ class DataConsistencyCheck:
         return small + (SAME if self._mesh.everyone.index == 0 else 0.0)
 
     def forget(self) -> None:
-        """A step has ended, or is given up."""
+        """Clear the hash after a step ended or was given up."""
         self._count = 0
         self._sums.clear()
 
     def error(self) -> ValueError:
-        """Which ranks had something else than their peers. Collective over all ranks, where the sum of `take` is
-        not `SAME`."""
+        """Return the error that names the ranks with other tensors than their peers.
+
+        Collective over all ranks, for a sum of `take` that is not `SAME`.
+        """
         own = sum(int(number) for number in self._sums.values()) % 2**64
         return self._error(self._mesh.everyone.collect([self._mesh.data_index, own]))
 
@@ -131,16 +141,19 @@ class DataConsistencyCheck:
         return (values * weights).sum() * (_ODD[2] + 2 * self._count)
 
     def _weights_of(self, count: int, device: torch.device) -> Tensor:
-        """(count,) int64, the same on all ranks. As many as were ever needed are kept: _SAMPLED would be 512 KiB."""
+        """Return (count,) int64 weights, the same on all ranks.
+
+        The cache grows to the largest count, at most 512 KiB.
+        """
         kept = self._weights.get(device.type)
         if kept is None or kept.numel() < count:
-            # Made where they are needed: a copy to a device would be waited for.
+            # Computed on the device: a copy to the device would cause a sync.
             mixed = torch.arange(1, count + 1, device=device) * _ODD[0]
             kept = self._weights[device.type] = (mixed ^ (mixed >> 31)) * _ODD[1]
         return kept[:count]
 
     def _on_host(self) -> int:
-        """The number of what came on the host."""
+        """Return the number of the host tensors."""
         return int(self._sums["cpu"]) if "cpu" in self._sums else 0
 
     def _compare(self, shapes: list[list[int]]) -> None:
@@ -169,22 +182,26 @@ class DataConsistencyCheck:
 
 
 _GRADIENT_CHECK_STEPS = 5
-"""With a warm-up from nought and a layer that begins with zeros (an adapter's), what is before it has its first
-gradient in the third step."""
+"""Largest number of checked steps.
+
+With a warm-up from 0 and an adapter layer initialised with zeros, earlier layers get their first gradient in step 3.
+"""
 
 _SAMPLED_GRADIENT_ELEMENTS = 2**16
-"""At most so many elements of a gradient are looked at."""
+"""Largest number of sampled elements of a gradient."""
 
 _NUMBERS = 4
-"""Differences of less than `_TOLERANCE` in all of so many numbers are chance once in a million, where ranks have
-parts."""
+"""Linear functions per gradient.
+
+If ranks hold parts, all of them differ by less than `_TOLERANCE` once in a million.
+"""
 
 _TOLERANCE = 0.03
-"""Of a gradient's norm. What sums in bfloat16 in another order differ by is less."""
+"""Tolerated difference, relative to the norm of the gradient. The order of bfloat16 sums causes smaller differences."""
 
 
 class GradientConsistencyCheck:
-    """What tensor peers must have alike of the gradients of the present step."""
+    """A comparison of gradients that tensor-parallel peers must have in common."""
 
     def __init__(self, mesh: Mesh, zeros: Iterable[Zero]) -> None:
         self._mesh = mesh
@@ -196,19 +213,25 @@ class GradientConsistencyCheck:
             for row in zero.placement.rows
             if row.trainable and row.part is None and "tp" not in row.summed_over
         ]
-        """What each tensor rank has whole, in an order that is that of its peers, too."""
+        """Trained parameters that each tensor rank holds whole, in the same order on all peers."""
         self._seen: dict[str, Tensor] = {}
-        """(1 + _NUMBERS,) float64 by parameter: the sum of squares, and the numbers."""
+        """(1 + _NUMBERS,) float64 by parameter: the sum of squares, then the linear functions."""
         self._differ: list[Tensor] = []
-        """(len(_names),) bool of the step that has ended."""
+        """(len(_names),) bool: the differences found in the step that has ended."""
         self._gradients = [flat.gradient for zero in zeros for flat in zero.flats if flat.gradient is not None]
         if self._left:
             for gradient in self._gradients:
                 gradient.look = partial(self._look, [slot.name for slot in gradient.slots], {*self._names})
 
     def take(self) -> Tensor | None:
-        """What to add up over all ranks, (2,) float64 on the device: parameters in whose gradients tensor peers differ,
-        and such as had none yet. Collective over tensor peers in the first steps; None later."""
+        """Compare gradients with tensor peers, and return the term of this rank for the sum over all ranks.
+
+        Collective over tensor peers in the first steps.
+
+        Returns:
+            (2,) float64 on the device: the number of parameters with differing gradients, and of those without a
+            gradient so far. None after the checked steps.
+        """
         if not self._left:
             return None
         device = self._mesh.device
@@ -221,7 +244,11 @@ class GradientConsistencyCheck:
         return torch.stack([self._differ[0].sum(), (norms == 0).sum()]).double()
 
     def took(self, unseen: int) -> None:
-        """A step has an update. `unseen`: what all ranks together had no gradient of."""
+        """Count a step with an update, and end the check if it is complete.
+
+        Args:
+            unseen: Parameters without a gradient so far, summed over all ranks.
+        """
         if not self._left:
             return
         self._left = self._left - 1 if unseen else 0
@@ -230,13 +257,17 @@ class GradientConsistencyCheck:
                 gradient.look = None
 
     def forget(self) -> None:
-        """A step has ended, or is given up."""
+        """Clear the numbers after a step ended or was given up."""
         self._seen.clear()
         self._differ.clear()
 
     def error(self, step: int, *, updated: bool) -> PlanError:
-        """Of which parameters ranks have gradients that differ, where `take` told of some; `updated`: whether backward
-        has used them. Collective over all ranks."""
+        """Return the error that names parameters with differing gradients. Collective over all ranks.
+
+        Args:
+            step: Number of the step.
+            updated: Whether backward has already applied the gradients.
+        """
         own = [self._names[place] for differ in self._differ for place in differ.nonzero().flatten().tolist()]
         names = list(dict.fromkeys(name for told in self._mesh.everyone.collect(own) for name in told))
         more = f" and of {len(names) - 1} more" if len(names) > 1 else ""
@@ -267,36 +298,50 @@ class GradientConsistencyCheck:
 _WORD = 8
 
 _WRITE_CHECK_STEPS = 2
-"""A loop that clamps weights behind its update is seen in the second."""
+"""Number of checked steps. A loop that clamps weights after its update is found in the second step."""
 
 
 class UntrackedWriteCheck:
-    """What was written in the present step past the engine, on this rank."""
+    """A check for writes to parameters that bypass torch's version counter, on this rank."""
 
     def __init__(self, zeros: Iterable[Zero], everyone: Group, *, compares_masters: bool) -> None:
-        """`compares_masters`: whether masters and parameters that stay are of one update at the end of a step."""
+        """Watch all units.
+
+        Args:
+            zeros: The partitioners of the model parts.
+            everyone: All ranks.
+            compares_masters: Whether masters and resident parameters belong to the same update at the end of a step.
+        """
         self._everyone, self._compares_masters = everyone, compares_masters
         self._left = _WRITE_CHECK_STEPS
         self._units = [unit for zero in zeros for unit in zero.units]
         for unit in self._units:
             unit.watch = self
         self._came: dict[str, Tensor] = {}
-        """(parameters,) int64 by flat: the numbers of those that are here."""
+        """(parameters,) int64 by flat parameter: word sums of the gathered ones."""
         self._written: dict[str, Tensor] = {}
-        """(parameters,) bool by flat."""
+        """(parameters,) bool by flat parameter."""
         self._versions: dict[str, int] = {}
-        """How often masters had been written to when parameters were last made of them, by flat."""
+        """Torch's version counter of each master at its last copy to the parameters, by flat parameter."""
         self.updated()
 
     @torch.no_grad()
     def came(self, unit: Unit) -> None:
-        """The unit's values have been gathered."""
+        """Store the word sums of a unit that was just gathered.
+
+        Args:
+            unit: The gathered unit.
+        """
         for flat in unit.flats:
             self._came[flat.name] = _numbers(flat.full, flat)
 
     @torch.no_grad()
     def goes(self, unit: Unit) -> None:
-        """They are about to be released."""
+        """Compare the word sums of a unit that is about to be released.
+
+        Args:
+            unit: The unit; its values are still gathered.
+        """
         for flat in unit.flats:
             before = self._came.pop(flat.name, None)
             if before is not None:
@@ -306,7 +351,14 @@ class UntrackedWriteCheck:
 
     @torch.no_grad()
     def take(self, device: torch.device) -> Tensor | None:
-        """How many parameters, () float64 on the device; None when nobody looks any more."""
+        """Return the number of changed parameters for the sum over all ranks.
+
+        Args:
+            device: The device of the result.
+
+        Returns:
+            () float64 on the device; None after the checked steps.
+        """
         if not self._left:
             return None
         if self._compares_masters:
@@ -316,7 +368,7 @@ class UntrackedWriteCheck:
         return torch.stack(found).sum().double() if found else torch.zeros((), dtype=torch.float64, device=device)
 
     def took(self) -> None:
-        """A step has an update."""
+        """Count a step with an update, and end the check after the last one."""
         self._left = max(0, self._left - 1)
         if not self._left:
             for unit in self._units:
@@ -324,16 +376,20 @@ class UntrackedWriteCheck:
             self._units, self._came = [], {}
 
     def forget(self) -> None:
-        """A step has ended, or is given up."""
+        """Clear the results after a step ended or was given up."""
         self._written.clear()
 
     def updated(self) -> None:
-        """Parameters are those of the masters."""
+        """Record that parameters are copies of the masters now."""
         self._versions = {flat.name: flat.master._version for flat in self._flats}
 
     def error(self, step: int, *, updated: bool) -> RuntimeError:
-        """Of which parameters, where `take` told of some; `updated`: whether backward has used their gradients.
-        Collective over all ranks."""
+        """Return the error that names the changed parameters. Collective over all ranks.
+
+        Args:
+            step: Number of the step.
+            updated: Whether backward has already applied their gradients.
+        """
         own = [
             flat.slots[index].name
             for flat in self._flats
@@ -357,7 +413,7 @@ class UntrackedWriteCheck:
     def _compare_masters(self, flat: FlatParam) -> None:
         narrow = flat.narrow
         stays = not (flat.zero_policy.params_unsharded_on_demand or flat.lies_away or flat.rounded or flat.ahead)
-        # What torch has counted, in parameters or masters, will be that of both.
+        # Writes that torch has counted, in parameters or masters, are copied to both later.
         if narrow is None or not stays or flat.written() or flat.master._version != self._versions[flat.name]:
             return
         low, high = flat.state_range
@@ -373,6 +429,9 @@ class UntrackedWriteCheck:
 
 
 def _numbers(full: Tensor, flat: FlatParam) -> Tensor:
-    words, size = full.view(torch.int64), full.element_size()  # No wider type has to be made of them for a sum.
+    words, size = (
+        full.view(torch.int64),
+        full.element_size(),
+    )  # A sum of 8-byte words needs no wider copy of the values.
     ends = [(slot.range.start * size // _WORD, -(-slot.range.stop * size // _WORD)) for slot in flat.slots]
     return torch.stack([words[start:stop].sum() for start, stop in ends])

@@ -1,8 +1,13 @@
 """The engine: one rank's part in a training step of a model under any layout, with DeepSpeed's call names.
 
-A thin door: `step/step.py` says where a step stands, `step/drivers.py` computes it, `step/looking.py` measures it,
-`step/evaluation.py` computes a loss without one, `checkpoint/` writes and reads its state, `deepspeed_names.py` has
-what only scripts for DeepSpeed ask for.
+Engine methods check the call and delegate. In reading order:
+
+1. `train_step.py` counts micro-batches and ends the step with the update.
+2. `drivers.py` runs forward and backward, with or without a pipeline.
+3. `memory_ledger.py` measures memory.
+4. `evaluation.py` computes the mean loss without training.
+5. `checkpoint/` writes and reads the state.
+6. `deepspeed_api.py` adds the names that only DeepSpeed scripts call.
 """
 
 from __future__ import annotations
@@ -50,10 +55,9 @@ from speedlab.telemetry.records import Ledger, Span
 class Engine(DeepSpeedNames):
     """A module that trains with its states partitioned over the data-parallel ranks.
 
-    A step is `accumulation` times (call, `backward`, `step`), as in DeepSpeed; only the last `step` updates parameters.
-    After an exception in a call the state is what it was before it; one in `backward` gives up the whole step, whose
-    micro-batches then have to be run again. All methods that communicate must be called by all ranks. Made by
-    `speedlab.initialize`.
+    A step is `accumulation` times (call, `backward`, `step`), as in DeepSpeed. Only the last `step` updates parameters.
+    An exception in a call leaves the state unchanged. An exception in `backward` gives up the whole step: run its
+    micro-batches again. All ranks must call all methods that communicate. `speedlab.initialize` makes an engine.
     """
 
     def __init__(
@@ -66,10 +70,17 @@ class Engine(DeepSpeedNames):
         timeout: Timeout | None = None,
         **kwargs: Any,
     ) -> None:
-        """`args`, `kwargs`: of TrainingState. `outside_bytes`: what the process held before. `attention`: what models
-        of transformers were given. `loss`: as for `initialize`. `trains`: whether any rank has a parameter to train;
-        else the engine only computes, as a frozen teacher's. `timeout`: how long collectives wait while this
-        engine lives."""
+        """Wrap the blocks and prepare the step; `speedlab.initialize` calls this.
+
+        Args:
+            *args: Passed to `TrainingState`.
+            outside_bytes: Memory that the process held before, in bytes.
+            attention: The attention that was installed in transformers models.
+            loss: As for `initialize`.
+            trains: Whether any rank has a parameter to train. Otherwise the engine only computes, as a frozen teacher.
+            timeout: How long collectives wait while this engine exists.
+            **kwargs: Passed to `TrainingState`.
+        """
         super().__init__(*args, **kwargs)
         self._attention, self._timeout = attention, timeout
         device, config = self.world.device, self.config
@@ -92,7 +103,7 @@ class Engine(DeepSpeedNames):
             streams.attach(part.module, part.zero)
             remember(part.zero)
             remember_parts(part)
-        if self.layout.pp == 1:  # Else ranks of other stages do not take part where a parameter is gathered.
+        if self.layout.pp == 1:  # Under a pipeline, ranks of other stages do not take part in a gather.
             this = weakref.ref(self)
             (zero,) = self.zeros
             zero.finish_update = lambda: engine.finish_update() if (engine := this()) is not None else None
@@ -102,17 +113,17 @@ class Engine(DeepSpeedNames):
             self._step,
             lambda loss: self._driver if loss is None else driver_of(self, self._step, self.clock, loss),
         )
-        self._settled = not config.offload.used  # Whether lasting memory has its place, as far as somebody cares.
+        self._settled = not config.offload.used  # Whether the allocator was already settled; needed only with offload.
         self._kernels = CpuKernelOverrides(self.modules, config.precision, device, self.dtype)
         self._watch_zero_grad()
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Floating-point inputs are cast to the compute dtype.
+        """Run the module's forward. Floating-point inputs are cast to the compute dtype.
 
-        Under a pipeline no rank holds the module: this then computes logits of tokens, on every rank and without
-        gradients; training is `train_batch`.
+        Under a pipeline no rank holds the whole module. Then this computes logits of tokens, on every rank and without
+        gradients; use `train_batch` for training.
         """
         self._step.refuse_after_cut()
         trains = torch.is_grad_enabled()
@@ -124,21 +135,24 @@ class Engine(DeepSpeedNames):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, *, counted_targets: int | Tensor | None = None
     ) -> Tensor:
-        """Gradients of `loss` (a scalar, the mean over this rank's micro-batch), summed over the ranks when they are
-        due.
+        """Compute the gradients of `loss`; at the last micro-batch, reduce them over the ranks.
 
-        The loss is scaled here for accumulation, data parallelism and float16; do not scale it before.
-        With `loss_over` 'tokens' it weighs as much as targets count in it.
+        The engine scales the loss for accumulation, data parallelism and float16. Do not scale it before. With
+        `loss_over` 'tokens' the weight of the loss is its number of counted targets.
 
         Args:
-            loss: its gradients are added to those of the present micro-batch.
-            retain_graph: as torch's, for several losses of one forward, each with a backward of its own.
-            counted_targets: how many targets the loss is the mean of, for `loss_over` 'tokens'; None: those that count
-                in the labels or targets that the engine was called with.
+            loss: A scalar, the mean over the micro-batch of this rank. Gradients are added to those of the micro-batch.
+            retain_graph: As in torch: for several losses of one forward, each with its own backward.
+            counted_targets: The number of targets that the loss is the mean of, for `loss_over` 'tokens'. None counts
+                the labels or targets that the engine was called with.
 
-        Returns `loss` as given.
-        Raises RuntimeError when the parameters have changed since its forward, and when the loop calls backward for
-        several micro-batches without `step` between them; ValueError if the number of targets is needed and not known.
+        Returns:
+            `loss`, unchanged.
+
+        Raises:
+            RuntimeError: If parameters changed after the forward, or if the loop calls backward for several
+                micro-batches without `step` between them.
+            ValueError: If the loss is no scalar, or if the number of targets is needed and unknown.
         """
         if loss.numel() != 1:
             raise ValueError(
@@ -153,10 +167,16 @@ class Engine(DeepSpeedNames):
         return loss
 
     def step(self, signals: Sequence[float] = ()) -> bool:
-        """End a micro-batch; at the last one of the accumulation, update the parameters. True when they were updated.
+        """End a micro-batch; at the last micro-batch of the accumulation, update the parameters.
 
-        `signals`: a few numbers that are summed over the ranks on the way, into `totals.signals`.
-        Raises NonFiniteError when the gradient is not finite and a smaller loss scale cannot help.
+        Args:
+            signals: A few numbers to sum over the ranks, into `totals.signals`.
+
+        Returns:
+            True if the parameters were updated.
+
+        Raises:
+            NonFiniteError: If the gradient is not finite and a smaller loss scale cannot help.
         """
         self._step.refuse_frozen("step")
         if not self._step.ends():
@@ -192,8 +212,10 @@ class Engine(DeepSpeedNames):
         self._step.reset()
 
     def _watch_zero_grad(self) -> None:
-        """Let `optimizer.zero_grad()` between a backward and `step` clear gradients, as `zero_grad` does. Elsewhere the
-        call finds nothing, as loops have it before each backward."""
+        """Make `optimizer.zero_grad()` between a backward and `step` clear gradients, as `zero_grad` does.
+
+        At other times the call finds nothing to clear; many loops call it before each backward.
+        """
         this, own = weakref.ref(self), self.optimizer.zero_grad
 
         def zero_grad(*args: Any, **kwargs: Any) -> None:
@@ -204,26 +226,30 @@ class Engine(DeepSpeedNames):
             with nullcontext() if engine is None else engine._step.gradients_shown():
                 own(*args, **kwargs)
 
-        # As a scheduler does with `step`: optimizers of all classes come here.
+        # A patched method, as torch's schedulers do with `step`, works for optimizers of all classes.
         self.optimizer.zero_grad = zero_grad  # type: ignore[method-assign]  # `destroy` takes it off
 
     def train_batch(self, batches: Iterable[Batch], *, signals: Callable[[], Sequence[float]] = tuple) -> float:
-        """A whole step under any layout: forward and backward of this rank's micro-batches, then the update. After an
-        exception the state is that between two steps.
+        """Run a whole step under any layout: forward and backward of all micro-batches, then the update.
+
+        An exception leaves the state as it is between two steps.
 
         Args:
-            batches: `accumulation` micro-batches: tokens and targets, (B, T) int64 each, and where several documents
-                stand in one sequence the tokens' positions in them; dicts of the model's keyword arguments, as Hugging
-                Face's; or whatever the `loss` of `initialize` takes. Ranks of one dp index give the same.
-            signals: asked at the last moment for what `step` takes.
+            batches: `accumulation` micro-batches of this rank. Ranks of one dp index give the same. A micro-batch is
+                one of:
+                tokens and targets, (B, T) int64 each, plus positions if a sequence packs several documents; a dict of
+                the model's keyword arguments, as in Hugging Face; or whatever the `loss` of `initialize` takes.
+            signals: Called right before the update; returns the `signals` of `step`.
 
-        Returns the mean loss over the global batch: over all targets in it that count (not -100), however they are
-        distributed over micro-batches and ranks. With a `loss` function, with `loss_over` 'micro_batches', or where a
-        batch has no targets, it is the mean over micro-batches.
+        Returns:
+            The mean loss over the global batch: over all counted targets (not -100) on all ranks. With a `loss`
+            function, with `loss_over` 'micro_batches', or without targets: the mean over micro-batches.
 
-        Raises, before anything is done, ValueError for another number of micro-batches, TypeError where a pipeline gets
-        neither pair nor dict, RuntimeError inside a step; and, before the update, ValueError where ranks of one data
-        index were given different ones, and where no target counts.
+        Raises:
+            ValueError: Before anything is computed: for a wrong number of micro-batches. Before the update: if ranks of
+                one data index got different batches, or if no target counts.
+            TypeError: If a pipeline gets neither a pair nor a dict.
+            RuntimeError: Inside a step.
         """
         self._step.refuse_frozen("train_batch")
         self._step.refuse_after_cut()
@@ -250,11 +276,17 @@ class Engine(DeepSpeedNames):
     @entry_point(refuse=lambda engine: engine._step.refuse_after_cut())
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over all ranks' micro-batches, over what `train_batch` takes the mean, without gradients or
-        dropout. Collective.
-        Islands compute it with their own parameters, and so do ranks whose optimizer exchanges seldom; behind a meeting
-        or an exchange these are one model's.
-        Raises ValueError where ranks of one data index were given different ones."""
+        """Return the mean loss over the micro-batches of all ranks, without gradients or dropout. Collective.
+
+        The mean is over the same items as in `train_batch`. Islands, and ranks of an optimizer with local steps, use
+        their own parameters; after a meeting or an exchange these are equal.
+
+        Args:
+            batches: Micro-batches of this rank, as for `train_batch`.
+
+        Raises:
+            ValueError: If ranks of one data index got different micro-batches.
+        """
         self.finish_update()
         over_targets = self.config.loss_over != "micro_batches"
         return mean_loss(batches, self._loss_of, modules=self.modules, mesh=self.mesh, over_targets=over_targets)
@@ -273,35 +305,35 @@ class Engine(DeepSpeedNames):
             super().finish_update()
 
     def _refuse_between(self, what: str) -> None:
-        """Raises RuntimeError where `what`, which belongs between two steps, cannot be done on this rank."""
+        """Raise RuntimeError if this rank cannot do `what` now, which is allowed only between two steps."""
         self._step.refuse_after_cut()
         self._step.refuse_inside(what)
 
     @property
     def _number(self) -> int:
-        """Of the step that is under way."""
+        """Return the number of the current step."""
         return self.global_step + 1
 
     @property
     def trains(self) -> bool:
-        """Whether any rank has a parameter to train; else the engine computes and is never stepped."""
+        """Return whether any rank has a parameter to train; otherwise the engine only computes."""
         return self._step.trains
 
     @property
     def accumulation(self) -> int:
-        """Micro-batches of a step."""
+        """Return the number of micro-batches of a step."""
         return self._step.micro_batches.size
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the present micro-batch is the last one of its step."""
+        """Return whether the current micro-batch is the last one of its step."""
         return self._step.at_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, `backward` leaves the gradients with each rank; the first one outside sums all of them.
+        """Inside, `backward` keeps gradients local; the first backward outside reduces all of them.
 
-        `step` may be called after each backward, or, as under DistributedDataParallel, once after the last one, which
-        is outside: with `batch.accumulation` N that is backward number N of the step.
+        Call `step` after each backward, or once after the last one, outside, as with DistributedDataParallel. With
+        `batch.accumulation` N the backward outside is backward number N of the step.
         """
         before, self._step.sync = self._step.sync, False
         try:
@@ -310,27 +342,30 @@ class Engine(DeepSpeedNames):
             self._step.sync = before
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say whether the backwards to come end a step, as in DeepSpeed: the loop counts micro-batches by itself.
+        """Set whether the next backwards end a step, as in DeepSpeed, for a loop that counts micro-batches itself.
 
-        `step` may be called after each backward, or once after the last one. With `batch.accumulation` N, which
-        gradients are divided by, backward number N is the last one; with 1 the gradients of any number add up. Holds
-        until the next call of this, or of `train_batch`.
+        Call `step` after each backward, or once after the last one. Gradients are divided by `batch.accumulation`.
+
+        Args:
+            is_boundary: True: the next backward is the last one of its step. With `batch.accumulation` N that must be
+                backward number N; with 1, any number of gradients adds up. Valid until the next call, or `train_batch`.
         """
         self._step.micro_batches.boundary = is_boundary
 
     @property
     def totals(self) -> StepReduction | None:
-        """What the ranks found together in the last step; None before the first."""
+        """Return the reduced numbers of the last step; None before the first step."""
         return self._step.totals
 
     @property
     def global_grad_norm(self) -> float | None:
-        """Norm of the last step's gradient over all parameters and ranks, before clipping; None before the first
-        step."""
+        """Return the gradient norm of the last step over all parameters and ranks, before clipping; None
+        before the first.
+        """
         return self.totals.grad_norm if self.totals else None
 
     def get_global_grad_norm(self) -> float | None:
-        """The same, under the name that it has in DeepSpeed."""
+        """Return `global_grad_norm`, under DeepSpeed's name."""
         return self.global_grad_norm
 
     @contextmanager
@@ -341,7 +376,7 @@ class Engine(DeepSpeedNames):
         except BaseException as error:
             for part in self.zeros:
                 part.leave_forwards()
-            # An interrupt must not wait for peers: what is under way stays as it is until `reconnect`.
+            # An interrupt must not wait for peers: pending work keeps its state until `reconnect`.
             waits_for_nobody = isinstance(error, Exception) or self.world.size == 1
             if waits_for_nobody and self._driver.abandon():
                 self._step.reset()
@@ -357,11 +392,16 @@ class Engine(DeepSpeedNames):
 
     @entry_point(refuse=lambda engine: engine._refuse_between("reshape"))
     def reshape(self, *, zero: int | None = None, offload: Mapping[str, Any] | None = None) -> None:
-        """Change the ZeRO stage, or where states lie (fields of `offload` in the configuration), in place, between two
-        steps: states are cut, freed, gathered once, or go to another place. Nothing is lost.
+        """Change the ZeRO stage or the offloading in place, between two steps. No state is lost.
 
-        Raises ValueError for a stage that is none, ConfigError for what cannot be offloaded, both before anything is
-        changed, and OffloadError where a place has no room.
+        Args:
+            zero: The new ZeRO stage; None keeps the present one.
+            offload: Fields of the configuration's `offload` section to change.
+
+        Raises:
+            ValueError: For an unknown stage, before any change.
+            ConfigError: For a state that cannot be offloaded, before any change.
+            OffloadError: If a store has no room.
         """
         zero = self.zero_stage if zero is None else zero
         if zero not in (0, 1, 2, 3):
@@ -374,7 +414,7 @@ class Engine(DeepSpeedNames):
         if problem := forms.problem(type(self.optimizer).__name__, needs):
             raise ConfigError(problem)
         prepare_small_states(config, self.world.device)
-        self.finish_update()  # It may make states, which count.
+        self.finish_update()  # The update may create optimizer states, which the room check below counts.
         self.tell_of_writes_apart()
         moments = [len(self.partitioned_optimizer.states_of(flat)) for flat in self.flats if flat.trainable]
         more = more_on_disk(self.placement, wanted, dp=self.group.size, moments=max(moments, default=0))
@@ -392,12 +432,15 @@ class Engine(DeepSpeedNames):
         self._looking.start_anew()
 
     def average_replicas(self) -> None:
-        """As of `TrainingState`. Raises RuntimeError inside a step, and where an update was cut off."""
+        """Average replicas as `TrainingState` does.
+
+        Raises RuntimeError inside a step or after an interrupted update.
+        """
         if self.apart:
             self._average_replicas()
 
     def make_one(self) -> None:
-        """The former name of `average_replicas`."""
+        """Call `average_replicas`; this is the former name."""
         warnings.warn("engine.make_one is now engine.average_replicas", DeprecationWarning, stacklevel=2)
         self.average_replicas()
 
@@ -407,10 +450,12 @@ class Engine(DeepSpeedNames):
 
     @entry_point(alone=lambda engine: engine._masters_here)
     def state_dict(self) -> dict[str, Any]:
-        """The module's whole state on every rank (a collective), parameters as float32 masters where they exist, with
-        modules' extra states and quantised parameters as `module.state_dict` has them.
-        Islands that have trained apart take the mean first, and ranks whose optimizer lets them exchange early; they go
-        on from there."""
+        """Return the whole module's state on every rank. Collective.
+
+        Parameters are float32 masters if masters exist. Extra states of modules and quantised parameters are as in
+        `module.state_dict`. Islands, and ranks of an optimizer with local steps, average first and continue from the
+        mean.
+        """
         self.finish_update()
         self.average_replicas()
         return full_state_dict(self.model_parts, self.mesh["pp"])
@@ -425,11 +470,17 @@ class Engine(DeepSpeedNames):
         wait: bool = True,
         verify: bool = True,
     ) -> Path:
-        """Write `folder/tag` (default `step-000123`), between two steps: every rank what it answers for, then a
-        manifest.
+        """Write a checkpoint to `folder/tag`, between two steps: every rank writes its part, then rank 0 the manifest.
 
-        Returns its path. `wait=False` comes back when the tensors are copied; `saving` tells of the rest. Without
-        `verify` nothing is hashed or brought to the disk: for folders in memory.
+        Args:
+            folder: The folder of all checkpoints.
+            tag: The name of this checkpoint; None makes `step-000123` from the number of updates.
+            client_state: Values of the caller, returned by `load_checkpoint`.
+            wait: False returns after the tensors are copied; `saving` reports the rest.
+            verify: False skips hashes and the sync to disk, for folders in memory.
+
+        Returns:
+            The path of the checkpoint.
         """
         self.finish_update()
         self.take_changes()
@@ -438,47 +489,58 @@ class Engine(DeepSpeedNames):
 
     @property
     def saving(self) -> checkpoint.Saving | None:
-        """The last save in the background, under way or ended; None before the first."""
+        """Return the last background save, running or ended; None before the first one."""
         return checkpoint.saving_of(self)
 
     @entry_point(refuse=lambda engine: engine._step.refuse_in_a_look("load_checkpoint"), compares_steps=False)
     def load_checkpoint(
         self, folder: str | Path, tag: str | None = None, *, verify: bool = True
     ) -> tuple[Path, dict[str, Any]]:
-        """Read `folder/tag`, the newest one in `folder`, or `folder` itself where it is a checkpoint, as
-        `save_checkpoint` returned it; any layout and any stage may have written it. A step under way is given up.
+        """Read a checkpoint that any layout and any ZeRO stage wrote. A running step is given up.
 
-        Returns (its path, the client state). Raises CheckpointError, naming the file, before anything is changed.
+        Args:
+            folder: The folder of all checkpoints, or one checkpoint, as `save_checkpoint` returned it.
+            tag: The name of the checkpoint; None takes the newest one in `folder`.
+            verify: Check the hashes.
+
+        Returns:
+            (path of the checkpoint, client state).
+
+        Raises:
+            CheckpointError: Before any change; the error names the file.
         """
         loaded = checkpoint.load(self, folder, tag, verify=verify)
         self._step.reset()
         return loaded
 
     def disconnect(self) -> None:
-        """Let go of connections, for a rank that fails: its peers then fail at once instead of waiting for it."""
+        """Close the connections of a failing rank, so that its peers fail at once instead of waiting."""
         self.islands.disconnect()
         self.mesh.disconnect()
 
     def _prepare_exchanges(self) -> None:
         prepare_exchange(range(self.world.size))
-        prepare_exchange(self.group.ranks)  # Of `gather`.
+        prepare_exchange(self.group.ranks)  # For the gathers of parameters.
 
     def reconnect(self) -> None:
-        """Use the present world's connections; a step that was cut off is forgotten. Collective."""
+        """Use the present world's connections and forget an interrupted step. Collective."""
         self.mesh.reconnect()
         self._driver.reconnect()
         for zero in self.zeros:
             zero.reconnect()
         self.islands.reconnect()
         self._prepare_exchanges()
-        # Always: a first backward that was cut off has left counts of targets that no other mark of the step tells of.
+        # Always: an interrupted first backward leaves target counts, and nothing else marks the step as started.
         self._step.reset()
 
     # ---- looking -----------------------------------------------------------------------------------------------------
 
     @contextmanager
     def only_looked_at(self) -> Iterator[None]:
-        """Inside, what would take it on is refused: steps, another shape, a checkpoint. Passes are not."""
+        """Inside, refuse everything that advances the run: steps, reshape, checkpoints.
+
+        Forward and backward are allowed.
+        """
         self._step.only_looked_at = True
         try:
             yield
@@ -510,24 +572,25 @@ class Engine(DeepSpeedNames):
         return self.proofs.of(batch, loss, tokenizer)
 
     def trace_activations(self) -> AbstractContextManager[None]:
-        """Measure the activations of the step inside exactly; it is slower. Later ledgers carry the figure on.
+        """Measure the activations of the steps inside exactly. This is slower. Later ledgers reuse the figure.
 
-        Not with `compile`: a traced step would run uncompiled, and torch would not compile those blocks again.
+        With `compile` this does nothing: a traced step would run uncompiled, and torch would not compile the blocks
+        again.
         """
         return nullcontext() if self.config.compile else self._looking.trace_activations()
 
     def ledger(self) -> Ledger:
-        """Bytes by category at the peak since the last call."""
+        """Return bytes by category at the memory peak since the last call."""
         return self._looking.ledger()
 
     @property
     def timeline(self) -> list[Span]:
-        """What this rank of a pipeline did in the last step, in order; [] without a pipeline."""
+        """Return the spans of this pipeline rank in the last step, in order; [] without a pipeline."""
         return self._driver.timeline
 
     @property
     def began(self) -> float:
-        """When the last step of a pipeline began, in seconds since the epoch; 0 without a pipeline."""
+        """Return when the last step of a pipeline began, in seconds since the epoch; 0 without a pipeline."""
         return self._driver.began
 
     def train(self, mode: bool = True) -> Engine:
@@ -538,14 +601,25 @@ class Engine(DeepSpeedNames):
     def eval(self) -> Engine:
         return self.train(False)
 
-    @entry_point(alone=lambda engine: True)  # Also where other ranks are gone; a rank that waits says what it does.
+    @entry_point(
+        alone=lambda engine: True
+    )  # Allowed alone, even if other ranks are gone; a rank that waits shows its call.
     def destroy(self, *, keep_parameters: bool = True) -> None:
-        """Give everything back: hooks, flats, optimizer states. The module works on by itself, with its master values.
+        """Release everything: hooks, flat parameters, optimizer states.
 
-        Collective where states are partitioned, or ranks have trained apart, as islands: with `keep_parameters` they
-        become one model, as for `state_dict`. Without it nothing is gathered, and parameters that are partitioned are
-        lost. With it, raises what a late update failed with, of which nobody has heard: its values are of two steps
-        then; and what kept ranks apart, each with parameters of its own.
+        The module keeps working, with its master values.
+
+        Collective if states are partitioned or replicas differ. With `keep_parameters`, islands become one model, as
+        for `state_dict`.
+
+        Args:
+            keep_parameters: False skips the gather; partitioned parameters are then lost.
+
+        Raises:
+            Exception: With `keep_parameters`: the unreported error of a delayed update, whose values then belong to two
+                different steps.
+            PeerLost: If replicas could not be averaged; each rank then keeps its own parameters.
+            NonFiniteError: As PeerLost.
         """
         checkpoint.finish_saving(self)
         parted = self._become_one() if keep_parameters else None
@@ -558,7 +632,9 @@ class Engine(DeepSpeedNames):
         self._wrapper.undo()
         self._attention.undo()
         try:
-            for part in reversed(self.model_parts):  # Stages of one given module share some of its modules.
+            for part in reversed(
+                self.model_parts
+            ):  # Pipeline stages of one module share submodules, so undo in reverse order.
                 part.zero.detach()
                 part.context.detach()
                 part.tensor.detach()
@@ -570,7 +646,7 @@ class Engine(DeepSpeedNames):
                 part.zero.gathers.units.clear()
                 part.zero.gathers.order.clear()
         finally:
-            self.stores.close()  # Though a disk has lost what was asked for.
+            self.stores.close()  # Close the stores even if a disk has lost a state.
         vars(self.optimizer).pop("zero_grad", None)
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
@@ -584,7 +660,7 @@ class Engine(DeepSpeedNames):
             raise parted
 
     def _become_one(self) -> Exception | None:
-        """At the end: where ranks have trained apart, one model of all; what stood against it."""
+        """Average replicas that differ, at the end; return the error if that fails."""
         try:
             if self.apart:
                 self._step.reset()

@@ -1,6 +1,6 @@
-"""What a step changes on one rank, and what it stands on: all that a checkpoint writes and reads.
+"""The training state of one rank: what a step changes and what a checkpoint writes and reads.
 
-A part of the model on one rank: a pipeline stage, or all of it.
+`ModelPart` is one pipeline stage (or the whole model). `TrainingState` holds the parts, the optimizer and the counters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from speedlab.placement import Placement
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPart:
-    """A pipeline stage on this rank (the whole model where there is no pipeline), with what drives it."""
+    """A pipeline stage on this rank with its parallel wrappers; without a pipeline, the whole model."""
 
     index: int
     module: nn.Module
@@ -49,7 +49,7 @@ log = logging.getLogger("speedlab.engine")
 
 
 class TrainingState:
-    """A rank's parts of the model, their flats and optimizer, the loss scale and the number of the step."""
+    """The model parts of a rank, their flat parameters and optimizer, the loss scale and the step counters."""
 
     def __init__(
         self,
@@ -66,36 +66,64 @@ class TrainingState:
         loss_scale: LossScale,
         dtype: torch.dtype,
     ) -> None:
-        """`model_parts`: this rank's pipeline stages, first one first; the whole model is one. `batch`: the equation,
-        whole."""
+        """Store the parts of a rank; `speedlab.initialize` builds them.
+
+        Args:
+            model_parts: The pipeline stages of this rank, in order. Without a pipeline: one part, the whole model.
+            optimizer: The optimizer over the flat parameters of all parts.
+            scheduler: A torch scheduler, or None.
+            config: The configuration of the run.
+            batch: The resolved batch equation, with all sizes.
+            world: All ranks and the device of this rank.
+            mesh: One process group per parallel axis.
+            traffic: Counters of bytes that collectives and host copies move.
+            stores: The stores (host memory, disk) of offloaded states.
+            loss_scale: The loss scale, which changes only in float16.
+            dtype: The compute dtype.
+        """
         self.model_parts = list(model_parts)
         self.partitioned_optimizer, self.scheduler = optimizer, scheduler
         self.config, self.batch, self.world, self.mesh, self.traffic = config, batch, world, mesh, traffic
         self.stores = stores
-        """The places beside the device in which states of this rank lie."""
+        """The stores (host memory, disk) that hold offloaded states of this rank."""
         self.loss_scale, self.dtype = loss_scale, dtype
         self._copies = HostCopies(world.device, traffic)
         self.islands = DiLoCo(optimizer, mesh, config.outer, before_change=self.before_change)
-        """What meets with other islands."""
+        """DiLoCo: averages parameters with other islands."""
         self.zero_stage: int = config.zero.stage
-        """The row of ZeRO's table that the flats are placed by. It is told, and asked by nothing here."""
+        """The ZeRO stage that placed the flat parameters. For display only: this class never branches on it."""
         self.global_step = 0
-        """Updates that were made."""
+        """Number of updates."""
         self.skipped_steps = 0
         """Steps without an update, because a gradient overflowed in float16."""
         self.global_samples = 0
-        """Sequences that went into all steps, over all ranks."""
+        """Sequences of all steps, over all ranks."""
         self.counted_per_micro_batch: float | None = None
-        """How many targets counted in a micro-batch of the first step, on average over ranks: what losses are weighted
-        relative to. 0 if the batches do not say; None before that step."""
+        """Counted targets in a micro-batch of the first step, averaged over ranks.
+
+        Losses are weighted relative to this number.
+
+        0 if the batches do not say how many targets count; None before the first step.
+        """
         self.epochs: Epochs | None = None
-        """Where the loader that `initialize` made stands; None where it made none."""
+        """Position of the data loader that `initialize` made; None without such a loader."""
         self._told_apart: set[str] = set()
         self.updating = False
-        """True from the first changed parameter to the end of a step: an interrupt then leaves ranks that differ."""
+        """True from the first changed parameter to the end of a step.
+
+        An interrupt in between leaves ranks that differ.
+        """
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """An input on this rank's device. From the host it comes through pinned memory, which nothing waits for."""
+        """Copy an input to the device of this rank, without waiting for the copy.
+
+        Args:
+            tensor: An input on any device.
+
+        Returns:
+            The tensor on the device; the same object if it is there already. Host tensors are copied through pinned
+            memory.
+        """
         if tensor.device == self.world.device:
             return tensor
         if tensor.device.type != "cpu":
@@ -107,7 +135,7 @@ class TrainingState:
 
     @property
     def placement(self) -> Placement:
-        """The placement table of this rank."""
+        """Return the placement table of this rank."""
         return Placement.joined(zero.placement for zero in self.zeros)
 
     @property
@@ -116,56 +144,59 @@ class TrainingState:
 
     @property
     def module(self) -> nn.Module:
-        """The model, or this rank's first pipeline stage of it."""
+        """Return the model, or the first pipeline stage of this rank."""
         return self.model_parts[0].module
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The model, or this rank's pipeline stages of it."""
+        """Return the model, or the pipeline stages of this rank."""
         return [part.module for part in self.model_parts]
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """Blocks of every pipeline stage; empty without a pipeline."""
+        """Return the number of blocks of every pipeline stage; empty without a pipeline."""
         return self.model_parts[0].cut
 
     @property
     def zeros(self) -> list[Zero]:
-        """What partitions the model parts, one for each."""
+        """Return the ZeRO partitioner of each model part."""
         return [part.zero for part in self.model_parts]
 
     @property
     def flats(self) -> list[FlatParam]:
-        """All flats of this rank."""
+        """Return all flat parameters of this rank."""
         return [flat for zero in self.zeros for flat in zero.flats]
 
     @property
     def group(self) -> Group:
-        """Ranks that hold the same part of the model and see other data."""
+        """Return the ranks that hold the same part of the model and see other data."""
         return self.mesh.gather
 
     @property
     def everyone(self) -> Group:
-        """All ranks of the layout."""
+        """Return the group of all ranks of the layout."""
         return self.mesh.everyone
 
     @property
     def optimizer(self) -> Optimizer:
-        """The torch optimizer over this rank's partitions; schedulers hang on it."""
+        """Return the torch optimizer over the partitions of this rank; learning-rate schedulers use this object."""
         return self.partitioned_optimizer.inner
 
     @property
     def apart(self) -> bool:
-        """Whether ranks that train one model have parameters or moments of their own now."""
+        """Return whether replicas of one model differ now in parameters or moments."""
         return self.islands.apart or (isinstance(self.optimizer, LocalStepOptimizer) and self.optimizer.apart)
 
     def average_replicas(self) -> None:
-        """Between two steps: give islands that have trained apart the mean of their parameters and moments, and ranks
-        whose optimizer has let them an early exchange, as whoever wants one model does by itself. Collective of all
-        ranks; the step behind it begins there."""
+        """Average replicas that differ, between two steps. Collective over all ranks.
+
+        Islands (DiLoCo) take the mean of parameters and moments. Ranks of an optimizer with local steps exchange early.
+        `state_dict` and other calls that need one model do this automatically. The next step starts from the averaged
+        values.
+        """
         if self.apart and not self.updating:
             self.tell_of_writes_apart()
-            self.updating = True  # Where a peer is lost, ranks differ.
+            self.updating = True  # Ranks differ if a peer is lost from here on.
             if self.islands.apart:
                 self.islands.average_replicas()
             else:
@@ -176,14 +207,18 @@ class TrainingState:
 
     @property
     def keeper(self) -> DiLoCo | CommunicatingOptimizer | None:
-        """What keeps something beside gradients now, that a checkpoint has to have."""
+        """Return the object whose extra state (error feedback, outer momentum) a checkpoint must contain; None without
+        one.
+        """
         if self.islands.several:
             return self.islands
         inner = self.optimizer
         return inner if isinstance(inner, CommunicatingOptimizer) and keeps_now(inner) else None
 
     def begin_anew(self) -> None:
-        """Parameters came from elsewhere: what was kept beside gradients would mislead."""
+        """Reset state kept next to gradients (error feedback, momentum), because parameters were loaded from
+        elsewhere.
+        """
         self.islands.begin_anew()
         if isinstance(self.optimizer, CommunicatingOptimizer):
             self.optimizer.begin_anew()
@@ -193,11 +228,11 @@ class TrainingState:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All buffers of this rank's parts of the model."""
+        """Return all buffers of the model parts of this rank."""
         return [buffer for module in self.modules for buffer in module.buffers()]
 
     def replace_what_is_lost(self) -> None:
-        """Before a load: where a place has lost some of what this rank has there, all of it begins anew, as zeros."""
+        """Reset all offloaded states to zeros if a store has lost data. Call this before a load."""
         if all(store.sound for store in self.stores.made.values()):
             return
         states = [state for flat in self.flats for state in flat.offloaded.values()]
@@ -209,26 +244,30 @@ class TrainingState:
             state.begin_anew()
 
     def finish_update(self) -> None:
-        """Between two steps: make an update that is late (`offload.delayed_update`) the parameters' now, as whatever
-        looks at them does by itself. Inside a step nothing happens: it sees what the step sees.
+        """Apply a delayed update (`offload.delayed_update`) now, between two steps.
 
-        Collective of all ranks where there is such an update; the step behind it uses the newest parameters. Raises
-        what the update failed with. What the caller has written into parameters meanwhile is lost, and told of.
+        Calls that read parameters do this automatically. Inside a step this does nothing. Collective over all ranks if
+        an update is pending. The next step uses the newest parameters. Values that the caller wrote into parameters
+        meanwhile are lost, with a warning.
+
+        Raises:
+            Exception: The error of the update on its thread, if the update failed.
         """
-        if self.partitioned_optimizer.late and not self.updating:  # A step that was cut off stays so.
+        if self.partitioned_optimizer.late and not self.updating:  # An interrupted step stays marked as interrupted.
             self.before_change()
             self.apply_late()
             self.wait_until_read()
             self.updating = False
 
     def written_too_early(self) -> list[str]:
-        """Parameters that the caller has written into while an update of them is under way: its values come in the
-        place of these."""
+        """Return names of parameters that the caller changed during a delayed update, which will overwrite these
+        values.
+        """
         flats = self.partitioned_optimizer.flats if self.partitioned_optimizer.late else ()
         return [name for flat in flats for name in flat.written()]
 
     def words_of_early_writes(self) -> str:
-        """What to say of them; on a rank that has none, of those of others."""
+        """Return the warning about such writes; without one on this rank, the warning about writes on other ranks."""
         names = _first_of(self.written_too_early()) or "a parameter on another rank"
         return (
             f"{names}: changed while an update was under way (offload.delayed_update), whose values come in its place; "
@@ -236,31 +275,37 @@ class TrainingState:
         )
 
     def tell_of_early_writes(self) -> None:
-        """Warn of them where they are lost. (Not refused: only the ranks that were written on know.)"""
+        """Warn about writes that a delayed update overwrites.
+
+        A warning, because only the writing ranks know of the write.
+        """
         if self.written_too_early():
             log.warning("%s", self.words_of_early_writes())
 
     def apply_late(self) -> None:
-        """Make an update that is late, if there is one, the parameters'; `updating` from then on. Collective."""
+        """Apply a pending delayed update to the parameters, and set `updating`. Collective."""
         if not self.partitioned_optimizer.late:
             return
         try:
             self.partitioned_optimizer.wait()
         except Exception:
-            self.updating = True  # Some masters are updated, and others not.
+            self.updating = True  # Some masters are updated and others are not.
             raise
         self.updating = True
         self.partitioned_optimizer.publish()
 
     def take_changes(self) -> None:
-        """What the caller has written into parameters are their values from now on."""
+        """Accept values that the caller wrote into parameters, and copy them to the masters."""
         self.tell_of_writes_apart()
         for flat in self.flats:
             flat.take_changes()
 
     def tell_of_writes_apart(self) -> None:
-        """Warn of each parameter once that the caller has written into while the optimizer lets ranks train apart: no
-        momentum has it, so that the next exchange loses it. (Not refused: only the ranks that were written on know.)"""
+        """Warn once per parameter that the caller changed while the optimizer trains ranks with local steps.
+
+        The momentum does not contain such a write, so the next exchange loses the written value. This is a warning, not
+        an error, because only the writing ranks know of the write.
+        """
         if not (isinstance(self.optimizer, LocalStepOptimizer) and self.optimizer.apart):
             return
         written = [name for flat in self.partitioned_optimizer.flats for name in flat.written()]
@@ -274,14 +319,15 @@ class TrainingState:
             )
 
     def wait_until_read(self) -> None:
-        """After a change of parameters: until no peer reads this rank's any more, into which the caller may write at
-        once. Collective."""
+        """Wait until no peer reads the parameters of this rank, so that the caller may write to them. Collective."""
         for zero in self.zeros:
             zero.gathers.wait_until_all_read()
 
     def before_change(self) -> None:
-        """Parameters are about to change, by an update or a load: nothing of a pass before may live on, nor an update
-        that is under way. Collective."""
+        """Finish pending work before an update or a load changes parameters. Collective.
+
+        Gathered values of an earlier pass are dropped, and a pending update is completed.
+        """
         self.partitioned_optimizer.settle()
         self.tell_of_early_writes()
         self.tell_of_writes_apart()
@@ -290,6 +336,6 @@ class TrainingState:
 
 
 def _first_of(names: Sequence[str]) -> str:
-    """The first one, and how many more there are."""
+    """Return the first name and how many more there are."""
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     return f"{names[0]}{more}" if names else ""

@@ -1,17 +1,15 @@
-"""A step: micro-batches, what their gradients are multiplied with, and the update that ends them.
+"""The training step: micro-batches, gradient scaling, and the update at the end.
 
-1. Each micro-batch is announced (`begin_micro_batch`) and, once its backward has ended, counted (`ended_micro_batch`).
-2. `end` takes one reduction of a few numbers over the ranks: the gradient's norm, the loss, how many targets count in
-   it (`loss_weights`), signals, how many parameters somebody did not use, and whether ranks that share a batch had the
-   same one, and the same gradients of what they share.
+1. `begin_micro_batch` announces each micro-batch; `ended_micro_batch` counts it after its backward.
+2. `end` reduces a few numbers over the ranks in one call: the gradient norm, the loss, counted targets
+   (`loss_weights.py`), signals, unused parameters, and the consistency checks of batches and gradients.
 3. A gradient that is not finite ends the step without an update.
-4. Parameters that no rank used are left alone; all others are updated, clipped together. An optimizer that sums
-   gradients itself does so before: what it raises leaves everything as it was. Islands meet where it is time.
-5. Whatever happens, the state is one between two steps afterwards (`reset`), or `updating` says that it is not.
+4. Parameters that no rank used stay unchanged. All others are updated, clipped together. An optimizer that reduces
+   gradients itself does so before; its errors leave the state unchanged. Islands meet if the interval is over.
+5. In every case `reset` restores the state between two steps, or `updating` marks the step as interrupted.
 
-With `optimizer.in_backward` each unit is updated as soon as its gradient is there (`_use`), and the end finds nothing
-left to update. With `offload.delayed_update` the end of a step finishes the update of the step before, and begins its
-own on a thread (`late`).
+With `optimizer.in_backward`, backward updates each unit as soon as its gradient is reduced, and the end has nothing to
+update. With `offload.delayed_update` the end of a step finishes the previous update and starts its own on a thread.
 """
 
 from __future__ import annotations
@@ -44,44 +42,53 @@ from speedlab.parallel.zero.units import UnitPhase
 Update = Callable[[], AbstractContextManager[object]]
 
 _MOST_EXCHANGED = 1e30
-"""Norm of gradients that an optimizer may sum itself: sums of what is larger might not be finite, which only some ranks
-of a pipeline or a tensor would find out."""
+"""Largest gradient norm that an optimizer may reduce itself.
+
+Sums of larger values might not be finite, and only some ranks of a pipeline or tensor group would notice.
+"""
 
 
 class StepState:
-    """Where this rank stands in its step."""
+    """The progress of this rank in its current step."""
 
     def __init__(
         self, state: TrainingState, streams: RandomStreams, *, accumulation: int, around_update: Update, trains: bool
     ) -> None:
-        """`around_update`: entered around what the end of a step takes. `trains`: whether any rank has a parameter to
-        train."""
+        """Create the checks and counters of a step.
+
+        Args:
+            state: The training state that steps update.
+            streams: Random streams, set per micro-batch.
+            accumulation: Micro-batches per step.
+            around_update: Context manager entered around the end of a step.
+            trains: Whether any rank has a parameter to train.
+        """
         self.trains = trains
         self.micro_batches = Accumulation(accumulation, lambda: sum(zero.gathers.forwards for zero in state.zeros))
-        """Which of the step's micro-batches is the present one."""
+        """Counter of the micro-batches of the step."""
         self.sync = True
-        """Whether gradients are summed over the ranks when they are due."""
+        """Whether the last backward of a step reduces gradients over the ranks."""
         self.totals: StepReduction | None = None
-        """Of the last step."""
+        """Reduced numbers of the last step."""
         self._state, self._streams = state, streams
         self.weights = LossWeights(state)
-        """What the losses of the present step weigh."""
+        """Weights of the losses of this step."""
         self.data = DataConsistencyCheck(state.mesh)
-        """What the micro-batches of the present step were made of."""
+        """Check that ranks which compute one batch together got the same micro-batches."""
         self._same_gradients = GradientConsistencyCheck(state.mesh, state.zeros)
         self._unseen_writes = UntrackedWriteCheck(
             state.zeros,
             state.everyone,
-            # What an optimizer keeps apart, or updates in backward, is of another update then.
+            # Otherwise masters and parameters belong to different updates at the end of a step.
             compares_masters=not (state.config.optimizer.in_backward or kept_by(type(state.optimizer))),
         )
         self._losses: list[Tensor] = []
         self.in_backward = False
-        """Whether a backward is on its way."""
+        """Whether a backward is running."""
         self._fed = False
-        """Whether a backward of the present step has ended."""
+        """Whether a backward of this step has ended."""
         self.only_looked_at = False
-        """Whether a person's cell has the engine, between two steps of a run: what the run does is refused to it."""
+        """Whether a notebook cell uses the engine between two steps; then calls that advance the run are refused."""
         self._around_update = around_update
         self._in_backward = state.config.optimizer.in_backward
         for zero in state.zeros:
@@ -94,44 +101,54 @@ class StepState:
 
     @property
     def scale(self) -> float:
-        """Factor on the loss of a micro-batch, so that gradients are means over the global batch, and over ranks that
-        have the same loss of one batch."""
+        """Return the factor on the loss of a micro-batch, so that summed gradients are means over the global batch.
+
+        The factor contains the float16 loss scale and divides by the ranks that compute the same loss.
+        """
         return self._state.loss_scale.value / (self.micro_batches.size * self._state.layout.replicas)
 
     def scales(self, counts: Sequence[Count], *, again: bool = False) -> list[float | Tensor]:
-        """The same for losses that are means over so many targets: as `LossWeights.weigh`."""
+        """Return the factor for each loss, weighted by its number of counted targets.
+
+        Args:
+            counts: Counted targets of each loss, in micro-batch order; None if unknown.
+            again: As for `LossWeights.weigh`: more losses of a micro-batch that is already counted.
+
+        Returns:
+            One factor per loss.
+        """
         weights = self.weights.weigh(counts, micro_batches=self._whole_step, again=again)
         return [self.scale * weight for weight in weights]
 
     @property
     def _whole_step(self) -> int:
-        """Of a step, over all ranks of an island that are given different ones."""
+        """Return the number of different micro-batches of a step in one island."""
         layout = self._state.layout
         return self.micro_batches.size * layout.data_size // layout.islands
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the present micro-batch is the last one of its step."""
+        """Return whether the current micro-batch is the last one of its step."""
         return self.micro_batches.at_boundary
 
     @property
     def loss_dtype(self) -> str | None:
-        """The dtype of the present step's losses, as far as this rank has some."""
+        """Return the dtype name of the losses of this step; None without losses on this rank."""
         return str(self._losses[0].dtype).removeprefix("torch.") if self._losses else None
 
     @property
     def under_way(self) -> bool:
-        """Whether some of a step's micro-batches have ended, or some of its gradients are here."""
+        """Return whether some micro-batches of a step have ended, or some of its gradients exist."""
         return self.micro_batches.ended > 0 or self._fed
 
     def refuse_after_cut(self) -> None:
-        """Raises RuntimeError where an update or a backward was cut off in the middle, and inside a backward."""
+        """Raise RuntimeError after an interrupted update or backward, and inside a backward."""
         if self.in_backward:
             raise RuntimeError(
                 "the engine was called inside engine.backward, as by torch.utils.checkpoint around it; checkpoint "
                 "engine.module, or its blocks, instead"
             )
-        # What is updated in backward is between its end and that of the step as it should be.
+        # With in_backward, `updating` is normal between the end of backward and the end of the step.
         if self._state.updating and not (self._in_backward and self._fed):
             number = self._state.partitioned_optimizer.late or self._state.global_step + 1
             raise RuntimeError(
@@ -145,7 +162,14 @@ class StepState:
             )
 
     def refuse_frozen(self, what: str) -> None:
-        """Raises RuntimeError where no parameter is trained."""
+        """Raise an error if the model has no parameter to train.
+
+        Args:
+            what: Name of the refused call.
+
+        Raises:
+            RuntimeError: If no parameter is trained.
+        """
         if not self.trains:
             raise RuntimeError(
                 f"{what}: no parameter of this engine's model requires a gradient, so that it computes (a call, "
@@ -154,13 +178,27 @@ class StepState:
             )
 
     def refuse_inside(self, what: str) -> None:
-        """Raises RuntimeError inside a step, and in a cell between two steps of a run."""
+        """Raise an error inside a step.
+
+        Args:
+            what: Name of the refused call.
+
+        Raises:
+            RuntimeError: Inside a step, and in a notebook cell between two steps of a run.
+        """
         self.refuse_in_a_look(what)
         if self.under_way:
             raise RuntimeError(f"{what}: {self._under_way()}; do it between two steps")
 
     def refuse_in_a_look(self, what: str) -> None:
-        """Raises RuntimeError in a cell between two steps of a run."""
+        """Raise an error in a notebook cell between two steps of a run.
+
+        Args:
+            what: Name of the refused call.
+
+        Raises:
+            RuntimeError: In such a cell.
+        """
         if self.only_looked_at:
             raise RuntimeError(
                 f"{what}: this cell runs between two steps of a run and may only look, and change values; "
@@ -168,8 +206,10 @@ class StepState:
             )
 
     def begin_backward(self) -> None:
-        """A backward of the caller's own loop comes. Raises RuntimeError, after giving up the step, where it belongs to
-        another micro-batch than the step counts."""
+        """Count a backward of the caller's loop.
+
+        Raises RuntimeError, after giving up the step, if the backward belongs to another micro-batch.
+        """
         try:
             self.micro_batches.begin_backward(sync=self.sync)
         except RuntimeError:
@@ -177,8 +217,10 @@ class StepState:
             raise
 
     def ends(self) -> bool:
-        """Whether the caller's `step` ends the step, or only its present micro-batch. Raises RuntimeError, after giving
-        up the step, where its gradients would be divided by another number of micro-batches than it had."""
+        """Return whether the caller's `step` ends the whole step, or only its micro-batch.
+
+        Raises RuntimeError, after giving up the step, if gradients would be divided by a wrong number of micro-batches.
+        """
         try:
             self.micro_batches.check_end()
         except RuntimeError:
@@ -187,7 +229,14 @@ class StepState:
         return self.at_boundary
 
     def refuse_to_forget(self, what: str) -> None:
-        """Raises RuntimeError in an accumulation, of which `what` would lose the gradients so far."""
+        """Raise an error if a call would lose accumulated gradients.
+
+        Args:
+            what: Name of the refused call.
+
+        Raises:
+            RuntimeError: Inside an accumulation.
+        """
         if self.micro_batches.size > 1 and self.under_way:
             raise RuntimeError(
                 f"{what}: {self._under_way()}, and its gradients so far would be lost. Leave the call out: "
@@ -197,7 +246,7 @@ class StepState:
 
     @contextmanager
     def gradients_shown(self) -> Iterator[None]:
-        """Inside, `.grad` of the tensors in the optimizer's groups is torch's, which is None in a step."""
+        """Inside, show torch's own `.grad` of the optimizer's tensors, which is None in a step."""
         self._state.partitioned_optimizer.hold_gradients(False)
         try:
             yield
@@ -210,16 +259,24 @@ class StepState:
     # ---- micro-batches -----------------------------------------------------------------------------------------------
 
     def begin_micro_batch(self, index: int | None = None) -> None:  # 1
-        """The next forward is of this rank's micro-batch `index` of the step, by default of the present one."""
+        """Set the random streams for the next forward.
+
+        Args:
+            index: The micro-batch of this rank in the step; None takes the current one.
+        """
         layout = self._state.layout
-        # Of a frozen model no step ends: each forward is one, so that nothing is kept of those before.
+        # A frozen model never ends a step: count each forward as one, so that no stream state is kept.
         frozen = None if self.trains else sum(zero.gathers.forwards for zero in self._state.zeros)
         number = self.micro_batches.next if index is None else index
         place = number * layout.data_size + self._state.mesh.data_index
         self._streams.begin(self._state.global_step if frozen is None else frozen, place)
 
     def ended_backward(self, losses: Sequence[Tensor]) -> None:
-        """Gradients of these losses, one of a micro-batch each, are in the flats."""
+        """Record a backward whose gradients are now in the flat parameters.
+
+        Args:
+            losses: The losses of this backward, one per micro-batch.
+        """
         self._losses += [loss.detach() for loss in losses]
         self._fed = True
         self._state.partitioned_optimizer.hold_gradients(True)
@@ -229,7 +286,7 @@ class StepState:
         self.weights.ended_micro_batch()
 
     def reset(self) -> None:
-        """Forget what the step has gathered: losses, gradients, the count."""
+        """Drop what the step has gathered: losses, gradients, counters."""
         for zero in self._state.zeros:
             zero.clear_gradients()
         self._state.partitioned_optimizer.hold_gradients(False)
@@ -248,8 +305,19 @@ class StepState:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def end(self, signals: Sequence[float], clip_norm: float | None) -> bool:
-        """Update the parameters. True when they were updated. Raises NonFiniteError when the gradient is not finite and
-        a smaller loss scale cannot help."""
+        """Update the parameters.
+
+        Args:
+            signals: Numbers to sum over the ranks.
+            clip_norm: Largest gradient norm; None does not clip.
+
+        Returns:
+            True if the parameters were updated.
+
+        Raises:
+            NonFiniteError: If the gradient is not finite and a smaller loss scale cannot help.
+            RuntimeError: If the last backward ran inside `no_sync`.
+        """
         self.refuse_in_a_look("step")
         state = self._state
         if any(zero.unsummed for zero in state.zeros):
@@ -273,7 +341,7 @@ class StepState:
                 unused = self._unused() if left_alone else {}
                 state.before_change()
                 state.islands.before_update()
-                # Ctrl-C may cut an exchange off when some of what it keeps is new; what it raises leaves all as it was.
+                # Ctrl-C may interrupt an exchange after part of its feedback changed. An Exception leaves it unchanged.
                 state.updating = state.updating or exchanged
                 state.partitioned_optimizer.hold_gradients(False)
                 factor = state.partitioned_optimizer.exchange(self._factor(totals, clip_norm), unused)
@@ -310,10 +378,10 @@ class StepState:
             state.partitioned_optimizer.publish()
 
     def _use(self, flat: FlatParam, gradient: Gradient) -> None:
-        """Update a flat whose gradient is there, in the middle of a backward."""
+        """Update a flat parameter in the middle of a backward, after its gradient is reduced."""
         self.refuse_in_a_look("backward, which updates with optimizer.in_backward")
         state = self._state
-        # Peers over which terms were summed may have used what this rank has not.
+        # Peers in the reduce group may have used parameters that this rank did not.
         used = used_by_any([gradient])[0] if gradient.summed_first else gradient.used
         unused = {index for index, is_used in enumerate(used) if not is_used}
         if len(unused) == len(flat.slots):
@@ -328,7 +396,7 @@ class StepState:
             )
 
     def _next(self, flat: FlatParam) -> FlatParam | None:
-        """The one whose gradient comes next. Its backward is over: its reduction is under way when this is asked."""
+        """Return the flat parameter whose gradient is reduced next, to prefetch its states."""
         order = [
             each for zero in self._state.zeros for unit in zero.backward_order for each in unit.flats if each.trainable
         ]
@@ -349,7 +417,7 @@ class StepState:
         counted = self.weights.take(self._whole_step)
         unused = sum(gradient.used.count(False) for gradient in state.partitioned_optimizer.gradients)
         squares = torch.zeros((), dtype=torch.float64, device=state.world.device)
-        if self._fed:  # Else what stands there are the gradients of the step before.
+        if self._fed:  # Without a backward the buffers hold gradients of the previous step.
             squares += state.partitioned_optimizer.sum_of_squares()
         return reduce_step(
             state.everyone,
@@ -367,7 +435,7 @@ class StepState:
         )
 
     def _refuse(self, totals: StepReduction) -> None:
-        """Raises, on all ranks, what no update shall be made of."""
+        """Raise, on all ranks, an error that must prevent the update."""
         if not totals.same_data:
             raise self.data.error()
         if totals.some_unknown:
@@ -386,8 +454,10 @@ class StepState:
             raise self._unseen_writes.error(self._state.global_step + 1, updated=self._in_backward)
 
     def _unused(self) -> dict[str, set[int]]:
-        """Slots of flats by name that no rank of any island has used in this step: states have the same histories in
-        all. Collective."""
+        """Return slots, by name of flat parameter, that no rank of any island used in this step. Collective.
+
+        Over all islands, because optimizer states must have the same history in all of them.
+        """
         optimizer = self._state.partitioned_optimizer
         found = used_by_any(optimizer.gradients, self._state.islands.group)
         return {
@@ -396,7 +466,7 @@ class StepState:
         }
 
     def _overflow(self, totals: StepReduction) -> None:
-        """Skip the update; float16 goes on with a smaller scale, anything else stops."""
+        """Skip the update. In float16 the scale shrinks and training continues; otherwise raise an error."""
         state, error = self._state, None
         if self._in_backward:
             error = updated_non_finite(state.everyone, self._losses, step=state.global_step + 1)
