@@ -1,1 +1,1 @@
-"""What runs a run inside the engines: the loop, control words, records, reshaping, interrupts."""
+"""Train a run inside the engine processes: loop, commands, records, reshaping, interrupts."""

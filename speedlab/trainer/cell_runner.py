@@ -1,4 +1,7 @@
-"""What runs a person's cells between two steps, as the process that hosts the engine gives it to a run."""
+"""The interface through which a run executes the user's notebook cells between two steps.
+
+The process that hosts the engine implements this protocol and passes an instance to the run.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,28 @@ from speedlab.telemetry.live_cells import CellOutcome
 
 
 class CellRunner(Protocol):
-    """Cells of a person, read and run."""
+    """Reads, runs and signs notebook cells."""
 
     def take(self, path: Path) -> str:
-        """The code of a cell, which is run once: its file is removed. Raises for one that this user did not write."""
+        """Return the code of a cell and remove its file, so that the cell runs only once.
+
+        Args:
+            path: File with the code of the cell.
+
+        Raises:
+            Exception: If this user did not write the file. The implementation chooses the class.
+        """
         ...
 
     def write(self, path: Path, data: bytes) -> None:
-        """A new file with what ranks said, of which whoever reads it can tell that this user wrote it."""
+        """Write a new file with the outputs of the ranks.
+
+        Readers of the file can verify that this user wrote it.
+
+        Args:
+            path: File to create.
+            data: Content of the file.
+        """
         ...
 
     def run(
@@ -28,6 +45,12 @@ class CellRunner(Protocol):
         names: Mapping[str, Any],
         interruptible: Callable[[], AbstractContextManager[object]],
     ) -> CellOutcome:
-        """Run it, with `names` before those that it finds, inside `interruptible()`, where an interrupt raises. Nothing
-        that is raised comes out. `door`: where a person waits who can be asked; "" where nobody does."""
+        """Run a cell and return its outcome. Exceptions of the cell are part of the outcome and are not raised.
+
+        Args:
+            code: Source code of the cell.
+            door: Name of the cell if a user waits and can answer prompts; "" otherwise.
+            names: Names that the cell sees before all others.
+            interruptible: Returns a context manager; inside it an interrupt raises KeyboardInterrupt.
+        """
         ...

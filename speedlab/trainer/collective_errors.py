@@ -1,8 +1,8 @@
-"""What fails on one rank fails on all: ranks that went different ways would wait for each other for ever.
+"""Turn an error on one rank into an error on all ranks; otherwise the ranks would deadlock.
 
-- Work that meets no peer is tried on every rank and its problems are gathered: `agreed`.
-- Work with collectives inside may fail on one rank while its peers wait for it. That rank leaves, so that they fail
-  too; all meet anew and tell each other what happened: `together`.
+- `agreed` runs work without collectives on every rank and then gathers the errors.
+- `together` runs work with collectives. A rank that fails leaves the world, so that its peers fail, too. Then all ranks
+  reconnect and exchange their errors.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from speedlab.engine.checkpoint import CheckpointError
 
 T = TypeVar("T")
 Problem = tuple[str, str]
-"""Kind and text of an exception."""
+"""Class name and text of an exception."""
 
 _TOLD_ALONE = (ConfigError.__name__, CheckpointError.__name__)
-"""Kinds whose text says all that a person wants to know. Either is raised before anything is changed."""
+"""Exceptions whose text is enough for the user, without the class name. Both are raised before anything is changed."""
 
 
 class CommandRefused(ConfigError):  # noqa: N818  # what happened, not what is wrong
-    """Something that was asked for and is not done. Raised on all ranks alike, with everything as it was before."""
+    """A command that was refused. All ranks raise the same error, and no state has changed."""
 
 
 class RanksDiverged(RuntimeError):  # noqa: N818  # what happened
-    """Collective work failed on some rank. All ranks have met anew and raise this alike; its text names the ranks.
+    """Collective work failed on some rank. All ranks have reconnected and raise this error; its text names the ranks.
 
-    `alike`: every rank had the same problem, of a kind that is found before anything is changed.
+    Attributes:
+        alike: Whether all ranks had the same problem, of a kind that is found before anything is changed.
     """
 
     def __init__(self, problems: Mapping[int, Problem], size: int) -> None:
@@ -39,7 +40,7 @@ class RanksDiverged(RuntimeError):  # noqa: N818  # what happened
 
 
 class Reconnectable(Protocol):
-    """Connections that can be left and made anew."""
+    """Connections that can be closed and opened again."""
 
     control: Group
 
@@ -54,7 +55,7 @@ class Reconnectable(Protocol):
 
 
 class ControlGroup:
-    """The meeting of ranks of which none has an engine that others will meet again."""
+    """Reconnect only the control group, for ranks without an engine to reconnect."""
 
     stopping = False
 
@@ -71,16 +72,25 @@ class ControlGroup:
 
 
 def agreed(control: Group, work: Callable[[], T]) -> T:
-    """The result of `work` on this rank, which meets no peer. Collective.
+    """Run `work`, which has no collectives, on every rank and return the result of this rank. Collective.
 
-    When it raises on any rank, all raise: Refusal where the user can mend it (ConfigError); else the rank its own
-    exception, and the others PeerLost with its rank and cause.
+    Args:
+        control: Group of all ranks, which gathers the errors.
+        work: Function without arguments and without collectives.
+
+    Returns:
+        The result of `work` on this rank.
+
+    Raises:
+        CommandRefused: On all ranks, if any rank raised ConfigError, which the user can fix.
+        PeerLost: On ranks that succeeded while another rank failed; names that rank and its error.
+        Exception: On a rank that failed, its own error.
     """
     result: list[T] = []
     error: Exception | None = None
     try:
         result.append(work())
-    except Exception as raised:  # Whatever it is, the others must hear of it before it goes on its way.
+    except Exception as raised:  # Peers must receive any error before it propagates.
         error = raised
     problems = _problems(control, error)
     if not problems:
@@ -91,10 +101,19 @@ def agreed(control: Group, work: Callable[[], T]) -> T:
 
 
 def together(meeting: Reconnectable, work: Callable[[], T]) -> T:
-    """The result of `work`, which has collectives inside. Collective.
+    """Run `work`, which has collectives inside, and return the result of this rank. Collective.
 
-    When it raises on any rank, all meet anew and raise Parted; a Refusal is raised as it is. A rank that was
-    interrupted raises KeyboardInterrupt instead: so were its peers, and who is forced to stop meets nobody.
+    Args:
+        meeting: Connections to close and open again if `work` fails.
+        work: Function without arguments, which may use collectives.
+
+    Returns:
+        The result of `work` on this rank.
+
+    Raises:
+        CommandRefused: Passed on unchanged, because all ranks raise it.
+        RanksDiverged: On all ranks, after they reconnected, if any rank failed.
+        KeyboardInterrupt: If this rank was interrupted. Its peers were interrupted, too, so it does not reconnect.
     """
     try:
         result = work()
@@ -114,7 +133,12 @@ def together(meeting: Reconnectable, work: Callable[[], T]) -> T:
 
 
 def told(problems: Mapping[int, Problem], size: int) -> str:
-    """Problems by rank in words; of one that all of `size` ranks have, without the ranks."""
+    """Return one text for the problems of all ranks, without rank numbers if all `size` ranks have the same problem.
+
+    Args:
+        problems: Class name and text of the exception, by rank.
+        size: Number of ranks.
+    """
     said = {rank: text if kind in _TOLD_ALONE else f"{kind}: {text}" for rank, (kind, text) in problems.items()}
     if _same_on_all(problems, size):
         return said[0]
@@ -126,7 +150,9 @@ def _same_on_all(problems: Mapping[int, Problem], size: int) -> bool:
 
 
 def _problems(control: Group, error: Exception | None) -> dict[int, Problem]:
-    """Every rank's problem, by rank: the kind and the text of its exception. A kind of ConfigError counts as one."""
+    """Gather class name and text of the exception of every failed rank. Subclasses of ConfigError count as
+    ConfigError.
+    """
     problem: Any = None
     if error is not None:
         kind = ConfigError if isinstance(error, ConfigError) else type(error)

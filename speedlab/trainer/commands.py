@@ -1,11 +1,12 @@
-"""Control words: what a person may ask of a run, as a table of words, their arguments, and what each does.
+"""The commands of a run (pause, resume, save, reshape, ...): a table with their arguments and actions.
 
-1. Rank 0 reads the mailbox; all ranks act on what it read.
-2. The table says which arguments a word takes and of what kind they are; this is checked before anything else.
-3. What can be wrong with them is looked for on every rank, without meeting the others. If one finds something, all
-   answer the same, and nothing has happened.
-4. The word is carried out, by all together. If that fails on one rank, all meet anew. Where the word has changed
-   nothing, it is refused and the run goes on; else the ranks may differ, and the run fails.
+1. Rank 0 reads the mailbox and shares its commands with all ranks.
+2. The table names the arguments of a command and their kinds. They are checked first.
+3. Every rank plans the command without collectives. If planning fails on one rank, all ranks give the same answer, and
+   nothing has changed.
+4. All ranks execute the command together. If that fails on one rank, all ranks reconnect.
+   - If the command changes nothing, it is refused and the run continues.
+   - Otherwise the ranks may differ, and the run fails.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from speedlab.trainer.training_run import Training
 
 
 class CommandResult(NamedTuple):
-    """What a word has done: the event that says so."""
+    """The event that reports a finished command."""
 
     kind: str
     text: str
@@ -43,7 +44,12 @@ Action = Callable[[], CommandResult]
 
 @dataclass(frozen=True, kw_only=True)
 class Argument:
-    """What a word takes under one name. None stands for an argument that is not given."""
+    """One argument of a command. None means that the argument is not given.
+
+    Attributes:
+        says: Description of valid values, for messages.
+        fits: Returns whether a value is valid.
+    """
 
     says: str
     fits: Callable[[Any], bool]
@@ -51,8 +57,14 @@ class Argument:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandSpec:
-    """`plan` looks, on one rank and without changing anything, at whether the word can be carried out, and returns how;
-    it raises ConfigError. `changes`: whether an action that fails may leave ranks that differ."""
+    """One entry of the table of commands.
+
+    Attributes:
+        plan: Checks on one rank, without changing anything, whether the command is possible. Returns its action or
+            raises ConfigError.
+        arguments: Arguments by name.
+        changes: Whether a failed action may leave ranks with different states.
+    """
 
     plan: Callable[..., Action]
     arguments: Mapping[str, Argument]
@@ -60,8 +72,17 @@ class CommandSpec:
 
 
 def run_pending_commands(training: Training, reporter: Reporter) -> None:
-    """Every control word that waits, in order; words to go on that were there before an interrupt do not undo it.
-    Collective. Raises CutOff."""
+    """Execute all pending commands in order. Collective.
+
+    A command that continues the run, but was sent before an interrupt, is refused.
+
+    Args:
+        training: The run of this rank.
+        reporter: Writes the answers.
+
+    Raises:
+        CutOff: If an interrupt ended a cell.
+    """
     commands = None
     if training.world.rank == 0:
         commands = [(asdict(command), _is_overtaken(training, command)) for command in reporter.waiting()]
@@ -74,8 +95,14 @@ def run_pending_commands(training: Training, reporter: Reporter) -> None:
 
 
 def refuse_overtaken(training: Training, reporter: Reporter) -> None:
-    """Words to go on that wait first, and were there before an interrupt that has ended this: nobody shall find them
-    later. By the first rank alone."""
+    """Refuse pending commands that would continue the run but were sent before the interrupt that ended it.
+
+    Otherwise a later advance would execute them. Only rank 0 finds commands.
+
+    Args:
+        training: The run of this rank.
+        reporter: Writes the answers.
+    """
     for command in reporter.waiting():
         if not _is_overtaken(training, command):
             return
@@ -107,7 +134,12 @@ def _carry_out(training: Training, reporter: Reporter, command: RunCommand) -> N
 
 
 def _act(training: Training, command: RunCommand) -> CommandResult:
-    """Raises Refusal, on all ranks alike, when nothing was changed, and Parted when the ranks may differ."""
+    """Execute one command.
+
+    Raises:
+        CommandRefused: On all ranks, if nothing has changed.
+        RanksDiverged: If the ranks may differ.
+    """
     word = WORDS[command.word]
     if training.state in (RunState.STOPPED, RunState.FINISHED) and command.word not in _ALSO_AT_THE_END:
         raise CommandRefused(f"the run is {training.state.value}; {_GOES_ON[training.state]}")
@@ -142,7 +174,7 @@ def _planned(word: CommandSpec, training: Training, arguments: Mapping[str, Any]
         return word.plan(training, **arguments)
     except ConfigError:
         raise
-    except Exception as error:  # Nothing was changed, so whatever it is, the run can go on.
+    except Exception as error:  # Planning changes nothing, so the run can continue after any error.
         raise ConfigError(f"{type(error).__name__}: {error}") from error
 
 
@@ -156,7 +188,7 @@ def _problem(word: CommandSpec, arguments: Mapping[str, Any]) -> str | None:
     return None
 
 
-# ---- the words -------------------------------------------------------------------------------------------------------
+# ---- the commands ----------------------------------------------------------------------------------------------------
 
 
 def _pause(training: Training) -> Action:
@@ -168,7 +200,7 @@ def _pause(training: Training) -> Action:
 
 
 def _resume(training: Training, step: int | None = None, tag: str | None = None, steps: int | None = None) -> Action:
-    """Go on: from where the run stands, or from a checkpoint, and to step `steps`."""
+    """Continue from the current step or from a checkpoint, up to step `steps`."""
     folder = training.folder.path / "checkpoints"
     try:
         path = find_checkpoint(folder, tag, step=step) if tag is not None or step is not None else None
@@ -218,7 +250,18 @@ def _stop(training: Training) -> Action:
 
 
 def save(training: Training, tag: str | None = None) -> Action:
-    """Write a checkpoint under this name, or under one that its step makes."""
+    """Plan a checkpoint with the given name, or with a name made from the current step.
+
+    Args:
+        training: The run of this rank.
+        tag: Name of the checkpoint's folder.
+
+    Returns:
+        The action that writes the checkpoint.
+
+    Raises:
+        ConfigError: If the folder exists already.
+    """
     folder = training.folder.path / "checkpoints"
     target = folder / (tag or numbered_name(folder, training.engine.global_step))
     if target.exists():
@@ -232,12 +275,12 @@ def save(training: Training, tag: str | None = None) -> Action:
 
 
 def _live(training: Training, cell: str, ranks: list[int] | None = None, asks: bool = False) -> Action:
-    """Run a cell that lies in the run folder, on `ranks` or on all; see `run_between_steps`."""
+    """Run a cell of the run folder on `ranks`, or on all ranks; see `run_between_steps`."""
     size = training.world.size
     where = range(size) if ranks is None else ranks
     if training.cells is None:
         raise ConfigError("these engines take no cells: no cluster has started them")
-    # First of all: the code of a cell that is refused does not stay in the folder.
+    # Take the code before other checks, so that the file of a refused cell is removed, too.
     code = training.cells.take(cell_path(training.folder.path, cell)) if training.world.rank == 0 else ""
     if not where:
         raise ConfigError(f"no rank was named; the run has ranks 0 to {size - 1}")
@@ -317,4 +360,4 @@ WORDS: dict[str, CommandSpec] = {
     "prove": CommandSpec(plan=_prove, arguments={}),
     "live": CommandSpec(plan=_live, arguments={"cell": _CELL, "ranks": _RANKS, "asks": _SWITCH}),
 }
-"""Of `telemetry.folder.CONTROL_WORDS`, each."""
+"""All commands of `telemetry.run_folder.CONTROL_WORDS`."""

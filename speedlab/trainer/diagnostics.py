@@ -1,4 +1,4 @@
-"""Two small measurements around a run: this device's matmul speed, and where a value first stopped being finite."""
+"""Two diagnostics of a run: the matmul speed of this device, and the first module with a non-finite output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ _MEASURE_SECONDS = 0.1
 
 
 def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a large square matmul on `device`: the peak that shares are taken of."""
+    """Measure a large square matmul; the result is the peak to which a run's speed is compared.
+
+    Args:
+        device: CUDA (4096 x 4096) or CPU (512 x 512).
+        dtype: Type of the matrices.
+
+    Returns:
+        Floating-point operations per second of the fastest repetition.
+    """
     size = 4096 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
@@ -29,14 +37,14 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _time_matmuls(a: Tensor, b: Tensor, out: Tensor, count: int = 4) -> float:
-    """Seconds of one of `count` matmuls in a row."""
+    """Return the mean seconds of one matmul out of `count` in a row."""
     if a.is_cuda:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         for _ in range(count):
             onednn_matmul.mm(a, b, out)
         after.record()
-        after.synchronize()  # Outside training: this is the measurement.
+        after.synchronize()  # This sync is part of the measurement and runs outside of training steps.
         return before.elapsed_time(after) / 1e3 / count
     start = time.perf_counter()
     for _ in range(count):
@@ -46,8 +54,15 @@ def _time_matmuls(a: Tensor, b: Tensor, out: Tensor, count: int = 4) -> float:
 
 @torch.no_grad()
 def first_non_finite(engine: Engine, batches: Iterable[tuple[Tensor, ...]]) -> str | None:
-    """Run the given micro-batches' forwards again and name the first module with an output that is not finite, on this
-    rank. Collective."""
+    """Run the forward passes of the given micro-batches again and find the first non-finite output. Collective.
+
+    Args:
+        engine: Engine whose modules are hooked.
+        batches: Micro-batches of this rank.
+
+    Returns:
+        Name of the first module on this rank with a non-finite output, or None.
+    """
     found: list[str] = []
     named = [(name, module) for part in engine.modules for name, module in part.named_modules()]
     names = {id(module): name or type(module).__name__ for name, module in named}

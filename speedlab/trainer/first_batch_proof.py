@@ -1,10 +1,10 @@
-"""The proof of a run: made at its first step, or when a person asks for it, and stored in its folder.
+"""The proof of a run: checks of its first batch, or of a batch on request, stored in the run folder.
 
-1. Before the first step the prover begins to watch it; after the step it makes some forwards and writes the proof.
-2. `prove`, a control word, makes the full proof of the next batch from a trial without an update. The step after it is
-   watched, and what its update has changed is added.
+1. The prover watches the first step. After this step it runs some forward passes and writes the proof.
+2. The command `prove` proves the next batch with a trial without an update. The prover watches the following step and
+   adds the effect of its update to the proof.
 
-Whatever fails in a check, the run goes on: all ranks meet again, and the proof says what failed.
+If a check fails with an error, all ranks reconnect, the proof contains the error, and the run continues.
 """
 
 from __future__ import annotations
@@ -24,26 +24,28 @@ if TYPE_CHECKING:
     from speedlab.trainer.training_run import Training
 
 _FORWARDS_SECONDS = 2.0
-"""What forwards of the cheap form may take. Its other parts are small next to a step, so that it stays below 5 % of the
-first minute."""
+"""Time limit for the forward passes of the cheap proof. The other parts are short compared to a step, so that the proof
+takes less than 5 % of the first minute.
+"""
 
 
 _LATER_STEPS = 16
+"""Number of later steps whose batches are searched for documents."""
 
 
 class FirstBatch:
-    """The proof of the run that `training` is."""
+    """Makes and stores the proofs of a run."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
         self._prover: Prover | None = None
-        """What watches the present step."""
+        """The prover that watches the current step."""
         self._waiting: tuple[Prover, Proof] | None = None
-        """A proof that the next update is to be added to, and its prover."""
+        """A proof to which the next update is added, with its prover."""
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """To be entered around a step."""
+        """Watch the step inside this context if a proof is due."""
         training = self._training
         self._prover = None
         if self._waiting is not None:
@@ -59,8 +61,14 @@ class FirstBatch:
                 self._prover.stop_watching()
 
     def after_step(self, seconds: float) -> tuple[str, str, dict[str, Any]] | None:
-        """What a watched step has shown: an event's kind, text and details; None if none was watched. Collective, after
-        a step with an update whose forwards took `seconds`."""
+        """Prove the watched step. Collective, after a step with an update.
+
+        Args:
+            seconds: Duration of the step's forward passes.
+
+        Returns:
+            Kind, text and details of an event; None if the step was not watched.
+        """
         prover, self._prover = self._prover, None
         if prover is None:
             return None
@@ -80,8 +88,11 @@ class FirstBatch:
         )
 
     def prove(self) -> tuple[str, str, dict[str, Any]]:
-        """The full proof of the batch that comes next, between two steps: an event's kind, text and details.
-        Collective."""
+        """Make the full proof of the next batch, between two steps. Collective.
+
+        Returns:
+            Kind, text and details of an event.
+        """
         training = self._training
         prover = self._new_prover("full")
         batches = self._batches(training.engine.global_step)
@@ -93,7 +104,7 @@ class FirstBatch:
 
     @property
     def _weighted(self) -> bool:
-        """Whether a step of the run weights micro-batches by their counted tokens."""
+        """Whether a step weights micro-batches by their counted tokens."""
         return self._training.config.loss_over != "micro_batches"
 
     def _new_prover(self, form: str) -> Prover:
@@ -101,12 +112,12 @@ class FirstBatch:
         return training.engine.proofs.prover(form=form, tokenizer=training.corpus.tokenizer, attempt=self._try_together)
 
     def _batches(self, step: int) -> list[tuple[Tensor, ...]]:
-        """This rank's micro-batches of a step, once more. Collective: data that cannot be read fail on all ranks."""
+        """Read this rank's micro-batches of a step again. Collective: data that cannot be read fail on all ranks."""
         training = self._training
         return agreed(training.control, lambda: list(training.batches(training.train_rows, step)))
 
     def _later(self, first: int) -> Iterator[tuple[Tensor, ...]]:
-        """Micro-batches of steps from `first` on, to look for documents in."""
+        """Yield micro-batches of the steps from `first` on, which are searched for documents."""
         training = self._training
         for step in range(first, first + _LATER_STEPS):
             yield from training.batches(training.train_rows, step)
@@ -118,7 +129,7 @@ class FirstBatch:
             raise CheckFailed(str(error)) from error
 
     def _stored(self, proof: Proof) -> tuple[str, str, dict[str, Any]]:
-        """Write the proof, on the first rank, and return the event that says so."""
+        """Write the proof on rank 0 and return its event."""
         problem = ""
         if self._training.world.rank == 0:
             try:

@@ -1,7 +1,8 @@
-"""Whether a run fits its ranks in another shape: what each would hold at the peak of a step, before anything changes.
+"""Predict whether a run fits in memory under another layout, before anything changes.
 
-Of the GPT of the configuration the planner knows the peak. Of any other model it knows the states; activations are what
-the ranks hold now, in proportion to a micro-batch's tokens, to how many are under way, and to the share of the model.
+- For the GPT of the configuration, the planner predicts the peak of a step.
+- For any other model, the planner knows the states. Activations are scaled from the current ones, in proportion to the
+  tokens of a micro-batch, the number of micro-batches in flight, and the rank's share of the model.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from speedlab.telemetry.run_shape import changed_config
 from speedlab.trainer.collective_errors import CommandRefused, agreed
 
 _CHANGES_NAMED = 3
-"""How many changes that would fit are told."""
+"""How many changes that would fit are suggested."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankCapacity:
-    """What the ranks can hold, and hold now, by rank, in the shape of `config`."""
+    """Capacity and current memory use of each rank, in bytes, under the layout of `config`."""
 
     config: RunConfig
     parameters: int
-    """Of the whole model."""
+    """Number of parameters of the whole model."""
     built_in: bool
     """Whether the model is the GPT of the configuration."""
     dtype: Any
@@ -40,20 +41,31 @@ class RankCapacity:
     activations: Sequence[int]
     buffers: Sequence[int]
     beside: Sequence[int]
-    """What each process holds beside tensors."""
+    """Memory of each process outside of tensors."""
 
     @property
     def known(self) -> bool:
-        """Whether the planner knows the model: it is the GPT of the configuration, or counts as one."""
+        """Whether the planner knows the model: it is the GPT of the configuration, or has the same number of
+        parameters.
+        """
         return self.built_in or self.parameters == parameter_count(self.config.model)
 
     @property
     def size(self) -> int:
+        """Number of ranks."""
         return len(self.capacity)
 
 
 def held_now(engine: Engine, config: RunConfig, parameters: int, control: Group, *, built_in: bool) -> RankCapacity:
-    """Collective."""
+    """Measure the memory of all ranks. Collective.
+
+    Args:
+        engine: Engine of this rank.
+        config: Current configuration.
+        parameters: Number of parameters of the whole model.
+        control: Group of all ranks.
+        built_in: Whether the model is the GPT of the configuration.
+    """
     ledger = agreed(control, engine.ledger)
     beside = max(0, ledger.other_framework) + ledger.outside_framework
     own = [ledger.capacity_bytes, ledger.activations, ledger.communication_buffers, beside]
@@ -72,8 +84,18 @@ def held_now(engine: Engine, config: RunConfig, parameters: int, control: Group,
 
 
 def refuse_what_does_not_fit(held: RankCapacity, wanted: RunConfig) -> Peaks:
-    """The peaks of `wanted`. Raises Refusal when a rank could not hold its own, and would hold more than now: which
-    one, of what, what it can hold, and which changes would fit."""
+    """Return the predicted peaks of `wanted`, if they fit.
+
+    A layout that needs more than the capacity is accepted if its peak is not above the current layout's peak.
+
+    Args:
+        held: Capacity and memory use of the ranks.
+        wanted: Configuration to check.
+
+    Raises:
+        CommandRefused: If a rank cannot hold its part. The text names the rank, its memory by category, its capacity,
+            and changes that would fit.
+    """
     try:
         peaks = peaks_of(held, wanted)
         if peaks.fits or max(peaks.peak_bytes) <= max(peaks_of(held, held.config).peak_bytes):
@@ -97,8 +119,15 @@ _HOW = " (activations are those of now, in proportion to a micro-batch's tokens 
 
 
 def peaks_of(held: RankCapacity, wanted: RunConfig) -> Peaks:
-    """What each rank would hold at the peak of a step in the shape of `wanted`. Raises ValueError when there is no such
-    run."""
+    """Predict the memory of each rank at the peak of a step.
+
+    Args:
+        held: Capacity and memory use of the ranks.
+        wanted: Configuration to predict.
+
+    Raises:
+        ValueError: If `wanted` is not a valid run on these ranks.
+    """
     found = predicted_peaks(
         wanted,
         held.size,
@@ -133,7 +162,7 @@ def _scaled(held: RankCapacity, wanted: RunConfig) -> Peaks:
 
 
 def _activation_share(config: RunConfig, size: int) -> float:
-    """Tokens whose activations a rank keeps at once, times its share of the model."""
+    """Return the tokens whose activations a rank keeps at once, times its share of the model."""
     layout = config.layout(size, built_in=False)
     batch = config.batch.resolve(layout.data_size)
     waiting = batch.accumulation if config.parallel.schedule == "gpipe" else min(batch.accumulation, layout.pp)
@@ -142,7 +171,9 @@ def _activation_share(config: RunConfig, size: int) -> float:
 
 
 def _changes_that_fit(held: RankCapacity, wanted: RunConfig) -> Iterator[dict[str, Any]]:
-    """The first few single changes, then pairs, under which `wanted` would fit, as `reshape` takes them."""
+    """Yield the first few changes under which `wanted` would fit, as arguments of `reshape`: single changes, then
+    pairs.
+    """
     layout = wanted.layout(held.size, built_in=False)
     micro_batches = wanted.batch.resolve(layout.data_size).accumulation
     singles: list[dict[str, Any]] = [

@@ -1,7 +1,8 @@
-"""Whether a step waits for the disk that holds states: measured in the first steps of a run, said once, and allowed.
+"""Two health checks of a run: a slow offload disk, and a supervisor that has ended.
 
-Whether the cluster's supervisor is there: a run whose supervisor has ended would fail without anybody hearing of it,
-so it stops behind its step and waits for the next one.
+- `SlowDisk` measures the first steps and warns once if they wait for the disk. The run continues.
+- `Supervised` detects that the cluster's supervisor has ended. Nobody would notice a later failure of the run, so the
+  run pauses after its current step until the next supervisor starts.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from speedlab.engine.phase_timer import StepCosts
 from speedlab.planner.time.offload import LIMITING_SHARE
 
 _PASSED_BY, _MEASURED = 1, 3
-"""Steps: the first makes the files, learns what comes after what and is traced; so many behind it are measured."""
+"""Number of skipped and of measured steps. The first step creates the files, learns the order of accesses and is
+traced, so it is not measured.
+"""
 
 
 class SlowDisk:
-    """Looks at the steps of one rank, anew after each change of where states lie."""
+    """Measures the steps of one rank, and starts again after each change of the offload configuration."""
 
     def __init__(self) -> None:
         self._offload: OffloadConfig | None = None
@@ -28,8 +31,17 @@ class SlowDisk:
         self._seconds = self._waited = 0.0
 
     def after_step(self, offload: OffloadConfig, costs: StepCosts) -> str:
-        """What is to be said after a step under `offload`: '' unless it is the one that ends the measurement, and the
-        disk limits. Waits for the host's memory count with the disk's, where states lie in both."""
+        """Count one step and return a warning if the disk limits the speed.
+
+        If states are offloaded to host and disk, waits for both are counted.
+
+        Args:
+            offload: Offload configuration of the step.
+            costs: Measured times of the step.
+
+        Returns:
+            The warning, after the last measured step; otherwise "".
+        """
         if offload != self._offload:
             self._offload, self._steps, self._seconds, self._waited = offload, 0, 0.0, 0.0
         self._steps += 1
@@ -49,16 +61,18 @@ class SlowDisk:
 
 
 SUPERVISOR_LOCK = "SPEEDLAB_SUPERVISOR_LOCK"
-"""In the environment: a file that the cluster's supervisor holds locked as long as it lives. Locks do not reach other
-hosts: there it is a file that is only made, by the host's agent, when that hears nothing of the supervisor."""
+"""Environment variable with the path of a file that the cluster's supervisor keeps locked while it runs. Locks do not
+reach other hosts. There the host's agent creates the file when it loses contact with the supervisor.
+"""
 
 LOOK_SECONDS = 0.5
+"""Shortest time between two checks."""
 PATIENCE_SECONDS = 2.0
-"""How long it may be gone: the next one may be starting."""
+"""How long the supervisor may be absent, because the next one may be starting."""
 
 
 class Supervised:
-    """Looks now and then; in an engine that no cluster has started, it sees nothing."""
+    """Checks the supervisor's lock. Without a cluster, the supervisor never counts as ended."""
 
     def __init__(self) -> None:
         named = os.environ.get(SUPERVISOR_LOCK)
@@ -67,7 +81,7 @@ class Supervised:
         self._gone_since: float | None = None
 
     def ended(self) -> bool:
-        """Whether the supervisor has been gone for PATIENCE_SECONDS."""
+        """Return whether the supervisor has been absent for PATIENCE_SECONDS."""
         now = time.monotonic()
         if self._lock is None or now < self._look_at:
             return False
@@ -83,7 +97,7 @@ class Supervised:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError:
-            return True  # A cluster that knows no supervisor or is being removed, or nobody misses the supervisor.
+            return True  # No file: the cluster has no supervisor, is being removed, or its agent still has contact.
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

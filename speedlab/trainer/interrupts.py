@@ -1,5 +1,4 @@
-"""SIGINT during training: first asked of all ranks together, at the end of the step; forced when the step does not
-end."""
+"""SIGINT during training: all ranks stop together at the end of the step, or by force if the step takes too long."""
 
 from __future__ import annotations
 
@@ -13,15 +12,16 @@ from types import FrameType
 from typing import Any
 
 PATIENCE_SECONDS = 1.2
-"""How long after SIGINT the present step may still take before KeyboardInterrupt is raised in the middle of it."""
+"""How long the current step may continue after SIGINT before KeyboardInterrupt is raised inside it."""
 
 _REPEAT_SECONDS = 1.0
-"""A signal that comes sooner after the last one is the same request: the cluster repeats it, twice a second, while a
-rank still works."""
+"""A signal within this time after the last one is the same request. The cluster repeats the signal twice a second while
+a rank still works.
+"""
 
 
 class _Forced(Enum):
-    """When a request is forced."""
+    """When a request raises KeyboardInterrupt."""
 
     IN_A_WHILE = "after PATIENCE_SECONDS"
     NOT_NOW = "what is under way has to come to its end, or be taken back"
@@ -29,19 +29,21 @@ class _Forced(Enum):
 
 
 class Interruption:
-    """While active, SIGINT sets `asked`; `PATIENCE_SECONDS` later it raises KeyboardInterrupt, unless all ranks have
-    `heard` of it or the block has ended.
+    """Handles SIGINT while its context is active.
 
-    A rank that stops between two steps, together with the others, leaves a state from which all can go on. What follows
-    the step, as a save, may then take its time; only another request is forced again.
+    1. SIGINT sets `asked`.
+    2. The ranks exchange `asked` at the end of the step and call `heard`. They stop together between two steps, in a
+       state from which all can continue. A following save may take its time.
+    3. If `heard` is not called within `PATIENCE_SECONDS`, KeyboardInterrupt is raised. The same holds for later
+       requests.
     """
 
     def __init__(self) -> None:
         self.asked = False
         self.came_at = float("-inf")
-        """When it was asked for, by this process's clock, in seconds since 1970: now or earlier in the block."""
+        """Time of the request, by this process's clock, in seconds since 1970."""
         self._last = float("-inf")
-        """When the last signal came, or a peer's was heard of."""
+        """Time of the last signal, or of a peer's request."""
         self._forced = _Forced.IN_A_WHILE
         self._before: dict[signal.Signals, Any] = {}
 
@@ -59,17 +61,16 @@ class Interruption:
         self._before.clear()
 
     def heard(self) -> None:
-        """All ranks know that one of them was asked, and will stop: nothing has to be forced any more."""
+        """Note that all ranks know of the request and will stop, so that KeyboardInterrupt is no longer needed."""
         self._disarm()
         if not self.asked:
             self.came_at = time.time()
-        self._last = time.monotonic()  # The own signal may come after a peer's was heard of.
+        self._last = time.monotonic()  # This rank's signal may arrive after a peer's request.
         self.asked = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, nothing is forced: what is under way has to come to its end, or be taken back. A request that comes
-        meanwhile is forced only afterwards."""
+        """Delay KeyboardInterrupt until the end of this context, for work that must complete or be rolled back."""
         try:
             with self._when(_Forced.NOT_NOW):
                 yield
@@ -79,8 +80,13 @@ class Interruption:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, a request is forced when it comes, and again after PATIENCE_SECONDS: what runs is a person's cell,
-        and the state is that between two steps. One that came before it ends it here."""
+        """Raise KeyboardInterrupt at once inside this context, and again after PATIENCE_SECONDS.
+
+        This context runs the user's cells; the state is that between two steps.
+
+        Raises:
+            KeyboardInterrupt: On entry, if a request came before.
+        """
         with self._when(_Forced.AT_ONCE):
             if self.asked:
                 raise KeyboardInterrupt
@@ -96,7 +102,7 @@ class Interruption:
 
     def _arm(self) -> None:
         if self._before:
-            # Again and again: an exception that is raised inside a finalizer, by chance, goes nowhere.
+            # Repeat the timer: Python swallows an exception that is raised inside a finalizer.
             signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS, PATIENCE_SECONDS)
 
     def _disarm(self) -> None:
@@ -122,6 +128,7 @@ class Interruption:
             return
         before = self._before[signal.SIGINT]
         if callable(before) and before is not signal.default_int_handler:
-            before(number, frame)  # An engine's own waits until a library is imported, and is asked again.
+            # The handler of the engine process may delay until an import ends; the timer repeats.
+            before(number, frame)
             return
         raise KeyboardInterrupt("the step did not end in time")

@@ -1,14 +1,15 @@
-"""A person's cell between two steps of a run: on ranks, beside their engine, and afterwards the run goes on.
+"""Run a notebook cell on ranks between two steps, after which the run continues.
 
-1. The ranks of the cell run it. What it prints and raises is taken, not raised; what would take the engine on, as a
-   step, is refused to it.
-2. What a look takes along is put back: gradients and losses of its passes, the generators of random numbers, whether
-   the module trains. What the cell changes on purpose, such as a learning rate or a parameter, stays.
-3. Each rank leaves a word of how the cell has ended there, and waits until all have: on no group, whose limit of time a
-   person who thinks would pass. A rank on which it failed leaves the world first, so that nobody waits in a collective
-   for it. All know all words, so all take the same way.
-4. It has failed somewhere: all meet anew. It was interrupted somewhere: nobody meets, because whoever interrupts ranks
-   breaks what they wait for; they leave, and the run pauses. It stands between two steps, and its state is whole.
+1. The chosen ranks run the cell. Its outputs and exceptions are collected, not raised. The cell cannot call what would
+   advance the engine, such as a step.
+2. Side effects are undone: gradients and losses of its passes, random number generators, training mode. Deliberate
+   changes, such as a learning rate or a parameter, stay.
+3. Each rank posts how the cell ended, and waits until all ranks have posted. The ranks use a store, not a group,
+   because the user may think longer than the timeout of a group. A rank on which the cell failed leaves the world
+   first, so that no peer waits for it in a collective. All ranks read all posts and take the same path.
+4. If the cell failed on a rank, all ranks reconnect. If it was interrupted on a rank, no rank reconnects, because the
+   interrupt also breaks the connections. The ranks leave the world, and the run pauses between two steps with a
+   complete state.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from speedlab.trainer.training_run import Training
 _POLL_SECONDS = 0.002
 _MOST_POLL_SECONDS = 0.05
 _LATE_SECONDS = 1.0
-"""How long a rank that was interrupted waits for the others to say so, too. Then one has died, or is in native code."""
+"""How long an interrupted rank waits for the posts of its peers. After this time a peer has died or executes native
+code.
+"""
 
 
 class _End(StrEnum):
-    """How a cell has ended on a rank."""
+    """How a cell ended on a rank."""
 
     DONE = "done"
     FAILED = "failed"
@@ -41,25 +44,35 @@ class _End(StrEnum):
 
 
 class CutOff(BaseException):
-    """An interrupt has ended a cell. This rank, and every other, meets nobody until the run goes on.
+    """An interrupt ended a cell. No rank reconnects until the run continues.
 
-    No Exception: whoever has work on all ranks would let them meet anew.
+    This is not an Exception, because handlers of collective work would reconnect the ranks.
     """
 
     def __init__(self, failed: list[int]) -> None:
         super().__init__("in a cell between two steps; the state is whole")
         self.failed = failed
-        """Ranks on which the cell has failed, as far as this one knows."""
+        """Ranks on which the cell failed, as far as this rank knows."""
 
 
 def run_between_steps(training: Training, code: str, name: str, ranks: Collection[int], *, asks: bool) -> list[int]:
-    """Run a cell on `ranks` and write what they said beside it; returns the ranks on which it failed. Collective.
-    `asks`: whether a person waits for it, whom it can ask.
+    """Run a cell on `ranks` and write their outputs to the run folder. Collective.
 
-    Raises CutOff, on all ranks, when it was interrupted.
+    Args:
+        training: The run of this rank.
+        code: Source code of the cell.
+        name: Name of the cell.
+        ranks: Ranks that run the cell.
+        asks: Whether a user waits for the cell and can answer prompts.
+
+    Returns:
+        Ranks on which the cell failed.
+
+    Raises:
+        CutOff: On all ranks, if the cell was interrupted.
     """
     rank = training.world.rank
-    training.engine.finish_update()  # Parameters are those of the step that was done.
+    training.engine.finish_update()  # The cell sees the parameters after the last step, even if updates are delayed.
     board = StoreMailbox(f"cell/{name}")
     with training.interruption.held():
         said = _look(training, code, name if asks else "") if rank in ranks else None
@@ -72,7 +85,7 @@ def run_between_steps(training: Training, code: str, name: str, ranks: Collectio
                 training.disconnect()
             try:
                 training.reconnect()
-            except RuntimeError:  # The meeting was broken by who interrupts.
+            except RuntimeError:  # The interrupt broke the store while the ranks reconnected.
                 if not training.interruption.asked:
                     raise
                 raise _cut_off(training, name, said, alone=True) from None
@@ -81,20 +94,20 @@ def run_between_steps(training: Training, code: str, name: str, ranks: Collectio
 
 def _cut_off(training: Training, name: str, said: CellOutcome | None, *, alone: bool) -> CutOff:
     failed: list[int] = []
-    with suppress(Exception):  # The ranks pause, whatever becomes of telling.
+    with suppress(Exception):  # The ranks pause even if the report fails.
         failed = _tell(training, name, said, alone=alone)
     return CutOff(failed)
 
 
 def _look(training: Training, code: str, door: str) -> CellOutcome:
-    """Run the cell on this rank. Nothing comes out of it."""
+    """Run the cell on this rank. Its exceptions become part of the outcome."""
     assert training.cells is not None
     try:
         with _left_as_it_was(training):
-            with training.interruption.at_once():  # Its batch may be long in coming.
+            with training.interruption.at_once():  # Loading the batch may be slow, so this can be interrupted, too.
                 names = _names(training)
             return training.cells.run(code, door, names, training.interruption.at_once)
-    except (Exception, KeyboardInterrupt) as error:  # What it finds was not there in time, or not to be put back.
+    except (Exception, KeyboardInterrupt) as error:  # The batch could not be loaded, or the state not restored.
         return CellOutcome([], None, {"kind": type(error).__name__, "message": str(error)})
 
 
@@ -105,21 +118,23 @@ def _end_of(said: CellOutcome | None, *, interrupted: bool) -> _End:
 
 
 def _exchanged(training: Training, board: StoreMailbox, end: _End) -> set[_End]:
-    """Leave this rank's word, and wait for all (3)."""
+    """Post how the cell ended on this rank and wait for all ranks (step 3)."""
     try:
         board.leave(end)
         if end is _End.FAILED:
             training.disconnect()
         return _await_all(training, board)
-    except RuntimeError:  # Whoever interrupts ranks breaks their store in the end, also of one that was long in coming.
+    except RuntimeError:  # An interrupt finally breaks the store, even if this rank was slow to post.
         if not training.interruption.asked:
             raise
         return set(_End)
 
 
 def _await_all(training: Training, board: StoreMailbox) -> set[_End]:
-    """How the cell has ended on all ranks. Of one that does not come, though this one was interrupted, nothing is known
-    but that it can be asked no more."""
+    """Return how the cell ended on all ranks.
+
+    If this rank was interrupted and a peer does not post in time, its end is unknown. Then all ends are returned.
+    """
     began, asked_at = time.monotonic(), None
     while True:
         words = board.read()
@@ -129,12 +144,12 @@ def _await_all(training: Training, board: StoreMailbox) -> set[_End]:
             asked_at = asked_at or time.monotonic()
             if time.monotonic() - asked_at > _LATE_SECONDS:
                 return set(_End)
-        # A person may sit at a breakpoint for long, and the store is asked by every rank.
+        # Poll less often over time: a breakpoint may last long, and every rank polls the store.
         time.sleep(min(_MOST_POLL_SECONDS, max(_POLL_SECONDS, (time.monotonic() - began) / 20)))
 
 
 def _tell(training: Training, name: str, said: CellOutcome | None, *, alone: bool = False) -> list[int]:
-    """Write what the ranks said, or this one `alone`, on the first; returns those that have failed."""
+    """Write the outputs of all ranks, or only of this rank if `alone`, on rank 0. Return the failed ranks."""
     rank, size = training.world.rank, training.world.size
     if alone:
         answers = [said if number == rank else None for number in range(size)]
@@ -147,7 +162,7 @@ def _tell(training: Training, name: str, said: CellOutcome | None, *, alone: boo
 
 
 def _names(training: Training) -> dict[str, Any]:
-    """What a cell finds: the engine, its module, and the first micro-batch that this rank would train on next."""
+    """Return the names that a cell sees: the engine, its module, and this rank's first micro-batch of the next step."""
     engine = training.engine
     batch = next(iter(training.batches(training.train_rows, engine.global_step)))
     return {"engine": engine, "model": engine.module, "batch": batch}

@@ -1,4 +1,4 @@
-"""What a rank holds of each parameter: the elements and bytes of each state, and which ranks own them."""
+"""What a rank holds of each parameter: elements and bytes of each state, and the ranks that own them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from speedlab.placement import ITEM_BYTES, Replication, StatePlacement
 
 
 def holdings(zeros: Iterable[Zero], moments_of: Callable[[FlatParam], int]) -> dict[str, dict[str, Any]]:
-    """For each parameter's name what JSON can hold:
+    """Return, for each parameter's name, a mapping that JSON can hold.
 
-    `held`: state → [first, end, bytes]: the elements first ≤ i < end of the rank's own tensor that it keeps between two
-    steps, and their bytes without padding. `owners`: [how many, first, last] of the ranks over whose partitions the
-    tensor lies; [] where it is partitioned nowhere. `moments_of`: how many moments an optimizer keeps of each element
-    of a flat.
+    - `held`: state → [first, end, bytes]. The rank keeps the elements first ≤ i < end of its tensor between two steps;
+      the bytes are without padding.
+    - `owners`: [count, first, last] of the ranks whose partitions hold the tensor; [] if the tensor is not partitioned.
+
+    Args:
+        zeros: ZeRO instances of this rank.
+        moments_of: Number of moments that the optimizer keeps of each element of a flat parameter.
     """
     found: dict[str, dict[str, Any]] = {}
     for zero in zeros:
@@ -44,7 +47,8 @@ def _held(
         first = min(max(low - slot.offset, 0), slot.numel)
         end = max(first, min(high - slot.offset, slot.numel))
     copies = moments_of(flat) if state == "moments" else 1
-    used = state == "gradient" and flat.zero_policy.update_in_backward  # It is gone as soon as it is summed.
+    # The gradient is freed as soon as it is reduced.
+    used = state == "gradient" and flat.zero_policy.update_in_backward
     return [first, end, 0 if used else math.ceil((end - first) * copies * ITEM_BYTES[home.form])]
 
 
@@ -54,4 +58,5 @@ def _owners(slot: ParamSlot, flat: FlatParam, states: Mapping[str, StatePlacemen
         return []
     share = flat.end - flat.start
     ranks = flat.gather_group.ranks[slot.offset // share : (slot.offset + slot.numel - 1) // share + 1]
-    return [len(ranks), ranks[0], ranks[-1]]  # Of a thousand ranks each would write the names of all.
+    # A full list would be long: with 1,000 ranks, each rank would write all numbers.
+    return [len(ranks), ranks[0], ranks[-1]]

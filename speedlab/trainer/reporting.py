@@ -1,4 +1,4 @@
-"""What a rank says of its run: a record of each step, and, from the first rank, events and the status."""
+"""Reports of a run: every rank records its steps; rank 0 also writes events and the status."""
 
 from __future__ import annotations
 
@@ -21,36 +21,42 @@ from speedlab.trainer.training_run import Training
 
 
 class Reporter:
-    """Writes to the run folder between `open` and `close`. It changes nothing of the training."""
+    """Writes to the run folder between `open` and `close`. It does not change the training."""
 
     def __init__(self, training: Training) -> None:
         self._training = training
         self._writer: RecordWriter | None = None
         self._untold: list[Event] = []
-        """What happened while the folder was closed."""
+        """Events that happened while the folder was closed."""
         self._mailbox_problem = ""
         self._phase: str | None = None
-        """Of the exchange between data-parallel ranks: 'plain', 'compressed', 'apart'; None before the first step."""
+        """Phase of the exchange between data-parallel ranks: 'plain', 'compressed' or 'apart'; None before the
+        first step.
+        """
         self.last_command = training.folder.read_status().command
-        """Number of the last control word that was answered."""
+        """Number of the last answered command."""
 
     def open(self) -> None:
+        """Open the run folder and write the events that happened while it was closed."""
         training = self._training
         self._writer = RecordWriter(training.folder, training.world.rank, stream_hz=training.config.telemetry.stream_hz)
-        # A client may have given up on words after a failure; they must not be carried out late.
+        # A client may have dropped its commands after a failure. Do not execute these later.
         self.last_command = max(self.last_command, training.folder.read_status().command)
         while self._untold:
             self._writer.event(self._untold[0])
             self._untold.pop(0)
 
     def close(self) -> None:
+        """Close the run folder. Later events are kept for the next `open`."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
 
     def waiting(self) -> list[RunCommand]:
-        """Control words that nobody has answered, on the first rank. A mailbox that cannot be read is told of once, and
-        the run goes on without words."""
+        """Return unanswered commands, on rank 0; [] on other ranks.
+
+        If the mailbox cannot be read, one warning is written, and the run continues without commands.
+        """
         if self._training.world.rank != 0:
             return []
         try:
@@ -65,7 +71,13 @@ class Reporter:
     # ---- what every rank writes --------------------------------------------------------------------------------------
 
     def record(self, costs: StepCosts, *, heldout: float | None, traced: bool) -> None:
-        """Write the record of the step that has just ended."""
+        """Write the record of the step that has just ended.
+
+        Args:
+            costs: Measured times and bytes of the step.
+            heldout: Held-out loss, if it was evaluated after this step.
+            traced: Whether the activations of this step were measured.
+        """
         training, engine = self._training, self._training.engine
         assert engine.totals is not None
         assert self._writer is not None
@@ -104,11 +116,12 @@ class Reporter:
         )
 
     def _tell_of_phase(self, told: Mapping[str, float]) -> None:
-        """Once for each that begins while this reports."""
+        """Write an event each time a new phase of the exchange begins."""
         config = self._training.config
         phase = "apart" if "steps_to_exchange" in told else "compressed" if told.get("compressed") else "plain"
         seldom = config.optimizer.name == "zero_one_adam"
-        if seldom and phase == "plain" and self._phase is not None:  # A step that updates the variance.
+        # 0/1 Adam still updates the variance in some steps; these do not end the phase.
+        if seldom and phase == "plain" and self._phase is not None:
             phase = self._phase
         before, self._phase = self._phase, phase
         if before is None or phase in (before, "plain"):
@@ -125,7 +138,14 @@ class Reporter:
     # ---- what the first rank writes for all --------------------------------------------------------------------------
 
     def event(self, kind: str, text: str, command: int | None = None, **details: Any) -> None:
-        """Something happened at the present step; `command`: the number of the control word that it answers."""
+        """Write an event of the current step, on rank 0.
+
+        Args:
+            kind: Kind of the event.
+            text: Text for the user.
+            command: Number of the command that this event answers.
+            details: Values that JSON can hold.
+        """
         if self._training.world.rank != 0:
             return
         step = self._training.engine.global_step
@@ -136,12 +156,16 @@ class Reporter:
             self._writer.event(event)
 
     def status(self, text: str = "") -> None:
-        """Write the present state, step and last control word."""
+        """Write the current state, step and last command to the status file, on rank 0.
+
+        Args:
+            text: Text of the status. A failed run keeps its earlier text if this is empty.
+        """
         training = self._training
         if training.world.rank == 0:
             before = training.folder.read_status()
             if training.state is RunState.FAILED and before.state is RunState.FAILED:
-                text = text or before.text  # Why it failed is true until it goes on.
+                text = text or before.text  # Keep the reason of the failure until the run continues.
             status = replace(
                 before,
                 state=training.state,
@@ -153,13 +177,22 @@ class Reporter:
             training.folder.write_status(status)
 
     def answer(self, number: int, kind: str, text: str, **details: Any) -> None:
-        """Control word `number` is done, or refused: its event first, then the status that counts it."""
+        """Answer a command: write its event first, then the status with its number.
+
+        Args:
+            number: Number of the command.
+            kind: Kind of the event.
+            text: Text for the user.
+            details: Values that JSON can hold.
+        """
         self.last_command = number
         self.event(kind, text, command=number, **details)
         self.status()
 
     def started(self) -> None:
-        """The run begins, or goes on in new engines: what it is made of. Collective."""
+        """Write the event with the run's layout, sizes and kernels when the run starts or continues in new engines.
+        Collective.
+        """
         training, layout = self._training, self._training.layout
         engine = training.engine
         training.tell_placement()
@@ -199,7 +232,7 @@ class Reporter:
 
 
 def _bubble(training: Training) -> float:
-    """The share of a step in which a pipeline rank has nothing to do, in theory."""
+    """Return the theoretical share of a step in which a pipeline rank is idle."""
     parallel = training.config.parallel
     return bubble_share(
         parallel.schedule,
@@ -210,6 +243,9 @@ def _bubble(training: Training) -> float:
 
 
 def _nothing_sent(told: Mapping[str, float]) -> dict[str, float]:
-    """Of a step that was skipped, because a gradient overflowed in float16; `told`: of the last one that was not."""
+    """Return the exchange figures of a step that was skipped because a float16 gradient overflowed.
+
+    `told` holds the figures of the last step that was not skipped.
+    """
     stays = ("compressed", "steps_to_exchange", "steps_to_meeting", "float32_bytes")
     return {name: told[name] if name in stays else 0.0 for name in told if name in (*stays, "sent_bytes", "met")}

@@ -1,10 +1,10 @@
-"""Moving a run that is on to another layout, between two steps, on the same engines.
+"""Move a running run to another layout between two steps, on the same engine processes.
 
-1. Every rank writes what it owns as a checkpoint without hashes: in memory where it fits, else in the run folder.
-2. The engine ends, and one of the new layout is built and reads what it owns now.
-3. If that fails on any rank, all meet anew and build the old layout from the same checkpoint: the run goes on.
+1. Every rank writes its states as a checkpoint without hashes: in memory if it fits, otherwise in the run folder.
+2. The old engine is destroyed. A new engine with the new layout is built and loads the checkpoint.
+3. If that fails on any rank, all ranks reconnect and build the old layout from the same checkpoint. The run continues.
 
-Whether the new layout fits the ranks is known before (`fitting`).
+`fit_check` tests before whether the new layout fits in memory.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from speedlab.hardware import memory_bytes
 from speedlab.trainer.collective_errors import CommandRefused, ControlGroup, RanksDiverged, agreed, together
 
 _IN_MEMORY = Path("/dev/shm")
-"""A file system in memory; Linux has it."""
+"""Linux's file system in memory."""
 
 _PREFIX = "speedlab-state-"
-"""Begins the names of folders for states on their way."""
+"""Prefix of the folders for states in transit."""
 
 _ROOM = 1.2
-"""Bytes that must be free in memory for each byte of the checkpoint there."""
+"""Free bytes that are required in memory for each byte of the checkpoint."""
 
 _TAG = "state"
 
@@ -41,7 +41,7 @@ Build = Callable[[RunConfig], Engine]
 
 
 class Undone(CommandRefused):  # what happened, not what is wrong
-    """A change of layout that failed and was taken back; `engine` goes on as the one before did."""
+    """A change of layout failed and was rolled back. `engine` is a new engine with the old layout."""
 
     def __init__(self, engine: Engine, message: str) -> None:
         super().__init__(message)
@@ -51,19 +51,27 @@ class Undone(CommandRefused):  # what happened, not what is wrong
 def rebuild(
     engine: Engine, config: RunConfig, *, states: int, build: Build, control: Group, folder: Path
 ) -> tuple[Engine, str]:
-    """An engine for `config` in the state of `engine`, which ends; and through what its state went: "memory" or "run
-    folder". Collective over `control`.
+    """Replace `engine` by an engine for `config` with the same state. Collective over `control`.
+
+    The caller checks before whether the new layout fits in memory.
 
     Args:
-        states: bytes of model states that all ranks together will hold.
-        build: makes an engine of a configuration, collectively.
-        folder: of the run, where the state goes when it has no room in memory.
+        engine: Present engine, which is destroyed.
+        config: Configuration of the new engine.
+        states: Bytes of model states that all ranks together will hold.
+        build: Builds an engine from a configuration, collectively.
+        control: Group of all ranks.
+        folder: Run folder, for a state that does not fit in memory.
 
-    Whether the new layout fits is the caller's to know. Raises Undone when it could not be built.
+    Returns:
+        The new engine, and how the state was transferred: "memory" or "run folder".
+
+    Raises:
+        Undone: If the new engine could not be built; it holds an engine with the old layout.
     """
     before = engine.config
     through = _through(engine, states, control)
-    # Whoever comes to its end with an engine knows that all have read; without one there is nothing to wait for.
+    # `together` ends with a barrier, so all ranks have read the folder before it is removed.
     with _folder_of_all(_IN_MEMORY if through == "memory" else folder, control) as place:
         engine.save_checkpoint(place, _TAG, verify=False)
         engine.destroy(keep_parameters=False)
@@ -83,8 +91,11 @@ def _build_from(place: Path, config: RunConfig, build: Build) -> Engine:
 
 
 def _through(engine: Engine, states: int, control: Group) -> str:
-    """Where the state goes: to memory when the ranks are on one host that has room for it, first beside the present
-    engine, then beside the `states` of the one that reads it; else to the run folder."""
+    """Return where the state goes: "memory" or "run folder".
+
+    Memory requires that all ranks are on one host with enough room: for the checkpoint next to the present engine, then
+    next to the `states` of the new one.
+    """
     kept = agreed(control, lambda: sum(state.nbytes for state in _kept(engine)))
     needed = sum(control.collect(kept))
     if engine.world.device.type == "cpu":
@@ -96,10 +107,10 @@ def _through(engine: Engine, states: int, control: Group) -> str:
 
 @contextmanager
 def _folder_of_all(parent: Path, control: Group) -> Iterator[Path]:
-    """A new folder in `parent` of which nobody knew the name before, for all ranks; it goes at the end. Collective.
+    """Create one new folder with a random name for all ranks, and remove it at the end. Collective.
 
-    The first rank holds a lock on it. A folder without one is what a killed process left, and goes too: in memory it
-    would stay until the host is started again.
+    Rank 0 keeps the folder locked. A folder without a lock was left by a killed process and is removed, because a
+    folder in memory would stay until the host restarts.
     """
     with ExitStack() as stack:
 
@@ -128,8 +139,11 @@ def _locked_folder(parent: Path) -> Iterator[Path]:
 
 @contextmanager
 def _lock(folder: Path) -> Iterator[bool]:
-    """Holds the lock on a folder of this user's inside; whether that was possible: somebody may hold it, it may be
-    another's, or gone, or on a file system without locks."""
+    """Lock a folder of this user and yield whether that was possible.
+
+    The lock fails if another process holds it, the folder belongs to another user or is gone, or the file system has no
+    locks.
+    """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError:
@@ -147,13 +161,13 @@ def _lock(folder: Path) -> Iterator[bool]:
 
 
 def _has_room(needed: int) -> bool:
-    """Whether so many bytes have room in memory, and in its file system."""
+    """Return whether that many bytes fit in free memory and in its file system."""
     in_files = _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > _ROOM * needed
     return in_files and memory_bytes()[1] > _ROOM * needed
 
 
 def _kept(engine: Engine) -> list[Tensor]:
-    """Every state that this rank's checkpoint holds, whole where it is replicated."""
+    """Return every state in this rank's checkpoint; a replicated state counts in full."""
     optimizer = engine.partitioned_optimizer
     moments = [state for flat in optimizer.flats for state in optimizer.states_of(flat).values()]
     kept = [state for gradient in optimizer.gradients for state in gradient.kept.values()]

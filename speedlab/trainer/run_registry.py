@@ -1,7 +1,7 @@
-"""The runs that an engine process holds: what the cluster calls on every rank.
+"""The runs that an engine process holds, and the functions that the cluster calls on every rank.
 
-`advance` is the one task that a cluster submits for a run. It returns when the run pauses or ends; what it has built
-stays in this process, so that a paused run's engines are idle and its tensors can be looked at.
+The cluster submits `advance` as a task. It returns when the run pauses or ends. The engine stays in this process, so
+that a paused run can be inspected and continued.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ from speedlab.trainer.trainer import Trainer
 from speedlab.trainer.training_run import OwnModel
 
 _trainers: dict[Path, Trainer] = {}
-"""Runs that this engine holds, by folder: at most one is alive, because each fills the device."""
+"""Runs of this process, by folder. At most one is alive, because each run fills the device."""
 
 
 @contextmanager
 def _gradients_on() -> Iterator[None]:
-    """Inside, and behind it: an interrupt that comes between two lines of a `no_grad` leaves it as inside."""
+    """Enable gradients inside this context and after it.
+
+    An interrupt between two lines of `no_grad` would leave gradients disabled.
+    """
     torch.set_grad_enabled(True)
     try:
         yield
@@ -46,8 +49,16 @@ def _gradients_on() -> Iterator[None]:
 def advance(
     folder: str | os.PathLike[str], own_model: OwnModel | None = None, *, cells: CellRunner | None = None
 ) -> str:
-    """Bring a run forward on this rank, until it pauses or ends; returns its state. Called on all ranks by the
-    cluster."""
+    """Train on this rank until the run pauses or ends. Collective; the cluster calls it on all ranks.
+
+    Args:
+        folder: Run folder.
+        own_model: Makes the user's model; None for the GPT of the configuration.
+        cells: Runs the user's cells between two steps.
+
+    Returns:
+        State of the run.
+    """
     world = join()
     everywhere = Group(range(world.size), CommStats(), world.device, channel="control")
     run = agreed(everywhere, lambda: _known(folder))
@@ -55,7 +66,7 @@ def advance(
     if all(everywhere.collect(trainer is not None and trainer.training.whole)):
         assert trainer is not None
         return str(trainer.advance())
-    # A rank whose engine was restarted holds nothing of the run: all build it anew, from the newest checkpoint.
+    # A restarted engine process holds no state, so all ranks rebuild the run from the newest checkpoint.
     _refuse_lost(run, everywhere)
     trainer = _build(run, own_model, cells, everywhere)
     _trainers[run.path] = trainer
@@ -69,7 +80,7 @@ def _known(folder: str | os.PathLike[str]) -> RunFolder:
 
 
 def _refuse_lost(run: RunFolder, everywhere: Group) -> None:
-    """Before another run makes room: raises Refusal, on all ranks alike, for one with steps that nobody kept."""
+    """Raise CommandRefused on all ranks if the steps of this run are lost, before another run is closed for it."""
     kept = everywhere.share(agreed(everywhere, lambda: newest(run.path / "checkpoints") is not None))
 
     def look() -> None:
@@ -85,12 +96,14 @@ def _refuse_lost(run: RunFolder, everywhere: Group) -> None:
 
 
 def _make_room(run: RunFolder, everywhere: Group) -> None:
-    """For another run, whose status says so: one that is paused is written, as far as no checkpoint holds it.
-    Collective."""
+    """Close the runs of this process, and first save a paused run whose steps no checkpoint holds. Collective.
+
+    The status of the new run reports the save.
+    """
     steps = {str(path): each.engine.global_step for path, each in _trainers.items() if each.training.whole}
     held = everywhere.collect(steps)
     for path in held[0]:
-        # Ranks may stand at several steps, and take it for failed where others know better.
+        # Ranks may be at different steps, and an interrupted rank may have set the state FAILED.
         if all(path in theirs for theirs in held) and any(theirs[path] for theirs in held):
             trainer = _trainers[Path(path)]
             if everywhere.share(_is_paused(trainer)):
@@ -108,19 +121,19 @@ def _is_paused(trainer: Trainer) -> bool:
 
 
 def _tell(run: RunFolder, **fields: Any) -> None:
-    """Fields of the run's status, from rank 0, where its folder can be written."""
+    """Update fields of the run's status, on rank 0, if the folder is writable."""
     if os.environ.get("RANK", "0") == "0":
         with suppress(OSError, RunFolderError):
             run.write_status(replace(run.read_status(), **fields))
 
 
 def held() -> dict[str, int]:
-    """The runs that this engine holds, by folder, and the step they stand at."""
+    """Return the current step of each run that this process holds, by folder."""
     return {str(path): trainer.engine.global_step for path, trainer in _trainers.items()}
 
 
 def release() -> None:
-    """Give up what this engine holds of runs; the next `advance` builds them anew, from their newest checkpoint."""
+    """Close all runs of this process. The next `advance` rebuilds a run from its newest checkpoint."""
     for path in list(_trainers):
         _trainers.pop(path).close()
 
@@ -132,9 +145,9 @@ def _build(run: RunFolder, own_model: OwnModel | None, cells: CellRunner | None,
     except BaseException as error:
         if not isinstance(
             error, CommandRefused | RanksDiverged
-        ):  # These come to all ranks; else no rank shall wait for this one.
+        ):  # All ranks raise these. For any other error, leave, so that no peer waits for this rank.
             leave(failed=True)
-        # Nothing was trained: the folder says why.
+        # No step was trained; write the reason to the run folder.
         state, text = RunState.FAILED, f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
             state, text = RunState.PAUSED, "interrupted before it was built; run.resume() builds it anew"
@@ -145,7 +158,21 @@ def _build(run: RunFolder, own_model: OwnModel | None, cells: CellRunner | None,
 def generate(
     folder: str | os.PathLike[str], prompt: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0
 ) -> str:
-    """Text that the run's model writes after `prompt`. All ranks take part; each returns the same text."""
+    """Generate text after `prompt` with the run's model. Collective.
+
+    Args:
+        folder: Run folder.
+        prompt: Text to continue.
+        tokens: Number of tokens to generate.
+        temperature: Sampling temperature.
+        seed: Seed of the sampling.
+
+    Returns:
+        The text, equal on all ranks.
+
+    Raises:
+        CommandRefused: If a rank does not hold the run, or the model needs more arguments than tokens.
+    """
     trainer = _held_by_all(folder)
     _refuse_without_logits(trainer)
     try:
@@ -158,7 +185,7 @@ def generate(
 
 
 def _refuse_without_logits(trainer: Trainer) -> None:
-    """Raise Refusal for a model of the user's that cannot be called with tokens alone."""
+    """Raise CommandRefused if the user's model cannot be called with tokens alone."""
     module = trainer.engine.module
     try:
         inspect.signature(module.forward).bind(None)
@@ -170,7 +197,11 @@ def _refuse_without_logits(trainer: Trainer) -> None:
 
 
 def _held_by_all(folder: str | os.PathLike[str]) -> Trainer:
-    """What this rank holds of a run. Collective. Raises Refusal when a rank does not hold it, or not whole."""
+    """Return this rank's trainer of a run. Collective.
+
+    Raises:
+        CommandRefused: If a rank does not hold the run with a complete state.
+    """
     world = join()
     everywhere = Group(range(world.size), CommStats(), world.device, channel="control")
     run = agreed(everywhere, lambda: RunFolder(folder))

@@ -1,9 +1,9 @@
-"""A run inside the engines: built, trained, asked by control words, left and come back to; all ranks at the same step.
+"""The trainer of a run on one rank: it builds the run, executes commands, and trains; all ranks are at the same step.
 
-What it holds is a `Training`; `reporting` tells of it, `loop` moves it on, `words` change it. None of them knows the
-trainer.
+- `Loop`: one step, and the evaluation, record, checkpoint and end that are due after it.
+- `Trainer`: start, advance, pause, failure. It owns a `Training` (the state) and a `Reporter` (records and events).
 
-The loop of a run: a step, and what is due after it - evaluation, record, checkpoint, end.
+Neither the training nor the reporter knows the trainer.
 """
 
 from __future__ import annotations
@@ -32,24 +32,28 @@ from speedlab.trainer.training_run import OwnModel, Training
 
 
 class Loop:
-    """Moves a training on step by step, and says so."""
+    """Trains step by step and reports each step."""
 
     def __init__(self, training: Training, reporter: Reporter) -> None:
         self._training, self._reporter = training, reporter
         self._saving: Saving | None = None
-        """A save in the background that was not told of yet."""
+        """A background save that has not been reported yet."""
         self._slow_disk = SlowDisk()
         self._supervised = Supervised()
 
     def step(self) -> bool:
-        """One optimizer step and what is due after it. True when a control word waits."""
+        """Train one optimizer step and do what is due after it. Collective.
+
+        Returns:
+            Whether a command is pending.
+        """
         training, engine = self._training, self._training.engine
         step = engine.global_step
         engine.clock.begin()
         engine.train()
         traced = self._traces(step)
         with engine.trace_activations() if traced else nullcontext(), training.first_batch.watching():
-            # Words are read at the last moment before the reduction that carries them: a later one waits a step.
+            # Read the mailbox right before the reduction that carries these flags. A later command waits one step.
             engine.train_batch(
                 training.batches(training.train_rows, step),
                 signals=lambda: (
@@ -62,9 +66,9 @@ class Loop:
         assert engine.totals is not None
         word, interrupted, unsupervised = engine.totals.signals
         if interrupted:
-            training.interruption.heard()  # The run stops behind this step; what is due before may take its time.
+            training.interruption.heard()  # The run stops after this step, so the work below is not forced to end.
         done = engine.global_step
-        updated = done > step  # Else it was skipped, and what is due at this number is done.
+        updated = done > step  # A skipped step has the number of the one before, whose due work is done.
         self._reporter.record(costs, heldout=self._evaluate_if_due(done) if updated else None, traced=traced)
         if (
             updated
@@ -81,7 +85,11 @@ class Loop:
         return word > 0
 
     def report_saving(self, *, wait: bool = False) -> None:
-        """Tell of a save in the background that has ended; with `wait`, of the one that is under way."""
+        """Report a background save that has ended.
+
+        Args:
+            wait: Whether to wait for a save in progress.
+        """
         saving = self._saving
         if saving is None or not (wait or saving.done):
             return
@@ -120,12 +128,13 @@ class Loop:
         every = training.config.checkpoint.every_steps
         if not every or step % every:
             return
-        self.report_saving(wait=True)  # The next save waits for it anyway, and would take its place.
+        # The next save waits for this one anyway, and would replace it before its report.
+        self.report_saving(wait=True)
         folder = training.folder.path / "checkpoints"
         try:
             together(training, lambda: training.engine.save_checkpoint(folder, wait=False))
         except RanksDiverged as parted:
-            self._reporter.event("warning", f"checkpoint: {parted}")  # A full disk must not cost the run.
+            self._reporter.event("warning", f"checkpoint: {parted}")  # A full disk must not end the run.
             return
         self._saving = training.engine.saving
 
@@ -152,14 +161,20 @@ class Loop:
 _STARTS_AS = {state: state for state in (RunState.RUNNING, RunState.FINISHED, RunState.STOPPED)} | {
     RunState.STARTING: RunState.RUNNING
 }
-"""What the folder says of a run -> how it begins in new engines; paused otherwise."""
+"""State in the run folder → state in new engines. All other states become PAUSED."""
 
 
 class Trainer:
     """One rank's part of a run."""
 
     def __init__(self, folder: RunFolder, own_model: OwnModel | None, cells: CellRunner | None = None) -> None:
-        """Collective."""
+        """Build the run. Collective.
+
+        Args:
+            folder: Run folder.
+            own_model: Makes the user's model; None for the GPT of the configuration.
+            cells: Runs the user's cells between two steps.
+        """
         self.folder = folder
         self.training = Training(folder, own_model, cells)
         self.reporter = Reporter(self.training)
@@ -168,11 +183,17 @@ class Trainer:
 
     @property
     def engine(self) -> Engine:
+        """The present engine, which a reshape replaces."""
         return self.training.engine
 
     def advance(self) -> RunState:
-        """Carry out control words and train until the run pauses, ends or fails. Collective; all ranks return the same
-        state. Whatever one of them raises ends the advance of all."""
+        """Execute commands and train until the run pauses, ends or fails. Collective.
+
+        An error on one rank ends the advance of all ranks.
+
+        Returns:
+            State of the run, equal on all ranks.
+        """
         training = self.training
         with training.interruption:
             try:
@@ -187,7 +208,7 @@ class Trainer:
                     if self._loop.step():
                         run_pending_commands(training, self.reporter)
                 self._loop.report_saving(wait=True)
-                training.engine.finish_update()  # Whoever has the run now may look at its parameters.
+                training.engine.finish_update()  # The user may inspect the parameters of a paused run.
                 refuse_overtaken(training, self.reporter)
                 return training.state
             except CutOff as cut:
@@ -197,15 +218,21 @@ class Trainer:
                 return training.state
             except BaseException as error:
                 if isinstance(error, PeerLost) and training.interruption.asked:
-                    error = KeyboardInterrupt()  # Its peers were asked, too, and one has come to its end before it.
-                training.interruption.heard()  # The cluster's repeats shall not cut off what has to follow.
+                    error = KeyboardInterrupt()  # The peers were interrupted, too, and one left first.
+                training.interruption.heard()  # Repeated signals of the cluster must not cut off the cleanup.
                 self._fail(error)
                 raise error
             finally:
                 self.reporter.close()
 
     def reconnect(self) -> None:
-        """Join the world anew where it was left, and make sure that all ranks stand at the same step. Collective."""
+        """Rejoin the world if this rank left it, and bring all ranks to the same step. Collective.
+
+        Ranks that were interrupted inside an update go back to the newest checkpoint.
+
+        Raises:
+            CommandRefused: If the ranks differ and there is no checkpoint.
+        """
         training = self.training
         training.reconnect()
         engine = training.engine
@@ -225,8 +252,15 @@ class Trainer:
         self.reporter.event("warning", f"went back to {kept.name}: the interrupt came in the middle of an update")
 
     def keep(self, tell: Callable[[], object]) -> None:
-        """Where no checkpoint holds the steps of this run, which is paused, write one, and `tell` before: another run
-        is about to take its place. Collective. Raises Refusal, on all ranks alike, where that cannot be."""
+        """Save this paused run if no checkpoint holds its steps, because another run needs the engines. Collective.
+
+        Args:
+            tell: Called before a checkpoint is written.
+
+        Raises:
+            CommandRefused: On all ranks, if the checkpoint cannot be written.
+            KeyboardInterrupt: If this rank was interrupted.
+        """
         training = self.training
         training.state = RunState.PAUSED
         with training.interruption:
@@ -234,13 +268,13 @@ class Trainer:
                 self.reporter.open()
                 if self._meets_at_one_step():
                     self._save_where_unsaved(tell)
-                if training.interruption.asked:  # It was meant for the other run.
+                if training.interruption.asked:  # The interrupt was meant for the other run.
                     raise KeyboardInterrupt
             finally:
                 self.reporter.close()
 
     def _meets_at_one_step(self) -> bool:
-        """Join the world anew; whether all ranks stand at one step, and be it a checkpoint's. Collective."""
+        """Rejoin the world and return whether all ranks are at one step, possibly that of a checkpoint. Collective."""
         try:
             self.reconnect()
         except CommandRefused:
@@ -263,11 +297,11 @@ class Trainer:
         self.reporter.event(answer.kind, answer.text, **answer.details)
 
     def close(self) -> None:
+        """Destroy the engine."""
         self.training.close()
 
     def _start(self) -> None:
-        """Go to the state the folder tells of: from the newest checkpoint when it has steps behind it, else from the
-        start."""
+        """Load the newest checkpoint, if there is one, and take the state from the run folder."""
         training = self.training
         kept = self._newest()
         if kept is not None:
@@ -284,7 +318,10 @@ class Trainer:
         self._started = True
 
     def _heed_status(self) -> None:
-        """A run that this rank takes for failed is paused where those who saw all ranks know better. Collective."""
+        """Pause a run that this rank considers failed if the status file says that it is paused. Collective.
+
+        The cluster sees the errors of all ranks and writes the correct state.
+        """
         training = self.training
         if RunState.FAILED in training.control.collect(training.state):
             state = agreed(training.control, lambda: self.folder.read_status().state)
@@ -292,14 +329,14 @@ class Trainer:
                 training.state = RunState.PAUSED
 
     def _newest(self) -> Path | None:
-        """The newest checkpoint, as the first rank sees the folder. Collective."""
+        """Return the newest checkpoint that rank 0 sees in the folder. Collective."""
         folder = self.folder.path / "checkpoints"
         kept = agreed(self.training.control, lambda: newest(folder))
         name = self.training.control.share(kept.path.name if kept else None)
         return folder / name if name else None
 
     def _pause_apart(self, cut: CutOff) -> None:
-        """Leave the world, until the next advance, and pause what was running."""
+        """Leave the world until the next advance, and pause a running run."""
         self.training.disconnect()
         if self.training.state is RunState.RUNNING:
             self.training.state = RunState.PAUSED
@@ -309,26 +346,28 @@ class Trainer:
     # ---- failing -----------------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        """Leave the world, so that no rank waits for this one, say what happened, and keep the state for a look."""
+        """Leave the world, so that no rank waits for this one, report the error, and keep the state for inspection."""
         paused = isinstance(error, KeyboardInterrupt)
         text = str(error) or ("in the midst of a step" if paused else type(error).__name__)
         self.training.state = RunState.PAUSED if paused else RunState.FAILED
         if isinstance(error, NonFiniteError):
             self._explain_non_finite(error)
-        elif not isinstance(error, CommandRefused | RanksDiverged):  # These come to all ranks, which are connected.
+        elif not isinstance(error, CommandRefused | RanksDiverged):  # All ranks raise these and stay connected.
             self.training.disconnect()
-        # What went wrong may be that nothing can be written; the cluster then tells of the error itself.
+        # The disk may be the reason of the failure. The cluster then reports the error itself.
         with suppress(OSError, RunFolderError):
             self.reporter.event("interrupted" if paused else "failed", text)
             self.reporter.status("" if paused else f"{type(error).__name__}: {error}")
 
     def _explain_non_finite(self, error: NonFiniteError) -> None:
-        """Run the step's micro-batches once more and name the first module whose output was not finite, by rank."""
+        """Run the micro-batches of the step again and add the first module with a non-finite output, by rank, to the
+        error.
+        """
         training, engine = self.training, self.engine
         try:
             found = first_non_finite(engine, training.batches(training.train_rows, engine.global_step))
             reports = training.control.collect(found)
-        except Exception as more:  # The error itself is what has to be told.
+        except Exception as more:  # The original error matters more than this search.
             error.add_note(f"which module it was could not be found: {type(more).__name__}: {more}")
             training.disconnect()
             return

@@ -1,4 +1,4 @@
-"""What one rank holds of a run: its configuration, data and engine, and whether it goes on."""
+"""The state of a run on one rank: its configuration, data, engine, and run state."""
 
 from __future__ import annotations
 
@@ -33,20 +33,25 @@ from speedlab.trainer.ownership import holdings
 from speedlab.trainer.reshape import Undone, rebuild
 
 OwnModel = Callable[[], Mapping[str, Any]]
-"""Makes anew what the user gave to `cluster.train`: `model`, `loss` and `tp_plan`, as far as they were given."""
+"""Makes what the user passed to `cluster.train`, new at each call: `model`, `loss` and `tp_plan`, if given."""
 
 
 class Training:
-    """A run as it is built on this rank. The loop moves it on, control words change it, reports tell of it."""
+    """The state of a run on this rank. The loop trains it, commands change it, and the reporter reads it."""
 
     def __init__(self, folder: RunFolder, own_model: OwnModel | None, cells: CellRunner | None = None) -> None:
-        """Collective. Without an `own_model`, or where it has no model, the GPT of the configuration is trained.
-        `cells`: what runs a person's cells between two steps; without it there are none."""
+        """Prepare the data and build the engine. Collective.
+
+        Args:
+            folder: Run folder.
+            own_model: Makes the user's model. If None or without a model, the GPT of the configuration is trained.
+            cells: Runs the user's cells between two steps; None if cells are not available.
+        """
         self.folder, self._own_model, self.cells = folder, own_model, cells
         self.world: World = join()
         self.control = Group(range(self.world.size), CommStats(), self.world.device, channel="control")
         self._given = agreed(self.control, self._read_own_model)
-        """What the first engine is built of; every later one gets it made anew."""
+        """Arguments of the first engine. Later engines get new ones."""
         self.built_in = "model" not in self._given
         """Whether the model is the GPT of the configuration."""
         agreed(self.control, self._read_folder)
@@ -55,43 +60,54 @@ class Training:
         self.heldout_rows = Sampler(self.corpus.heldout, self.config.data.sequence_length, self.config.seed)
         self.engine: Engine = together(ControlGroup(self.control), lambda: self._build(self.config))
         self.parameters = self._count_parameters()
-        """Of the whole model."""
+        """Number of parameters of the whole model."""
         self.flops_per_token = self._flops_per_token()
         self.state = RunState.PAUSED
         self.budget: int | None = None
-        """Steps left before the run pauses by itself; None when it does not."""
+        """Steps left before the run pauses by itself; None without such a limit."""
         self.trace_next = True
-        """Whether the next step measures its activations: they are new, or of another shape."""
+        """Whether the next step measures its activations, because the engine or its layout is new."""
         self.interruption = Interruption()
         self.first_batch = FirstBatch(self)
         self.changing = False
-        """True while the engine's state is exchanged for another: if that is cut off, the ranks may differ."""
+        """True while the engine's state is being replaced. If this is cut off, the ranks may differ."""
 
     @property
     def whole(self) -> bool:
-        """Whether the engine holds the state of some step; else the run can only go on from a checkpoint."""
+        """Whether the engine holds the complete state of a step. If not, the run can only continue from a
+        checkpoint.
+        """
         return not self.changing and bool(self.engine.flats)
 
     @property
     def shape_text(self) -> str:
+        """ZeRO stage, layout, offload and padding as one text."""
         more = [offload_words(self.config.offload), self.inputs_text, self.padding_text]
         return ", ".join(filter(None, [f"zero stage {self.config.zero.stage}", f"{self.layout}", *more]))
 
     @property
     def inputs_text(self) -> str:
-        """What became of inputs of blocks that are to be cut; '' where nobody asked for it."""
+        """How checkpointed inputs of blocks are partitioned; "" if the configuration does not ask for it."""
         parallel = self.config.parallel
         asked = self.config.activation.partition_inputs
         return partition_words(tp=parallel.tp, sequence=parallel.sequence) if asked else ""
 
     @property
     def padding_text(self) -> str:
-        """What pads the sequences so that cp divides them; '' where nothing does."""
+        """How sequences are padded so that cp divides them; "" without padding."""
         config, length = self.config, self.config.data.sequence_length
         return padding_words(length, padded_length(config.model, self.layout, config.parallel, length))
 
     def batches(self, sampler: Sampler, step: int) -> Iterator[tuple[Tensor, ...]]:
-        """This rank's micro-batches of a step: tokens and targets, and positions where documents are kept apart."""
+        """Yield this rank's micro-batches of a step.
+
+        Args:
+            sampler: Rows of the training or of the held-out text.
+            step: Number of the step.
+
+        Yields:
+            Tokens and targets, (micro_size, sequence_length) each; also positions if documents are separated.
+        """
         micro, shares = self.batch.micro_size, self.layout.data_size
         for number in range(self.batch.accumulation):
             with self.engine.clock.phase("data"):
@@ -108,15 +124,25 @@ class Training:
         return torch.from_numpy(values).to(self.world.device, non_blocking=True)
 
     def evaluate(self) -> float:
-        """Mean loss over the configured number of held-out batches; the same rows at every call. Collective."""
+        """Return the mean loss of the configured number of held-out batches, the same rows at every call.
+        Collective.
+        """
         return self.engine.evaluate(
             pair for batch in range(self.config.eval.batches) for pair in self.batches(self.heldout_rows, batch)
         )
 
     def move_to(self, wanted: RunConfig) -> str:
-        """Go on in the shape of `wanted`; returns through what the state went. Collective.
+        """Continue with the layout of `wanted`. Collective.
 
-        Raises Refusal when it does not fit the ranks, with nothing changed, and what `rebuild` raises.
+        Args:
+            wanted: Configuration with the new layout, ZeRO stage or offload.
+
+        Returns:
+            How the state was transferred: "in place", "memory" or "run folder".
+
+        Raises:
+            CommandRefused: If the layout does not fit in memory; nothing has changed.
+            Undone: If the new engine could not be built; the run has its old layout.
         """
         held = held_now(self.engine, self.config, self.parameters, self.control, built_in=self.built_in)
         peaks = refuse_what_does_not_fit(held, wanted)
@@ -132,40 +158,43 @@ class Training:
         return through
 
     def tell_placement(self) -> None:
-        """Write to the run folder who holds which state of this rank's parameters, and how much of it is here."""
+        """Write to the run folder which ranks hold each state of this rank's parameters, and how much this rank
+        holds.
+        """
         engine, usual = self.engine, self.config.optimizer.moments
-        # They are made in the first step; until then what the configuration's optimizer will make.
+        # Moments are created in the first step. Before it, use the number of the configured optimizer.
         held = holdings(engine.zeros, lambda flat: len(engine.partitioned_optimizer.states_of(flat)) or usual)
         rows = [row | held[row["name"]] for row in engine.placement.described()]
         self.folder.write_placement(self.world.rank, rows)
 
     @property
     def stopping(self) -> bool:
-        """Whether this rank was interrupted, and the others have not all heard of it yet."""
+        """Whether this rank was interrupted and its peers do not all know it yet."""
         return self.interruption.asked
 
     def disconnect(self) -> None:
-        """Close this rank's connections: peers that wait for it fail at once instead of at the timeout."""
-        with self.interruption.held():  # Half a process group would stay for ever.
+        """Close this rank's connections, so that waiting peers fail at once and not at the timeout."""
+        with self.interruption.held():  # An interrupt here would leave half of a process group open.
             self.engine.disconnect()
             self.control.disconnect()
             leave(failed=True)
 
     def reconnect(self) -> None:
-        """Join the world anew where it was left. Collective."""
+        """Rejoin the world if this rank left it. Collective."""
         with self.interruption.held():
             self.world = join()
             self.control.reconnect()
             self.engine.reconnect()
 
     def close(self) -> None:
-        if self.engine.flats:  # Else a change of layout was cut off between two engines.
+        """Destroy the engine."""
+        if self.engine.flats:  # An engine without flats was destroyed by a reshape that was cut off.
             self.engine.destroy(keep_parameters=False)
 
     # ---- building ----------------------------------------------------------------------------------------------------
 
     def _build(self, config: RunConfig) -> Engine:
-        # Before any rank meets others: they would wait for one whose model cannot be made.
+        # Make the model before any collective; otherwise peers would wait for a rank that failed.
         given = agreed(self.control, lambda: self._make_own(config))
         arguments: dict[str, Any] = {"model": self._make_gpt, **given}
         engine = initialize(config=config, **arguments)[0]
@@ -205,7 +234,7 @@ class Training:
         self._take_shape(present_config(self.folder.config, self.folder.read_events(), self.world.size))
 
     def _take_shape(self, config: RunConfig) -> None:
-        """The layout, ZeRO stage and micro-batches are those of `config` from now on."""
+        """Use the layout, ZeRO stage and micro-batches of `config` from now on."""
         self.config = config
         self.layout = config.layout(self.world.size, built_in=False)
         self.batch = config.batch.resolve(self.layout.data_size)
@@ -216,11 +245,11 @@ class Training:
         if self.built_in:
             corpus.check_vocabulary(self.config.model.vocab_size)
         for tokens, name in ((corpus.train, "the training text"), (corpus.heldout, "the held-out text")):
-            Sampler(tokens, self.config.data.sequence_length, 0, name=name)  # Raises when it is too short.
+            Sampler(tokens, self.config.data.sequence_length, 0, name=name)  # Raises if the text is too short.
         return corpus
 
     def _count_parameters(self) -> int:
-        """Of the whole model: each rank counts those for which no other answers."""
+        """Count the parameters of the whole model; each rank counts those that only it reports."""
         own = sum(math.prod(row.shape) for row in self.engine.placement.rows if row.answers)
         return sum(self.control.collect(own)) // (self.layout.islands * self.layout.replicas)
 
