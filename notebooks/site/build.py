@@ -28,6 +28,8 @@ PAGES = (
     "README.md",
     "CHANGELOG.md",
     "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
     "LICENSE",
     "extension/screenshot.png",
     "speedlab/guides/**/*.md",
