@@ -1,9 +1,12 @@
 """Old names of modules: an import by an old name gives the module with its new name, and a DeprecationWarning.
 
+`from OLD_MODULE import OLD_NAME` works, too, for a class or function that was renamed in a module that moved.
+
 `speedlab/__init__.py` puts a finder at the end of `sys.meta_path`. The finder asks this module only after every other
 finder has failed for a name of our packages, so that the table costs nothing while all imports use today's names.
 
-To rename a module, add `old:new` to its package below. CONTRIBUTING.md says for how long an old name is kept.
+To move a module, add `old:new` to its package below, and its old classes to `_RENAMED`. CONTRIBUTING.md says for how
+long an old name is kept.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import warnings
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 REMOVED_IN = "0.4"
 """The first version without these names: they are kept for two minor versions, 0.2 and 0.3."""
@@ -201,11 +205,164 @@ _MOVED = {
 }
 """Package → `old:new`: a new name that begins with a dot is in the same package."""
 
+_RENAMED = {
+    "speedlab.calibrate.cases": "Sizes:CaseSizes",
+    "speedlab.calibrate.table": "Row:BenchRow",
+    "speedlab.cli.progress": "Progress:ProgressBar",
+    "speedlab.cluster.agents.registration": """
+        Muster:AgentRegistration Present:RegisteredEngine Register:EngineWatch RollCall:EngineRegistration""",
+    "speedlab.cluster.cluster": "Wanted:ClusterRequest",
+    "speedlab.cluster.connection": "Handle:SupervisorConnection RunsOf:ClusterRuns",
+    "speedlab.cluster.debug.agent_relay": "Caller:DebugCaller Lobby:DebugRelay",
+    "speedlab.cluster.debug.connection": """
+        Door:DebugServer Knock:ConnectRequest Line:DebuggerInput Nobody:NoClient Words:DebuggerOutput
+        door_path:server_path knock:request_connection lobby_path:relay_path""",
+    "speedlab.cluster.debug.supervisor_relay": "Relay:SupervisorDebugRelay",
+    "speedlab.cluster.files.cluster_dir": "Home:ClusterDir",
+    "speedlab.cluster.files.processes": "name_nursery:name_fork_server nurseries:fork_servers",
+    "speedlab.cluster.files.signed_files": "read_sealed:read_signed write_sealed:write_signed",
+    "speedlab.cluster.launch.placement": "Place:RankHost places:rank_hosts",
+    "speedlab.cluster.run_commands": """
+        Pending:CommandFuture take_engines:rebind_engines unsaved_text:unsaved_warning way_on:resume_hint""",
+    "speedlab.cluster.supervisor.host_process_control": "OnHosts:RemoteProcesses",
+    "speedlab.cluster.supervisor.journal": "Adopted:RecoveredWork Sent:JournalEntry",
+    "speedlab.cluster.supervisor.process_control": """
+        Hands:ProcessController Here:LocalProcesses Plan:ResizePlan Process:EngineProcess""",
+    "speedlab.cluster.supervisor.protocol": """
+        AskStanding:GetRunStatus Attend:WakeRun Begin:StartRun Hold:LockRun LetGo:ReleaseRun Listen:Subscribe
+        Look:GetRankStatus Message:ProtocolMessage Post:SendCommand Resize:ResizeCluster Said:DisplayMessage
+        Standing:RunStatus Watch:ResumeSubmission""",
+    "speedlab.cluster.supervisor.record_relay": "Reach:AgentRecords Wire:RecordRelay wire_for:relay_for",
+    "speedlab.cluster.supervisor.recovery": "Count:AttemptCount",
+    "speedlab.cluster.supervisor.run_locks": "Hold:RunLock Holds:RunLocks",
+    "speedlab.cluster.supervisor.runs": "Ranks:RunEngines Run:SupervisedRun Runs:SupervisedRuns Worked:RunSubmission",
+    "speedlab.cluster.supervisor.unreachable_hosts": "Unreached:PendingInterrupts",
+    "speedlab.cluster.supervisor.work_queue": "Line:WorkQueue",
+    "speedlab.cluster.worker.fork_server_client": "Nursery:ForkServer",
+    "speedlab.comm.group": "LentBuffers:DoubleBuffer",
+    "speedlab.comm.peer_watchdog": "Watch:PeerWatchdog",
+    "speedlab.comm.process_groups": """
+        Holder:WorkHolder Rails:HierarchicalGroups Wires:ProcessGroups forget_wires:forget_process_groups
+        limit_wires:limit_process_groups wires:groups_of_world""",
+    "speedlab.comm.shared.mapped_shards": "Joined:MappedShards Memory:MappedArena",
+    "speedlab.comm.shared.memfd": "Handle:FileHandle Segment:AnonymousSegment",
+    "speedlab.comm.shared.mismatch": "Faults:GroupFault",
+    "speedlab.comm.shared.p2p": "Mailbox:P2PMailbox",
+    "speedlab.comm.shared.shared_tensors": "Place:TensorAddress Process:PeerProcess",
+    "speedlab.comm.shared.staged_collectives": "Rounds:StagedCollectives",
+    "speedlab.comm.shared.sync_page": "Meeting:SyncPage Transfer:OfferPurpose",
+    "speedlab.comm.simulated_link": "Line:SimulatedLink Message:SimulatedMessage own_line:own_link",
+    "speedlab.comm.transfers": "Counted:CommCounts Traffic:CommStats",
+    "speedlab.comm.transports.select": "Link:GroupLink",
+    "speedlab.comm.world": "Board:StoreMailbox",
+    "speedlab.config.base": "Part:ConfigSection",
+    "speedlab.config.deepspeed.keys": "Keys:RemainingKeys",
+    "speedlab.config.run_config": "GivenConfig:ConfigLike config_of:as_config",
+    "speedlab.data.encoding": "Part:TextShare",
+    "speedlab.engine.checkpoint.slices": "Block:StridedSlice",
+    "speedlab.engine.consistency_checks": """
+        SameData:DataConsistencyCheck SameGradients:GradientConsistencyCheck UnseenWrites:UntrackedWriteCheck""",
+    "speedlab.engine.full_state_dict": "whole_state:full_state_dict",
+    "speedlab.engine.kernels": "OwnKernels:CpuKernelOverrides",
+    "speedlab.engine.loss_weights": "Counted:TargetCount",
+    "speedlab.engine.memory_ledger": "Looking:MemoryProbe measure_away:measure_offloaded",
+    "speedlab.engine.model_check": "try_model:validate_model",
+    "speedlab.engine.placement_builder": """
+        away_folder:offload_folder residency_of:zero_policy_of ways_of:comm_groups_of""",
+    "speedlab.engine.proof.micro_batch_split": "Losses:SplitLosses",
+    "speedlab.engine.proof.prover": "Tokenizer:ProofTokenizer",
+    "speedlab.engine.step_reduction": "Totals:StepReduction sum_totals:reduce_step",
+    "speedlab.engine.train_step": "Step:StepState",
+    "speedlab.models.gpt": "Attend:CausalAttention Block:GPTBlock Prediction:LMHead",
+    "speedlab.offload.anonymous_file": "NamelessFile:AnonymousFile",
+    "speedlab.offload.disk_store": "DiskKept:DiskState",
+    "speedlab.offload.file_allocator": "Growing:GrowingFile Room:FileAllocator",
+    "speedlab.offload.host_store": "HostKept:HostState",
+    "speedlab.offload.io_queue": "Chain:IOQueue Job:IORequest Pool:IOThreadPool",
+    "speedlab.offload.low_precision_states": """
+        EightBits:EightBitState OnDevice:DeviceState Scratch:DecodeBuffer Widened:UpcastMaster""",
+    "speedlab.offload.offloaded_tensor": "AwayState:OffloadedTensor",
+    "speedlab.offload.page_pool": "Coming:RepinnableTensor Pages:PagePool",
+    "speedlab.offload.staging_buffers": "Buffers:BufferPool Memory:StagedMemory",
+    "speedlab.offload.store": "Kept:OffloadedState Store:StateStore",
+    "speedlab.offload.store_registry": "Stores:StoreRegistry",
+    "speedlab.optim.compressed_optimizer": """
+        Communicating:CommunicatingOptimizer Exchanged:ExchangedState Prepares:NeedsSetup
+        Publishes:ParamSyncOptimizer StepsApart:LocalStepOptimizer""",
+    "speedlab.optim.delayed_update": "LateUpdate:DelayedUpdate Twin:OptimizerSnapshot",
+    "speedlab.optim.diloco": "Islands:DiLoCo Meeting:OuterStep kept_by_islands:kept_by_diloco",
+    "speedlab.optim.factory": "Recipe:OptimizerFactory asked_groups:param_groups_from",
+    "speedlab.optim.fused": "Given:UpdateInput LooksAtParameters:LayerwiseOptimizer",
+    "speedlab.optim.onebit_adam": "TwoPhases:WarmupThenCompressed",
+    "speedlab.optim.optimizer_state": "Segment:MasterSegment",
+    "speedlab.optim.optimizer_trial": "Subject:OptimizerMaker",
+    "speedlab.optim.parameter_forms": "Forms:ParameterForms Needs:RequiredForms",
+    "speedlab.optim.sharded_sign_compression": "ToOwners:ShardedSignCompression",
+    "speedlab.optim.sharded_update": "Update:FlatUpdate",
+    "speedlab.optim.sign_compression": "SendsSigns:SignCompressedOptimizer",
+    "speedlab.optim.zero_one_adam": "Kind:StepKind Steps:StepPolicy",
+    "speedlab.parallel.context.attention_masks": "Places:TokenPositions",
+    "speedlab.parallel.module_patches": "Change:ModulePatch Changes:ModulePatches",
+    "speedlab.parallel.tensor.tp_plan": "Cut:LayerSharding",
+    "speedlab.parallel.zero.all_gather": "Gathers:UnshardScheduler",
+    "speedlab.parallel.zero.comm_groups": """
+        Gathering:AllGather Secondary:SecondaryPartition Waited:Work Ways:ZeroCommGroups""",
+    "speedlab.parallel.zero.flat_param": "Flat:FlatParam FlatStates:FlatParamStates",
+    "speedlab.parallel.zero.param_slot": "Slot:ParamSlot",
+    "speedlab.parallel.zero.param_views": "Shown:ParamViews",
+    "speedlab.parallel.zero.parameter": """
+        FlatParameter:UnshardedParameter Place:ParameterOwner ReleasedParameter:ReshardedParameter""",
+    "speedlab.parallel.zero.reduce_scatter": "Reductions:ReduceScheduler",
+    "speedlab.parallel.zero.units": "Pass:UnitPhase Watch:ValueObserver",
+    "speedlab.planner.fit_suggestions": "Change:FitChange",
+    "speedlab.planner.memory.activation_sizes": "Sizes:ActivationSizes",
+    "speedlab.planner.memory.offload": "residency_of:zero_policy_of",
+    "speedlab.planner.memory.pipeline_stage": "Pass:MicroBatchMemory",
+    "speedlab.planner.memory.places": "Place:PlaceBytes",
+    "speedlab.planner.model_spec": "Sizes:ModelSizes Subject:ModelSpec",
+    "speedlab.planner.time.kernels": "Pass:KernelSeconds",
+    "speedlab.telemetry.figures.compare": "Look:RunStanding",
+    "speedlab.telemetry.figures.steps": "Cut:HistoryRange",
+    "speedlab.telemetry.live_cells": "Said:CellOutcome",
+    "speedlab.telemetry.run_folder": "Command:RunCommand",
+    "speedlab.telemetry.trace": "Timeline:PipelineTimeline",
+    "speedlab.trainer.cell_runner": "Cells:CellRunner",
+    "speedlab.trainer.collective_errors": """
+        Bare:ControlGroup Meeting:Reconnectable Parted:RanksDiverged Refusal:CommandRefused""",
+    "speedlab.trainer.commands": "Answer:CommandResult Word:CommandSpec carry_out_pending:run_pending_commands",
+    "speedlab.trainer.fit_check": "Held:RankCapacity",
+    "speedlab_notebook.magics.commands": "Command:MagicCommand",
+    "speedlab_notebook.magics.ranks_magic": "Line:RanksLine View:CellView",
+    "speedlab_notebook.panel.changes": "Change:PendingChange",
+    "speedlab_notebook.panel.controls": "Looks:StyleCache Shown:ShownField",
+    "speedlab_notebook.panel.fields": "Kind:ControlKind Reading:FormValues",
+    "speedlab_notebook.panel.form": "Page:FormPage",
+    "speedlab_notebook.panel.history": "History:UndoHistory",
+    "speedlab_notebook.panel.prediction": "Prediction:PanelPrediction",
+    "speedlab_notebook.panel.presets": "Preset:PanelPreset",
+    "speedlab_notebook.panel.run_control": "Watch:PollingThread",
+    "speedlab_notebook.panel.view": "Keys:PanelKeys View:PanelView",
+    "speedlab_server.figure_socket": "Easel:FigureSession Looking:PageView Painter:FigureRenderer",
+    "speedlab_server.live_socket": "Page:PageConnection Watched:WatchedRun",
+    "speedlab_server.run_registry": "Given:ListedCluster",
+    "speedlab_server.start_cluster": "Place:PythonEnvironment Starts:ClusterLauncher",
+}
+"""Module → `old:new` of classes and functions. A module has the old names after it was imported by its own old name."""
+
 
 def moved_modules() -> dict[str, str]:
     """Return the full old name of each module that moved, with the full new name."""
     pairs = [(package, *pair.split(":")) for package, text in _MOVED.items() for pair in text.split()]
     return {f"{package}.{old}": importlib.util.resolve_name(new, package) for package, old, new in pairs}
+
+
+def renamed_names(module: str) -> dict[str, str]:
+    """Return the old names of a module's classes and functions, with the new ones.
+
+    Args:
+        module: The full new name of the module.
+    """
+    return dict(pair.split(":") for pair in _RENAMED.get(module, "").split())
 
 
 def find_spec(name: str) -> ModuleSpec | None:
@@ -235,7 +392,8 @@ class _MovedModule(Loader):
         # Level 2 is the line with the import: warnings leave out the frames of importlib.
         warnings.warn(text, DeprecationWarning, stacklevel=2)
         # The import system returns what it finds here, so that there is one module and one class of each name.
-        sys.modules[old] = importlib.import_module(self._new)
+        sys.modules[old] = new = importlib.import_module(self._new)
+        _add_old_names(new)
 
 
 class _OldPackage(Loader):
@@ -246,3 +404,19 @@ class _OldPackage(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         return None
+
+
+def _add_old_names(module: ModuleType) -> None:
+    """Let attribute access find old names of classes and functions. Only code that imports old modules needs that."""
+    names = renamed_names(module.__name__)
+    if not names or "__getattr__" in vars(module):
+        return
+
+    def find(name: str) -> Any:
+        if name not in names:
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        text = f"{module.__name__}.{name} is now {names[name]}. The old name will be removed in SpeedLab {REMOVED_IN}."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return getattr(module, names[name])
+
+    vars(module)["__getattr__"] = find

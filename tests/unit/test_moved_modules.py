@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from import_graph import sources
 
-from speedlab.moved_modules import OLD_PACKAGES, REMOVED_IN, moved_modules
+from speedlab.moved_modules import OLD_PACKAGES, REMOVED_IN, moved_modules, renamed_names
 
 MOVED = moved_modules()
 
@@ -44,6 +44,26 @@ def test_an_old_name_is_the_new_module_and_warns_once(package: str, monkeypatch:
         assert [str(one.message) for one in seen if one.category is DeprecationWarning] == [
             f"{old} is now {new}. The old name will be removed in SpeedLab {REMOVED_IN}."
         ]
+
+
+RENAMED = {new: names for new in sorted(set(MOVED.values())) if (names := renamed_names(new))}
+
+
+@pytest.mark.parametrize("new", RENAMED)
+def test_old_names_of_classes_and_functions_are_found_in_old_modules(new: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = next(old for old, target in MOVED.items() if target == new)
+    monkeypatch.delitem(sys.modules, old, raising=False)
+    with pytest.warns(DeprecationWarning, match=rf"^{old} is now {new}\. The old name "):
+        module = importlib.import_module(old)
+    for name, today in RENAMED[new].items():
+        assert name not in vars(module)
+        with pytest.warns(
+            DeprecationWarning, match=rf"^{new}\.{name} is now {today}\. The old name will be removed in "
+        ):
+            exec(f"from {old} import {name} as found", scope := {})
+        assert scope["found"] is getattr(module, today)
+    with pytest.raises(AttributeError, match=f"module '{new}' has no attribute 'nothing'"):
+        _ = module.nothing
 
 
 def test_the_warning_names_the_line_that_imports(tmp_path: Path) -> None:
