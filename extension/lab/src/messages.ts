@@ -1,4 +1,4 @@
-// Made by `python -m speedlab_server.schema.typescript` from speedlab_server/schema/__init__.py; a test holds them together.
+// Made by `python -m speedlab_server.schema.typescript` from speedlab_server/schema; a test compares both.
 
 export const VERSION = 1 as const;
 export const CATEGORIES = ["parameters", "gradients", "master_weights", "optimizer_moments", "activations", "communication_buffers", "other_framework", "outside_framework"] as const;
