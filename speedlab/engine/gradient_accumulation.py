@@ -1,11 +1,11 @@
-"""Which micro-batch of a step a loop of one's own is in, and whether the loop counts as the engine does.
+"""Gradient accumulation: count the micro-batches of a step in the caller's own loop.
 
 The engine counts calls of `engine.step()`: with `batch.accumulation` 2 every second call updates. A loop written for
-DistributedDataParallel calls `step` once for several backwards, and would get half of its updates.
+DistributedDataParallel calls `step` once for several backwards, and would silently get half of its updates. So:
 
 1. A second forward and backward without a `step` between them raises, on all ranks, because all run the same loop.
-2. Inside `no_sync`, or after `set_gradient_accumulation_boundary`, the loop counts by itself: there the next backward
-   ends the micro-batch before it, and `step` ends the last one.
+2. Inside `no_sync`, or after `set_gradient_accumulation_boundary`, the loop counts itself: the next backward ends the
+   previous micro-batch, and `step` ends the last one.
 3. Several losses of one forward are one micro-batch.
 
 With `batch.accumulation` 1 nothing is divided and every `step` updates: backwards add up, as in plain torch.
@@ -17,47 +17,50 @@ from collections.abc import Callable
 
 
 class Accumulation:
-    """Counts forwards and backwards of the present micro-batch, and micro-batches of the present step."""
+    """Counters of forwards and backwards in the current micro-batch, and of micro-batches in the current step."""
 
     def __init__(self, size: int, forwards: Callable[[], int]) -> None:
-        """
+        """Start before the first micro-batch.
+
         Args:
-            size: micro-batches of a step, `batch.accumulation`.
-            forwards: returns how many forwards with gradients the modules have begun so far.
+            size: Micro-batches of a step, `batch.accumulation`.
+            forwards: Returns how many forwards with gradients the modules have begun so far.
         """
         self.size = size
         self.ended = 0
-        """Micro-batches of the present step that have ended."""
+        """Micro-batches of the current step that have ended."""
         self.boundary: bool | None = None
-        """The caller's own word on whether the present micro-batch is the last one; None counts."""
+        """Whether the caller declared the current micro-batch the last one of its step; None uses the count."""
         self.backwards = 0
-        """Backwards of the present micro-batch."""
+        """Backwards of the current micro-batch."""
         self._forwards = forwards
         self._began_at = self._seen = forwards()
-        """Forwards before the present micro-batch, and before its last backward."""
+        """Forwards before the current micro-batch, and before its last backward."""
         self._unsummed = False
         """Whether the last backward ran inside `no_sync`."""
         self._counts_itself = False
-        """Whether a backward has ended a micro-batch of the present step."""
+        """Whether a backward has ended a micro-batch of the current step."""
 
     @property
     def at_boundary(self) -> bool:
-        """Whether the present micro-batch is the last one of its step."""
+        """Return whether the current micro-batch is the last one of its step."""
         return self.ended + 1 >= self.size if self.boundary is None else self.boundary
 
     @property
     def next(self) -> int:
-        """The micro-batch that a forward now belongs to: behind a backward of a loop that counts by itself, the next
-        one."""
+        """Return the micro-batch of the next forward; after a backward in a loop that counts itself, the next one."""
         itself = self.boundary is not None or self._unsummed
         return self.ended + (self.size > 1 and self.backwards > 0 and itself)
 
     def begin_backward(self, *, sync: bool) -> None:
-        """A loop of the caller's is about to call backward.
+        """Count a backward of the caller's loop.
+
+        Args:
+            sync: Whether this backward reduces gradients over the ranks; False inside `no_sync`.
 
         Raises:
-            RuntimeError: when the backward belongs to another micro-batch and nothing says that the last one has ended,
-                or when the step has all of its micro-batches.
+            RuntimeError: If the backward belongs to another micro-batch although nothing ended the last one, or if the
+                step already has all of its micro-batches.
         """
         if self.size > 1 and self.backwards:
             now = self._forwards()
@@ -81,16 +84,15 @@ class Accumulation:
         self._seen, self._unsummed = self._forwards(), not sync
 
     def end_micro_batch(self) -> None:
-        """The present micro-batch has all of its gradients."""
+        """Count a micro-batch that has all of its gradients."""
         self.ended += 1
         self._begin()
 
     def check_end(self) -> None:
-        """`step` was called.
+        """Check the count when the caller calls `step`.
 
         Raises:
-            RuntimeError: when the loop counts by itself and the step has fewer micro-batches than gradients are divided
-                by.
+            RuntimeError: If the loop counts itself and the step has fewer micro-batches than gradients are divided by.
         """
         count = self.ended + 1
         by_itself = self.at_boundary if self.boundary is not None else self._counts_itself
@@ -102,7 +104,7 @@ class Accumulation:
             )
 
     def forget(self) -> None:
-        """The step is over, or given up."""
+        """Reset the counters after a step ended or was given up."""
         self.ended, self._counts_itself = 0, False
         self._begin()
 

@@ -1,4 +1,9 @@
-"""`speedlab.initialize`: from a plain module to an engine, with DeepSpeed's signature and return value."""
+"""`speedlab.initialize`: wrap a module in an engine, with DeepSpeed's signature and return value.
+
+1. `initialize` checks the arguments and resolves configuration, layout and batch sizes.
+2. `_build` partitions the model, makes the optimizer over its flat parameters, and makes the engine.
+3. The checks (`_check_*`, `_refuse_*`) raise ConfigError on all ranks, before any change.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +53,7 @@ from speedlab.placement import Placement
 log = logging.getLogger("speedlab.engine")
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
-"""The engine that drives a module, so that setting up twice leaves nothing of the first behind."""
+"""The engine of each module, so that a second `initialize` of the module destroys the first engine."""
 
 
 def initialize(
@@ -67,46 +72,52 @@ def initialize(
     device: torch.device | str | None = None,
     timeout_seconds: float | None = None,
 ) -> tuple[Engine, Optimizer, DataLoader[Any] | None, Any]:
-    """Wrap any module for training on all ranks of the world. Collective: every rank calls it with the same arguments.
+    """Wrap any module for training on all ranks. Collective: every rank calls it with the same arguments.
 
     Args:
-        args: ignored; it stands where DeepSpeed's signature has it.
-        model_parameters: as DeepSpeed's, for an optimizer that is made here: all that requires a gradient, or groups of
-            it with options of their own.
-        model: a module with equal parameters on all ranks (rank 0's count), or a callable that makes one. The values
-            of a callable's model equal `torch.manual_seed(config.seed); model()` bit for bit. While it runs, large
-            parameters are freed, and they are computed again unit by unit: use it for models that do not fit whole.
-            Parameters that it loads (`from_pretrained`) stay whole on each rank until they are partitioned.
-        optimizer: an elementwise torch optimizer as class (with the arguments that `config.optimizer` names, and else
-            the class's own defaults; one that sends signs, as 1-bit Adam's, has all of it), as callable of the list of
-            trainable parameters, or as an instance over them; None makes the one that the configuration describes.
-            With None, all parameters may be frozen, as a teacher's: the engine computes and is never stepped.
-        training_data: a dataset with a length and items by number; the returned loader gives each rank its share in
-            micro-batches, each epoch in an order of its own. After `engine.load_checkpoint` it goes on behind the items
-            that the checkpoint had trained on, under any layout.
-        lr_scheduler: a torch scheduler, or a callable that makes one of the optimizer; None makes the configuration's
-            when the optimizer too comes from it, and else none. `engine.step` steps it.
-        config: RunConfig, a dict of its fields, or the path of a JSON or YAML file; of DeepSpeed's keys, too. A
-            RunConfig counts with all its defaults; of the others, gradients are clipped and a schedule is followed
-            only where they name `clip_norm` and `schedule`.
-        loss: `loss(model, batch)`, which calls the model and gives the mean loss of a micro-batch: what `train_batch`
-            and `evaluate` compute of their batches, whatever these are. Without it a forward takes (tokens, targets),
-            perhaps with `positions` of documents, or a dict of keyword arguments, and gives the loss or an output with
-            `.loss`.
-        units: which modules are gathered together; None chooses repeated blocks.
-        tp_plan: how layers are cut over tensor-parallel ranks, as in Hugging Face's plans: pattern of module names →
-            style. None takes the one that the model brings along.
-        timeout_seconds: how long collectives of SpeedLab's groups wait for a rank that does not come, while the engine
-            lives. Then PeerLost names the call in which each rank is. None takes `config.timeout_seconds`, else what
-            the cluster or the world of ranks was given, else 1,800.
+        args: Ignored; DeepSpeed's signature has it.
+        model_parameters: As in DeepSpeed: the parameters of an optimizer that is made here. All that require gradients,
+            or parameter groups with their options.
+        model: A module with equal parameters on all ranks (rank 0's values are used), or a callable that makes one. The
+            callable's model equals `torch.manual_seed(config.seed); model()` bit for bit. Large parameters are freed
+            while the callable runs and computed again unit by unit, so use a callable for models that do not fit whole.
+            Parameters that the callable loads (`from_pretrained`) stay whole on each rank until they are partitioned.
+        optimizer: One of: an elementwise torch optimizer class; a callable that takes the list of trainable parameters;
+            an instance over them; or None for the configured optimizer. A class gets the arguments that
+            `config.optimizer` names and else its own defaults. An optimizer that sends signs, such as 1-bit Adam, uses
+            all of `config.optimizer`. With None, all parameters may be frozen (a teacher): the engine computes, without
+            steps.
+        training_data: A map-style dataset. The returned loader gives each rank its share in micro-batches, in another
+            order each epoch. After `engine.load_checkpoint` it continues after the items that the checkpoint had used,
+            under any layout.
+        lr_scheduler: A torch scheduler, or a callable that makes one from the optimizer. None makes the configured
+            schedule if the optimizer is configured too, else no scheduler. `engine.step` steps it.
+        config: RunConfig, a dict of its fields, or the path of a JSON or YAML file. DeepSpeed's keys work too. A
+            RunConfig counts with all its defaults. A dict or file clips gradients and uses a schedule only if it names
+            `clip_norm` and `schedule`.
+        loss: `loss(model, batch)` calls the model and returns the mean loss of a micro-batch. `train_batch` and
+            `evaluate` use it, for batches of any kind. Without it, a forward takes (tokens, targets), optionally with
+            `positions` of documents, or a dict of keyword arguments, and returns the loss or an output with `.loss`.
+        units: Which modules are gathered together; None chooses the repeated blocks.
+        tp_plan: How layers are sharded over tensor-parallel ranks, as in Hugging Face's plans: a dict from patterns of
+            module names to styles. None takes the model's own plan.
+        collate_fn: As in torch's DataLoader, for `training_data`.
+        device: The device of this rank; None chooses it.
+        timeout_seconds: How long collectives of SpeedLab's groups wait for a missing rank while the engine exists. Then
+            PeerLost names the call in which each rank is. None takes `config.timeout_seconds`, else the timeout of the
+            cluster or the world of ranks, else 1,800.
 
-    Returns (engine, optimizer, loader or None, scheduler or None).
-    Raises ConfigError before anything is changed, and LayoutError where the number of ranks does not fit.
+    Returns:
+        (engine, optimizer, loader or None, scheduler or None).
+
+    Raises:
+        ConfigError: For wrong arguments, before any change.
+        LayoutError: If the number of ranks does not fit the layout.
     """
     if model is None:
         raise ConfigError("initialize: model is missing; give a torch.nn.Module, or a callable that makes one")
     config = _config(config)
-    gc.collect()  # What an earlier set-up of a notebook cell left behind may still be held by cycles.
+    gc.collect()  # Reference cycles may keep the engine of an earlier notebook cell in memory.
     timeout = _timeout(config.timeout_seconds if timeout_seconds is None else timeout_seconds)
     world = join(device)
     layout = config.layout(world.size, built_in=False)
@@ -124,7 +135,7 @@ def initialize(
     _refuse_plateau(engine)
     for module in engine.modules:
         _engines[module] = weakref.ref(engine)
-    _prepare_attention(engine)  # Behind that: who interrupts it can call again.
+    _prepare_attention(engine)  # After the registration, so that a call after an interrupt destroys this engine.
     engine.epochs = epochs
     loader = _loader(training_data, epochs, batch, config.seed, collate_fn)
     return engine, engine.optimizer, loader, engine.scheduler
@@ -144,7 +155,7 @@ def _build(
     groups: Groups | None,
     timeout: Timeout | None,
 ) -> Engine:
-    """The model's parts on this rank, the optimizer over their flats, and the engine over both. Collective."""
+    """Build the model parts of this rank, the optimizer over their flat parameters, and the engine. Collective."""
     layout, dtype = config.layout(world.size, built_in=False), compute_dtype(config.precision, world.device)
     suit_allocator(world.device, sparing=config.offload.used)
     outside_bytes = PeakMemory.resident()
@@ -207,9 +218,10 @@ def _build(
 
 
 def _check_trains(optimizer: OptimizerChoice, modules: Sequence[nn.Module], mesh: Mesh) -> bool:
-    """Whether any rank has a parameter to train; a rank's pipeline stages may all be frozen. Collective.
+    """Return whether any rank has a parameter to train; all pipeline stages of one rank may be frozen. Collective.
 
-    Raises ConfigError, on all ranks, where an optimizer was given and no rank has one."""
+    Raises ConfigError, on all ranks, if an optimizer was given and no rank has a trainable parameter.
+    """
     own = any(parameter.requires_grad for module in modules for parameter in module.parameters())
     trains = any(mesh.everyone.collect(own))
     if not trains and optimizer is not None:
@@ -227,8 +239,10 @@ def _recipe(
     groups: Groups | None,
     mesh: Mesh,
 ) -> OptimizerFactory:
-    """How to make the optimizer. Raises on all ranks, which may have other parameters, what is against it on one.
-    Collective."""
+    """Return the factory of the optimizer. Collective.
+
+    Ranks may have different parameters. So an error on one rank raises on all ranks.
+    """
     recipe, error, problem = None, None, ""
     try:
         recipe = OptimizerFactory(optimizer, modules, config.optimizer, groups, trial_on=mesh.device)
@@ -244,7 +258,7 @@ def _recipe(
 
 
 def _timeout(seconds: float | None) -> Timeout | None:
-    """Raises ConfigError for what is no number of seconds."""
+    """Return the timeout. Raises ConfigError if `seconds` is not a number of seconds."""
     try:
         return None if seconds is None else Timeout(checked_seconds(seconds, "timeout_seconds"))
     except ValueError as error:
@@ -252,7 +266,7 @@ def _timeout(seconds: float | None) -> Timeout | None:
 
 
 def _partitioned(recipe: OptimizerFactory, parts: Sequence[ModelPart], mesh: Mesh) -> PartitionedOptimizer:
-    """The optimizer over the flats of all parts. Collective."""
+    """Return the optimizer over the flat parameters of all parts. Collective."""
     partitioned = PartitionedOptimizer(
         [flat for part in parts for flat in part.zero.flats],
         Placement.joined(part.zero.placement for part in parts),
@@ -267,8 +281,11 @@ def _partitioned(recipe: OptimizerFactory, parts: Sequence[ModelPart], mesh: Mes
 
 
 def _config(config: ConfigLike | None) -> RunConfig:
-    """The caller's configuration. A RunConfig counts with its defaults, which the caller could see; anything else is
-    taken at its word: what it does not name, clipping and a schedule, is not done."""
+    """Return the caller's configuration.
+
+    A RunConfig counts with its defaults, because the caller could see them. A dict or file clips gradients and uses a
+    schedule only if it names them.
+    """
     if isinstance(config, RunConfig):
         return config
     named = as_config({} if config is None else config)
@@ -277,7 +294,7 @@ def _config(config: ConfigLike | None) -> RunConfig:
 
 
 def _prepare_kernels(config: RunConfig, optimizer: OptimizerChoice, device: torch.device) -> None:
-    """Compile what this configuration needs beyond what every run does; ConfigError where there is no kernel for it."""
+    """Compile the kernels that only some configurations need. Raises ConfigError if a kernel is missing."""
     prepare_small_states(config, device)
     if optimizer is None:
         prepare_optimizer(config, device)
@@ -287,8 +304,10 @@ def _prepare_kernels(config: RunConfig, optimizer: OptimizerChoice, device: torc
 
 
 def _prepare_attention(engine: Engine) -> None:
-    """Compile what a model that is known to ask for torch's attention takes on this processor, for the dtype it
-    computes in. Others do with their first call."""
+    """Compile the CPU attention kernel for the compute dtype, if the model is known to call torch's attention.
+
+    Other models compile the kernel at their first call.
+    """
     choice = engine.config.precision.attention
     asks = any(_asks_for_attention(module) for part in engine.modules for module in part.modules())
     if asks and cpu_sdpa.in_use(engine.world.device, choice) != "torch":
@@ -296,14 +315,19 @@ def _prepare_attention(engine: Engine) -> None:
 
 
 def _asks_for_attention(module: nn.Module) -> bool:
-    """Of torch's `scaled_dot_product_attention`, as far as is known: the built-in GPT, torch's layer, transformers."""
+    """Return whether a module is known to call torch's `scaled_dot_product_attention`.
+
+    Known are the built-in GPT, torch's layer, and transformers.
+    """
     chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
     return chosen == "sdpa" or isinstance(module, CausalAttention | nn.MultiheadAttention)
 
 
 def _check_islands(mesh: Mesh, config: RunConfig) -> None:
-    """Raises ConfigError, on all ranks, where islands cut hosts; what is said of meetings that nobody has is told to be
-    of no use. Collective where there are islands."""
+    """Raise ConfigError, on all ranks, if a host has ranks of several islands. Collective with several islands.
+
+    With one island, warn about `outer` settings that have no effect.
+    """
     if mesh.layout.islands == 1:
         usual = OuterConfig()
         unused = [name for name in OuterConfig.model_fields if getattr(config.outer, name) != getattr(usual, name)]
@@ -320,8 +344,10 @@ def _check_islands(mesh: Mesh, config: RunConfig) -> None:
 
 
 def _tell_of_no_use(optimizer: OptimizerChoice, kind: type[Optimizer], config: RunConfig) -> None:
-    """What is said of another optimizer than the one that trains. One that sends signs has all of the configuration,
-    whoever made it."""
+    """Warn about settings of an optimizer other than the one that trains.
+
+    An optimizer that sends signs uses all of the configuration, also if the caller made it.
+    """
     settings = config.optimizer
     if kept_by(kind) is not None:
         return
@@ -344,7 +370,7 @@ def _tell_of_no_use(optimizer: OptimizerChoice, kind: type[Optimizer], config: R
 
 
 def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -> None:
-    """Of optimizers that sum gradients themselves: what cannot be is refused, and what will not be is said."""
+    """Check the settings of an optimizer that reduces gradients itself: raise ConfigError, or warn."""
     if kept_by(kind) is not None and mesh.layout.islands > 1:
         raise ConfigError(
             f"parallel.islands {mesh.layout.islands}: {kind.__name__} sums gradients itself, over all ranks in every "
@@ -367,8 +393,10 @@ def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -
 
 
 def _check_masters(kind: type[Optimizer], modules: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Raises ConfigError on all ranks, whose pipeline stages may differ, where the optimizer has kernels alone and a
-    parameter would have masters that they do not update."""
+    """Raise ConfigError, on all ranks, if an optimizer with fused kernels would have masters wider than float32.
+
+    Collective, because ranks may have different pipeline stages.
+    """
     if not issubclass(kind, FusedOptimizer):
         return
     every = (item for module in modules for item in module.named_parameters())
@@ -383,7 +411,7 @@ def _check_masters(kind: type[Optimizer], modules: Iterable[nn.Module], mesh: Me
 
 
 def _take_back(model: nn.Module) -> None:
-    """If an engine drives this module already, its parameters come back whole and that engine ends."""
+    """Destroy the engine that already drives this module; the module gets its whole parameters back."""
     reference = _engines.pop(model, None)
     earlier = reference() if reference is not None else None
     if earlier is None:
@@ -399,8 +427,10 @@ def _scheduler(choice: Any, optimizer_choice: OptimizerChoice, config: RunConfig
 
 
 def _check_scheduler(choice: Any, instance: Optimizer | None) -> None:
-    """Raises ConfigError for a scheduler of another optimizer than the one that will train. `instance`: this one, where
-    the user's own object trains."""
+    """Raise ConfigError if the scheduler belongs to another optimizer than the one that trains.
+
+    `instance` is the user's optimizer object, if that object trains.
+    """
     its = None if isinstance(choice, type) else getattr(choice, "optimizer", None)
     if isinstance(its, Optimizer) and its is not instance:
         raise ConfigError(
@@ -410,7 +440,7 @@ def _check_scheduler(choice: Any, instance: Optimizer | None) -> None:
 
 
 def _refuse_plateau(engine: Engine) -> None:
-    """Raises ConfigError, and ends the engine, where its scheduler cannot be stepped by `engine.step`."""
+    """Destroy the engine and raise ConfigError if `engine.step` cannot step the scheduler."""
     if isinstance(engine.scheduler, ReduceLROnPlateau):
         engine.destroy()
         raise ConfigError(
@@ -420,10 +450,10 @@ def _refuse_plateau(engine: Engine) -> None:
 
 
 def _epochs(data: Dataset[Any] | None, batch: Batch, layout: Layout, rank: int, seed: int) -> Epochs | None:
-    """This rank's order of the data; checked before anything is built."""
+    """Return the data order of this rank, checked before anything is built."""
     if data is None:
         return None
-    # An IterableDataset may have a length, and inherits a method for items that only raises.
+    # An IterableDataset may have a length, and its inherited __getitem__ only raises.
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__") or isinstance(data, IterableDataset):
         raise ConfigError(
             f"training_data: a {type(data).__name__} has no length or no items by number, so that its order cannot be "
@@ -438,6 +468,6 @@ def _loader(
 ) -> DataLoader[Any] | None:
     if data is None or epochs is None:
         return None
-    # A generator of its own: starting an epoch leaves torch's random state alone.
+    # An own generator, so that starting an epoch does not change torch's random state.
     numbers = torch.Generator().manual_seed(seed)
     return DataLoader(data, batch_size=batch.micro_size, sampler=epochs, collate_fn=collate_fn, generator=numbers)

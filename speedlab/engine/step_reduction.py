@@ -1,4 +1,7 @@
-"""What one reduction over the ranks tells about a step: its loss, its gradient's norm, and what is not finite."""
+"""The one reduction over ranks at the end of a step: loss, gradient norm, consistency checks, non-finite values.
+
+`reduce_step` packs all numbers into one vector. The other functions make the errors for values that are not finite.
+"""
 
 from __future__ import annotations
 
@@ -20,37 +23,36 @@ from speedlab.parallel.zero import FlatParam
 
 @dataclass(frozen=True, kw_only=True)
 class StepReduction:
-    """What one reduction over the ranks told about a step."""
+    """The reduced numbers of a step, equal on all ranks of an island."""
 
     loss: float
-    """Mean of the losses that were given to `backward`, over the targets that count in them, or over micro-batches and
-    ranks."""
+    """Mean of the losses given to `backward`, over their counted targets, or over micro-batches and ranks."""
     counted: int
-    """How many targets counted in the step; 0 if it is a mean over micro-batches."""
+    """Counted targets of the step; 0 for a mean over micro-batches."""
     none_counts: bool
-    """Whether no target counts in the whole step of an island."""
+    """Whether an island has no counted target in the whole step."""
     some_unknown: bool
-    """Whether some losses of the step are means over a known number of targets, and others not."""
+    """Whether some losses have a known number of targets and others do not."""
     weight: float
-    """What the gradient is to be multiplied with, to be the mean over the targets that count."""
+    """Factor that makes the gradient the mean over counted targets."""
     grad_norm: float
-    """Global norm of the gradient before clipping; of several islands, this rank's own."""
+    """Global norm of the gradient before clipping; with several islands, of this rank's island."""
     signals: tuple[float, ...]
-    """Sums over ranks of the numbers that were given to `step`."""
+    """Sums over ranks of the numbers given to `step`."""
     finite: bool
-    """Whether the gradient is, in every island."""
+    """Whether the gradient is finite in every island."""
     unused: int
-    """Of how many of their parameters the ranks together got no gradient."""
+    """Parameters without a gradient, summed over the ranks."""
     written: int
-    """How many of them were changed too early, over all ranks: `TrainingState.written_too_early`."""
+    """Parameters that were changed too early, over all ranks; see `TrainingState.written_too_early`."""
     same_data: bool
-    """Whether ranks that compute one batch together were given the same."""
+    """Whether ranks that compute one batch together got the same batch."""
     differing: int
-    """In the gradients of how many parameters tensor peers differ that should not: as of `GradientConsistencyCheck`."""
+    """Parameters whose gradients differ between tensor peers but should not; see `GradientConsistencyCheck`."""
     unseen: int
-    """Of how many of those there was no gradient."""
+    """Parameters of that check without a gradient so far."""
     lost: int
-    """How many parameters were written into where the values are lost: as of `UntrackedWriteCheck`."""
+    """Parameters with writes that are lost; see `UntrackedWriteCheck`."""
 
 
 def reduce_step(
@@ -68,15 +70,26 @@ def reduce_step(
     lost: Tensor | None,
     counted: TargetCount | None,
 ) -> StepReduction:
-    """`losses`: of this rank's micro-batches, as far as they count; `squares`: the sum over its own elements of the
-    gradient, which is `scale` times too large; `island`: this rank's, and of how many, each with a gradient of its own;
-    `unused`, `written`: as of `StepReduction`, on this rank; `difference`: as `DataConsistencyCheck.take` gives it;
-    `gradients`: as `GradientConsistencyCheck.take` does; `lost`: as `UntrackedWriteCheck.take` does;
-    `counted`: as `LossWeights.take` does."""
+    """Reduce the numbers of a step over all ranks, in one call. This is the one host-device sync of a step.
+
+    Args:
+        everyone: All ranks.
+        losses: Losses of this rank's micro-batches, if this rank counts them.
+        squares: () float64: the sum of squares of this rank's gradient elements, still multiplied by the loss scale.
+        scale: The loss scale.
+        signals: Numbers to sum over the ranks.
+        island: (index of this rank's island, number of islands); each island has its own gradient.
+        unused: Parameters without a gradient on this rank.
+        written: Parameters that were changed too early on this rank.
+        difference: From `DataConsistencyCheck.take`.
+        gradients: From `GradientConsistencyCheck.take`.
+        lost: From `UntrackedWriteCheck.take`.
+        counted: From `LossWeights.take`.
+    """
     device = squares.device
     own_island, islands = island
     known, targets, weighted = _weighted(losses, counted, squares)
-    # What the host knows goes to the device in one copy, which does not wait.
+    # All host numbers are copied to the device in one transfer, without a sync.
     numbers = [len(losses), known, unused, written, *signals]
     told = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
     zero = torch.zeros_like(squares)
@@ -84,11 +97,11 @@ def reduce_step(
     looked = [zero if found is None else found for found in (difference, lost)]
     measured = torch.stack([*of_islands, weighted, *looked])
     vector = torch.cat([measured, zero.new_zeros(2) if gradients is None else gradients, told])
-    # The one point of a step where the host waits for the device: clipping, the overflow decision and the control
-    # words of the run need these numbers before the update. Ranks then sum them over the host's connections, so that
-    # the group of all ranks needs none between devices.
+    # The one host-device sync of a step: clipping, the overflow decision and the control
+    # commands of the run need these numbers before the update. Ranks sum them over host connections, so that
+    # the group of all ranks needs no connections between devices.
     own = vector.cpu()
-    check_peers()  # Where a peer has left, what should have come over the device never did.
+    check_peers()  # If a peer has left, device transfers may have ended without data.
     every = everyone.sum_scalars(own).tolist()
     totals, counts, rest = every[:islands], every[islands : 2 * islands], every[2 * islands :]
     loss_sum, other_data, lost_writes, differing, unseen, count, known, left_alone, too_early, *summed = rest
@@ -114,15 +127,17 @@ def reduce_step(
 
 
 def _weighted(losses: Sequence[Tensor], counted: TargetCount | None, like: Tensor) -> tuple[int, Tensor, Tensor]:
-    """(of how many losses the targets are counted, how many targets count, the sum of losses by what they weigh), the
-    last two on the device of `like`."""
+    """Return (losses with known target counts, counted targets, sum of losses times their weights).
+
+    The last two are tensors on the device of `like`.
+    """
     if not losses:
         return 0, torch.zeros_like(like), torch.zeros_like(like)
     stacked = torch.stack([loss.double() for loss in losses])
     if counted is None:
         return 0, torch.zeros_like(like), stacked.sum()
     known = [count for count in counted.losses if count is not None]
-    if len(known) < len(losses):  # Refused if other losses are counted; else all weigh the same.
+    if len(known) < len(losses):  # An error if other losses have counts; otherwise all weights are equal.
         return len(known), torch.zeros_like(like), stacked.sum()
     weights, added = _vector(known, like), _vector(counted.added, like)
     return len(known), added.sum(), (stacked * weights).sum()
@@ -137,7 +152,14 @@ def _vector(numbers: Sequence[float | Tensor], like: Tensor) -> Tensor:
 def find_non_finite(
     everyone: Group, losses: Sequence[Tensor], flats: Iterable[FlatParam], *, step: int
 ) -> NonFiniteError:
-    """The error that says in which losses and gradients of step `step` it was. Collective."""
+    """Return the error that names the losses and gradients that are not finite. Collective.
+
+    Args:
+        everyone: All ranks.
+        losses: Losses of this rank in the step.
+        flats: Flat parameters of this rank.
+        step: Number of the step.
+    """
     flats = list(flats)
     # Ranges of the partitions do not overlap, so every bad element is named by the rank that owns it.
     tensors = [name for flat in flats for name in _non_finite_slots(flat)]
@@ -155,7 +177,14 @@ def find_non_finite(
 
 
 def too_large_to_exchange(norm: float, *, step: int) -> NonFiniteError:
-    """The error of a gradient whose mean as signs may not be finite, which not all ranks would find out."""
+    """Return the error for a gradient too large to exchange as signs.
+
+    Its mean might not be finite, and only some ranks would notice.
+
+    Args:
+        norm: Norm of the gradient.
+        step: Number of the step.
+    """
     return NonFiniteError(
         f"step {step}: the gradient's norm is {norm:.3g}; what is that large is not finite where it is summed. The "
         f"update was not made: parameters and error feedback are those of step {step - 1}. Lower optimizer.lr, or go "
@@ -167,7 +196,14 @@ def too_large_to_exchange(norm: float, *, step: int) -> NonFiniteError:
 
 
 def loss_of_no_targets(everyone: Group, losses: Sequence[Tensor], *, step: int, updated: bool) -> NonFiniteError:
-    """The error of a loss that is not a number, of which the gradient is finite. Collective."""
+    """Return the error for a NaN loss with a finite gradient. Collective.
+
+    Args:
+        everyone: All ranks.
+        losses: Losses of this rank in the step.
+        step: Number of the step.
+        updated: Whether backward has already updated parameters.
+    """
     ranks, _ = _whose_loss(everyone, losses, [])
     what = "Parameters have changed: go back to a checkpoint" if updated else "No parameter has changed"
     return NonFiniteError(
@@ -180,7 +216,13 @@ def loss_of_no_targets(everyone: Group, losses: Sequence[Tensor], *, step: int, 
 
 
 def updated_non_finite(everyone: Group, losses: Sequence[Tensor], *, step: int) -> NonFiniteError:
-    """The error where gradients were used in backward, before anybody could know. Collective."""
+    """Return the error for a non-finite gradient that backward already applied. Collective.
+
+    Args:
+        everyone: All ranks.
+        losses: Losses of this rank in the step.
+        step: Number of the step.
+    """
     ranks, _ = _whose_loss(everyone, losses, [])
     return NonFiniteError(
         f"step {step}: {_where(ranks)}; a gradient was not finite, and optimizer.in_backward has updated parameters "
@@ -192,7 +234,7 @@ def updated_non_finite(everyone: Group, losses: Sequence[Tensor], *, step: int) 
 
 
 def _whose_loss(everyone: Group, losses: Sequence[Tensor], tensors: list[str]) -> tuple[list[int], list[list[str]]]:
-    """Ranks that have a loss that is not finite, and the `tensors` that each of all ranks tells of. Collective."""
+    """Return ranks with a loss that is not finite, and the `tensors` of each rank. Collective."""
     own = bool(losses) and not bool(torch.isfinite(torch.stack([loss.float() for loss in losses])).all())
     reports = everyone.collect({"loss": own, "tensors": tensors})
     ranks = [rank for rank, report in zip(everyone.ranks, reports, strict=True) if report["loss"]]
@@ -200,7 +242,7 @@ def _whose_loss(everyone: Group, losses: Sequence[Tensor], tensors: list[str]) -
 
 
 def _read_elsewhere(flats: Sequence[FlatParam]) -> str:
-    """What else it may be, where parameters come and go."""
+    """Return a hint at another cause, if parameters are gathered on demand."""
     if not any(flat.zero_policy.params_unsharded_on_demand for flat in flats):
         return ""
     return (

@@ -1,10 +1,10 @@
-"""Any elementwise torch optimizer, over the partitions of flats that a rank owns.
+"""The sharded optimizer: any elementwise torch optimizer over the flat-parameter partitions of a rank.
 
-The optimizer sees one-dimensional float32 segments of master weights instead of parameters; what it has of them is
-`OptimizerStates`, and what updates them `FlatUpdate`. Here is when that is done, and what comes before and behind it.
+The torch optimizer sees one-dimensional float32 segments of master weights instead of parameters. `OptimizerStates`
+holds its states and `FlatUpdate` runs one update. This file orders the calls around an update.
 
-A parameter that no rank used in a step is left alone, as plain torch leaves one without a gradient: its segment is cut
-out, and from then on has a history of its own (its count of steps, or no state yet).
+A parameter that no rank used in a step stays unchanged, as in plain torch without a gradient. Its segment is cut out
+and then has its own history (its own step count, or no state yet).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from speedlab.placement import Placement, Replication, ZeroPolicy
 
 
 class PartitionedOptimizer:
-    """The optimizer over what this rank owns. `inner` is the torch optimizer that schedulers and users see."""
+    """The optimizer over the partitions of this rank. `inner` is the torch optimizer that schedulers and users see."""
 
     def __init__(
         self,
@@ -53,29 +53,37 @@ class PartitionedOptimizer:
         apart: bool,
         forms: ParameterForms = EVERY_FORM,
     ) -> None:
-        """`axes`: groups by the names that rows of the table have for them, beside that of a flat. `build` makes the
-        inner optimizer of the segments of each of its groups; `apart`: each segment is of one parameter.
-        `forms`: those in which the inner optimizer may have parameters."""
+        """Make the inner optimizer over the segments of all trained flat parameters.
+
+        Args:
+            flats: All flat parameters of this rank.
+            placement: The placement table of this rank.
+            axes: Reduce groups by the names that the placement table uses, besides the group of a flat parameter.
+            build: Makes the inner optimizer from the segments of each parameter group.
+            group_count: Number of parameter groups.
+            apart: Whether each segment holds one parameter only.
+            forms: The parameter forms that the inner optimizer supports.
+        """
         self.forms = forms
         self.flats = [flat for flat in flats if flat.gradient is not None]
         self._gradients = {flat.name: flat.gradient for flat in flats if flat.gradient is not None}
         self._partitioned = placement.zero_policy.optimizer_states is Replication.PARTITIONED
-        """Whether states are, on every rank; a rank may have no flats that tell."""
+        """Whether optimizer states are partitioned; stored, because a rank may have no flat parameters to ask."""
         self._others = {row.name for row in placement.rows if not row.answers}
         """Parameters that other tensor or pipeline ranks count."""
         self._sums = ParameterSums(self.flats, placement, axes)
         self._states = OptimizerStates(self.flats, build, group_count=group_count, apart=apart)
         self.inner = self._states.inner
         self._twin: OptimizerSnapshot | None = None
-        """What makes an update that is late."""
+        """The optimizer copy that runs a delayed update."""
         self._late: DelayedUpdate | None = None
-        """The update that is under way on a thread, or waits for `publish`."""
+        """The delayed update that runs on a thread or waits for `publish`."""
         for flat in self.flats:
             self._gradients[flat.name].measure = partial(self._squares, flat)
         self._number = 0
-        """Of the present update."""
+        """Number of the current update."""
         self._update: FlatUpdate | None = None
-        """The present one."""
+        """The current update."""
         self._hooks = [
             self.inner.register_step_pre_hook(self._refuse_others),
             self.inner.register_load_state_dict_pre_hook(self._settle_before),
@@ -84,7 +92,7 @@ class PartitionedOptimizer:
         ]
 
     def forget(self) -> None:
-        """Drop every tensor; the optimizer is of no use afterwards."""
+        """Drop every tensor; the optimizer cannot be used afterwards."""
         self.settle()
         for hook in self._hooks:
             hook.remove()
@@ -94,28 +102,32 @@ class PartitionedOptimizer:
 
     @property
     def gradients(self) -> list[Gradient]:
-        """Of `flats`, in their order."""
+        """Return the gradients of `flats`, in the same order."""
         return list(self._gradients.values())
 
     def sum_of_squares(self) -> Tensor:
-        """Of the gradients that this rank counts, as a float64 scalar on the device; each parameter counts on one
-        rank of the tensor and pipeline axes."""
+        """Return the sum of squares of this rank's gradients, () float64 on the device.
+
+        Each parameter counts on one rank of the tensor and pipeline axes.
+        """
         squares = []
         for flat, gradient in zip(self.flats, self.gradients, strict=True):
             squares.append(self._squares(flat, *gradient.counted) if gradient.squares is None else gradient.squares)
         return torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
 
     def _squares(self, flat: FlatParam, start: int, values: Tensor) -> Tensor:
-        """Of `values`, a gradient of `flat` from element `start` on, as far as this rank counts it."""
+        """Return the sum of squares of `values`, a gradient of `flat` from element `start` on, if this rank
+        counts it.
+        """
         total = torch.zeros((), dtype=torch.float64, device=values.device)
         for low, high in owned_ranges(flat, (start, start + values.numel()), self._others):
             total += _squares(flat, values[low - start : high - start])
         gradient = self._gradients[flat.name]
-        # Terms that nobody has summed: so their norm is the sum's where all ranks have the same.
+        # Unreduced terms: this equals the squared norm of the sum if all ranks have equal terms.
         return total * gradient.group.size if gradient.optimizer_reduces else total
 
     def refuse_new_groups(self) -> None:
-        """Raises RuntimeError where the caller has added groups, whose parameters are in no flat."""
+        """Raise RuntimeError if the caller added parameter groups, because no flat parameter holds them."""
         if len(self.inner.param_groups) != self._states.group_count:
             raise RuntimeError(
                 f"optimizer: it has {len(self.inner.param_groups)} groups of parameters, and had "
@@ -124,8 +136,7 @@ class PartitionedOptimizer:
             )
 
     def refuse_hooks(self) -> None:
-        """Raises RuntimeError if the caller has hooks before the inner optimizer's step, which would see no gradients,
-        or others than those that it uses."""
+        """Raise RuntimeError if the caller's pre-step hooks would see no gradients, or not those of the update."""
         if not has_hooks(self.inner):
             return
         reason = ""
@@ -142,14 +153,21 @@ class PartitionedOptimizer:
     # ---- sums that are the inner optimizer's own to take -------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Before the first step: let an optimizer that may sum gradients itself make its connections. Collective."""
+        """Let an optimizer that reduces gradients itself open its connections, before the first step. Collective."""
         if isinstance(self.inner, NeedsSetup):
             self.inner.prepare(self._exchanged())
 
     @torch.no_grad()
     def exchange(self, factor: float, unused: Mapping[str, Collection[int]] | None = None) -> float:
-        """Where the inner optimizer sums gradients itself, let it do so, `factor` in it; the factor that is left for
-        `step`, which has the same `unused`. Nothing has changed when it raises. Collective."""
+        """Let an inner optimizer that reduces gradients itself do so. Collective. On an error nothing has changed.
+
+        Args:
+            factor: Factor on the gradients.
+            unused: Slots that no rank used, by name of flat parameter; as for `step`.
+
+        Returns:
+            The factor left for `step`: 1 after an exchange, else `factor`.
+        """
         if not sums_itself(self.inner):
             return factor
         assert isinstance(self.inner, CommunicatingOptimizer)  # See `sums_itself`.
@@ -167,7 +185,11 @@ class PartitionedOptimizer:
 
     @torch.no_grad()
     def tell_updated(self, everyone: Group) -> None:
-        """Tell an optimizer that may sum gradients itself that an update was made. Collective over all ranks."""
+        """Notify an optimizer that reduces gradients itself of an update. Collective over all ranks.
+
+        Args:
+            everyone: All ranks.
+        """
         if isinstance(self.inner, CommunicatingOptimizer):
             flats = self._exchanged()
             if isinstance(self.inner, ParamSyncOptimizer):
@@ -176,7 +198,7 @@ class PartitionedOptimizer:
 
     @torch.no_grad()
     def meet(self) -> None:
-        """Between two steps, where ranks of the inner optimizer are apart: give all of them one model. Collective."""
+        """Give all ranks of an optimizer with local steps one model, between two steps. Collective."""
         if not isinstance(self.inner, LocalStepOptimizer):
             return
         self.inner.meet(self._exchanged())
@@ -186,7 +208,7 @@ class PartitionedOptimizer:
                 sent.wait()
 
     def told(self) -> dict[str, float]:
-        """What an optimizer that may sum gradients itself says of the last step's exchange; {} of others."""
+        """Return figures of the last step's exchange, for its record; {} for other optimizers."""
         return self.inner.told() if isinstance(self.inner, CommunicatingOptimizer) else {}
 
     def _exchanged(self, unused: Mapping[str, Collection[int]] | None = None) -> list[ExchangedState]:
@@ -216,11 +238,14 @@ class PartitionedOptimizer:
         flats: Sequence[FlatParam] | None = None,
         ahead: FlatParam | None = None,
     ) -> None:
-        """Multiply gradients by `factor`, update the masters, and bring the parameters of all ranks up to date.
+        """Multiply gradients by `factor`, update the masters, and gather the new parameters on all ranks.
 
-        `unused`: for flats by name, the slots that no rank used; they and their states stay as they are. `number`: how
-        many updates there were, of which depends what is rounded at random. `flats`: those that are updated, all when
-        left out; `ahead`: the one that will be next, whose states are then on their way.
+        Args:
+            factor: Factor on the gradients: unscaling and clipping.
+            unused: Slots that no rank used, by name of flat parameter. These slots and their states stay unchanged.
+            number: Number of earlier updates; stochastic rounding depends on it.
+            flats: The flat parameters to update; None updates all.
+            ahead: The flat parameter that is updated next; its offloaded states are prefetched.
         """
         unused = unused or {}
         self._begin(unused, number)
@@ -256,16 +281,23 @@ class PartitionedOptimizer:
 
     @property
     def late(self) -> int | None:
-        """The step, counted from 1, whose update `step_late` has begun and nobody has published; None without one."""
+        """Return the step, from 1, of the delayed update that is not yet published; None without one."""
         return None if self._late is None else self._number + 1
 
     def step_late(self, factor: float, unused: Mapping[str, Collection[int]], *, number: int) -> None:
-        """As `step`, of residencies whose gradients wait: a thread updates the masters, beside whatever comes next, and
-        `publish` brings them to the parameters."""
+        """Update the masters on a thread, during the next step; `publish` copies them to the parameters.
+
+        For ZeRO policies with double-buffered gradients.
+
+        Args:
+            factor: As for `step`.
+            unused: As for `step`.
+            number: As for `step`.
+        """
         self._begin(unused, number)
         for moving in [gradient.lay_by() for gradient in self.gradients]:
             if moving is not None:
-                moving.wait()  # The next backward writes over what they come from.
+                moving.wait()  # The next backward overwrites the source buffers.
         for flat in self.flats:
             flat.ahead = True
         self._twin = OptimizerSnapshot(self.inner)
@@ -274,24 +306,25 @@ class PartitionedOptimizer:
         self._late.start()
 
     def _make_late(self, update: FlatUpdate, factor: float, unused: Mapping[str, Collection[int]]) -> None:
-        """On the thread."""
+        """Run the update on its thread."""
         if self.flats:
             group = self.flats[0].gather_group
-            if group.device.type == "cuda":  # New threads begin with the first one.
+            if group.device.type == "cuda":  # New threads start with device 0.
                 torch.cuda.set_device(group.device)
             with group.traffic.beside_the_step(), updating_on_this_thread():
                 update.make(factor, unused)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Bring what `step_late` has updated to the parameters of all ranks. Collective. Raises what `wait` does."""
+        """Gather the result of `step_late` as parameters on all ranks. Collective. Raises the error of the update."""
         self.wait()
         if self._twin is not None:
             self._twin.take_back()
         pending: list[Work] = []
         following = [*self.flats[1:], None]
         try:
-            for flat, ahead in zip(self.flats, following, strict=False):  # Of no flats there is one that follows.
+            # Without flats, `following` still has one entry.
+            for flat, ahead in zip(self.flats, following, strict=False):
                 with publishing(flat, ahead):
                     work = flat.publish(update=self._number)
                 if work is not None:
@@ -304,22 +337,22 @@ class PartitionedOptimizer:
         self._give_late_up()
 
     def wait(self) -> None:
-        """Until the thread has updated the masters. Raises what it failed with: some are updated then, some not."""
+        """Wait until the thread has updated the masters. Raises its error; then only some masters are updated."""
         if self._late is not None:
             self._late.wait()
 
     @property
     def untold(self) -> BaseException | None:
-        """What an update that has ended failed with, where nobody has heard of it."""
+        """Return the error of a finished delayed update that no caller has received; None without one."""
         return None if self._late is None else self._late.untold
 
     def settle(self) -> None:
-        """Until no thread updates anything, however it ended."""
+        """Wait until no thread updates anything; ignores the result."""
         if self._late is not None:
             self._late.settle()
 
     def _give_late_up(self) -> None:
-        """Masters and parameters are one again: they were published, or loaded."""
+        """Drop the delayed update: masters and parameters are equal again after a publish or a load."""
         self.settle()
         for flat in self.flats:
             flat.ahead = False
@@ -329,7 +362,7 @@ class PartitionedOptimizer:
 
     @engine_hook
     def _refuse_others(self, stepped: Optimizer, *_: object) -> None:
-        """A hook on the inner optimizer's step: who calls it past the engine would update nothing."""
+        """Hook before the inner optimizer's step: raise if the caller steps it without the engine."""
         ours = self._update is not None and self._update.steps(stepped)
         if stepped is self.inner and not ours:
             raise RuntimeError(
@@ -338,49 +371,91 @@ class PartitionedOptimizer:
             )
 
     def _settle_before(self, *_: object) -> None:
-        """A hook before the inner optimizer's state_dict and load_state_dict: nothing updates states meanwhile."""
+        """Hook before the inner optimizer's state_dict and load_state_dict: wait for a delayed update."""
         self.settle()
 
     def _loaded(self, *_: object) -> None:
-        """A hook behind the inner optimizer's load_state_dict."""
+        """Hook after the inner optimizer's load_state_dict: copy loaded states into the engine's memory."""
         self._states.adopt_anew()
 
     def hold_gradients(self, held: bool) -> None:
-        """Whether the tensors in the optimizer's groups refuse `.grad` from now on: between a backward and the update
-        gradients are in the engine, and clipping those tensors would do nothing."""
+        """Set whether the tensors in the optimizer's groups refuse `.grad`.
+
+        Between a backward and the update the engine holds the gradients, and clipping those tensors would do nothing.
+
+        Args:
+            held: True refuses `.grad` from now on.
+        """
         self._states.hold(held)
 
     # ---- states: what `OptimizerStates` says of them -----------------------------------------------------------------
 
     def states_of(self, flat: FlatParam) -> dict[str, Tensor]:
-        """Elementwise states of `flat` over its state range, by name ('exp_avg', …). Empty before the first step."""
+        """Return the elementwise states of a flat parameter.
+
+        Args:
+            flat: The flat parameter.
+
+        Returns:
+            By name ('exp_avg', …), 1-D over the state range of `flat`. Empty before the first step.
+        """
         return self._states.of(flat)
 
     def scalars_of(self, flat: FlatParam) -> Scalars:
-        """The states that are not elementwise, of each parameter of `flat` that has some of its states here."""
+        """Return the states that are not elementwise, such as step counts.
+
+        Args:
+            flat: The flat parameter.
+
+        Returns:
+            The states of each parameter of `flat` that has a part on this rank.
+        """
         return self._states.scalars_of(flat)
 
     def visit(self, flat: FlatParam, *, changed: bool = False) -> AbstractContextManager[None]:
-        """Inside, what `flat` has away from the device has its values. What was `changed` goes back."""
+        """Return a context in which offloaded states of a flat parameter are on the device.
+
+        Args:
+            flat: The flat parameter.
+            changed: Whether to write the values back at the end.
+        """
         return self._states.visit(flat, changed=changed)
 
     def end_visits(self, flats: Iterable[FlatParam] | None = None) -> None:
-        """Of an update that was broken off, or is not made: nothing of it (or of these `flats`) is under way any
-        more."""
+        """End the visits of an interrupted update.
+
+        Args:
+            flats: The flat parameters; None takes all.
+        """
         self._states.end_visits(flats)
 
     def new_state(self, flat: FlatParam, key: str, dtype: torch.dtype) -> Tensor:
-        """A state of a `flat` that is visited, zeros over the state range; visited as well."""
+        """Return a new state of zeros over the state range of a visited flat parameter; the state is visited too.
+
+        Args:
+            flat: The flat parameter, inside a `visit`.
+            key: Name of the state.
+            dtype: Dtype of the state.
+        """
         return self._states.new_state(flat, key, dtype)
 
     def rebuild(self, flat_states: dict[str, dict[str, Tensor]], scalars: Mapping[str, Scalars]) -> None:
-        """After flats have moved or were loaded: as of `OptimizerStates`. Nothing is left of an update that is late."""
+        """Rebuild segments and states after flat parameters moved or were loaded. Drops a delayed update.
+
+        Args:
+            flat_states: As for `OptimizerStates.rebuild`.
+            scalars: As for `OptimizerStates.rebuild`.
+        """
         self._give_late_up()
         self._states.rebuild(flat_states, scalars)
 
     def move(self, before: ZeroPolicy, after: ZeroPolicy) -> None:
-        """Follow flats that were placed elsewhere; `before` is where they were. Collective when states come
-        together."""
+        """Move the optimizer states after the flat parameters moved. Collective if states are gathered.
+
+        Args:
+            before: The old placement.
+            after: The new placement.
+        """
         self._partitioned = after.optimizer_states is Replication.PARTITIONED
         self.rebuild(*self._states.moved(before))
 

@@ -1,32 +1,34 @@
-"""0/1 Adam (arXiv:2202.06009, algorithm 1): a variance that is updated ever more seldom, momenta as signs between these
-updates, and once it is frozen steps that exchange nothing.
+"""0/1 Adam (arXiv:2202.06009, algorithm 1): rare variance updates, 1-bit momenta in between, and local steps.
 
-1. WHOLE steps (`StepPolicy`): gradients are summed, and clipped, by the engine. As long as no step was of another kind
-   this is AdamW to the bit; then the variance of before counts for the update, and takes the gradient behind it. Its
-   mean is corrected by the updates that it had, the momentum's by all.
-2. All others: each rank's own momentum mᵢ = beta1 m + (1 - beta1) gᵢ moves its parameters by rate mᵢ / D, with
-   rate = lr / (1 - beta1ᵗ) and D = √v + eps, and the same rate mᵢ is added to what is to be sent, uᵢ. Nothing is
-   clipped.
-3. SIGNS steps: u, the mean of uᵢ, travels as signs with error feedback on both sides (`SignMeans`). Where steps of
-   each rank's own came before, parameters go back to the anchor, where they were at the last exchange. All ranks
-   subtract u / D there and take u / Σ rate as momentum, the same bits.
+Once the variance is frozen, most steps are local: they exchange nothing.
 
-Decay stays apart from gradients, also over several steps: with share = Π (1 - lr weight_decay) since the anchor,
-parameters are share (anchor - Σ (rate / share) mᵢ / D), so u is summed with rate / share.
+1. WHOLE steps (`StepPolicy`): the engine reduces and clips gradients. Until the first step of another kind this is
+   AdamW to the bit. Later, the update uses the old variance, which takes the gradient afterwards. Bias correction of
+   the variance uses the number of its updates; that of the momentum uses all steps.
+2. All other steps: each rank's own momentum mᵢ = beta1 m + (1 - beta1) gᵢ moves its parameters by rate mᵢ / D, with
+   rate = lr / (1 - beta1ᵗ) and D = √v + eps. The same rate mᵢ is added to the send buffer uᵢ. Nothing is clipped.
+3. SIGNS steps: u, the mean of uᵢ, is exchanged as signs with error feedback on both sides (`SignMeans`). After local
+   steps, parameters first return to the anchor, their values at the last exchange. All ranks subtract u / D there and
+   take u / Σ rate as momentum, with equal bits.
 
-The variance is floored as 1-bit Adam's is (`_raise_to_floor`) behind each WHOLE step that signs come after. What had
-no gradient yet has no rate. A parameter that nobody used in steps of 2 is one whose gradient is 0: signs of it travel
-anyway, and its anchor would wait. Of one rank all is exact, and nothing is ever sent.
+Weight decay is decoupled from gradients, also over several steps. With share = Π (1 - lr weight_decay) after the
+anchor, parameters are share (anchor - Σ (rate / share) mᵢ / D), so u is summed with rate / share.
 
-What is missed is worth as much as the rates at which it was summed: where they fall to a FAR-th or less, an error of
-before would be all of u, and u / Σ rate no momentum; so errors then fall with them, and rise again (`_revalue`).
-Elements of a chunk have one magnitude: u of parameters whose Σ rate is that far below others' is lifted to theirs while
-it travels (`_exchange_sums`).
+Special cases:
 
-Between two exchanges a rank keeps its error plus uᵢ ("to_send", the whole flat) and the error of the mean that it
-serves ("server_error"). Whoever wants one model of all ranks ends the interval (`meet`).
+- The variance has the floor of 1-bit Adam (`_raise_to_floor`) after each WHOLE step that a SIGNS step follows.
+- An element without a gradient so far has rate 0.
+- In steps of kind 2 an unused parameter has gradient 0: its signs are sent anyway, and it must follow the anchor.
+- With one rank all updates are exact and nothing is sent.
+- Error feedback scales with the rates of its interval. If rates fall to 1/FAR or less, an old error would dominate u,
+  and u / Σ rate would be no momentum. So errors are rescaled with the rates (`_revalue`), in both directions.
+- Elements of a chunk share one magnitude. Parameters whose Σ rate is far below that of others are scaled up for the
+  exchange (`_exchange_sums`).
 
-What each step of 0/1 Adam does, by its number from 1 on (arXiv:2202.06009, section 6).
+Between two exchanges a rank keeps its error plus uᵢ ("to_send", the whole flat parameter) and the error of the mean
+that it serves ("server_error"). `meet` ends an interval early, for callers that need one model.
+
+`StepPolicy` says what each step does, by its number from 1 on (arXiv:2202.06009, section 6).
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ from speedlab.placement import Replication, StatePlacement
 
 
 class StepKind(Enum):
-    """What travels in a step."""
+    """What the ranks exchange in a step."""
 
     WHOLE = "gradients, whole; the variance is updated"
     SIGNS = "signs of the momenta of all steps since the last exchange"
@@ -60,44 +62,56 @@ class StepKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StepPolicy:
-    """Of a run."""
+    """The schedule of variance updates and exchanges in a run."""
 
     freeze_step: int | None
-    """The last step that may update the variance; None: it always may."""
+    """Last step that may update the variance; None: every step may."""
     variance_doubling: int
-    """How often the variance is updated before the distance of these updates doubles."""
+    """Number of variance updates before their interval doubles."""
     local_doubling: int
-    """Steps behind `freeze_step` before the distance of exchanges doubles."""
+    """Steps after `freeze_step` before the interval of exchanges doubles."""
     max_local_steps: int
-    """The largest distance of exchanges."""
+    """Largest interval of exchanges, in steps."""
 
     @property
     def plain(self) -> int:
-        """The steps at the beginning that are all WHOLE."""
+        """Return the number of steps at the beginning that are all WHOLE."""
         return self.variance_doubling if self.freeze_step is None else min(self.freeze_step, self.variance_doubling)
 
     def kind(self, step: int) -> StepKind:
-        """Of step `step`, counted from 1."""
+        """Return what the ranks exchange in a step.
+
+        Args:
+            step: Number of the step, from 1.
+        """
         if self.freeze_step is None or step <= self.freeze_step:
             return StepKind.WHOLE if self._updates_variance(step) else StepKind.SIGNS
         return StepKind.NOTHING if step % self.distance(step) else StepKind.SIGNS
 
     def distance(self, step: int) -> int:
-        """Of exchanges, around step `step`."""
+        """Return the interval of exchanges, in steps.
+
+        Args:
+            step: Number of the step, from 1.
+        """
         if self.freeze_step is None or step <= self.freeze_step:
             return 1
         doublings = min((step - self.freeze_step - 1) // self.local_doubling, self.max_local_steps.bit_length())
         return min(self.max_local_steps, 2**doublings)
 
     def to_exchange(self, step: int) -> int:
-        """Steps behind `step` until signs travel the next time."""
+        """Return the number of steps until the next exchange of signs.
+
+        Args:
+            step: Number of the step, from 1.
+        """
         found = step + 1
         while self.kind(found) is not StepKind.SIGNS:
             found += 1
         return found - step
 
     def _updates_variance(self, step: int) -> bool:
-        """At multiples of a distance that is 1 at first, and doubles behind so many of them."""
+        """Return whether `step` updates the variance: at multiples of an interval that starts at 1 and doubles."""
         distance, behind = 1, 0
         while True:
             first = behind // distance + 1
@@ -110,11 +124,11 @@ class StepPolicy:
 TO_SEND = "to_send"
 
 _LEAST_RATE = 1e-12
-"""For a learning rate of 0, by which no sum of momenta could be divided again. It moves no float32."""
+"""Smallest learning rate. A sum of momenta could not be divided by a rate of 0. This rate changes no float32 value."""
 
 
 class ZeroOneAdam(SignCompressedOptimizer):
-    """AdamW whose variance is updated seldom and whose ranks exchange seldom."""
+    """AdamW that updates its variance rarely and whose ranks exchange rarely."""
 
     kept: ClassVar[Mapping[str, StatePlacement]] = {
         TO_SEND: StatePlacement(holders=Replication.OWN, form="float32"),
@@ -131,11 +145,11 @@ class ZeroOneAdam(SignCompressedOptimizer):
             max_local_steps=settings.max_local_steps,
         )
         self._alone = False
-        """Whether there is no other rank; known from the first exchange on."""
+        """Whether there is only one rank; known after the first exchange."""
         self._to_send: dict[Tensor, Tensor] = {}
-        """Of each segment, where it is summed, in the present step."""
+        """The send buffer of each segment in this step."""
         self._lifted: list[tuple[Gradient, slice, float]] = []
-        """What travels times a factor in the present exchange."""
+        """Ranges that are scaled up in this exchange, with their factors."""
         self.apart = False
         self.begin_anew()
 
@@ -143,26 +157,26 @@ class ZeroOneAdam(SignCompressedOptimizer):
 
     @property
     def needs(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """AdamW's, and where ranks make steps of their own from where they last were alike."""
+        """Return the optimizer states of AdamW, plus the anchor if there are local steps."""
         return FusedAdamW.needs if self._steps.freeze_step is None else FusedAdamW.needs | {"anchor"}
 
     @property
     def _kind(self) -> StepKind:
-        """Of the present step, or between two steps of the next one."""
+        """Return the kind of this step; between two steps, of the next one."""
         return self._steps.kind(self._updates + 1)
 
     @property
     def communicates(self) -> bool:
-        """Whether the next step is none that updates the variance."""
+        """Return whether the optimizer reduces the gradients of the next step, which does not update the variance."""
         return self._kind is not StepKind.WHOLE
 
     @property
     def keeps(self) -> bool:
-        """Whether something was sent, or will be in the next step."""
+        """Return whether signs were sent, or will be in the next step."""
         return self._updates >= self._steps.plain
 
     def begin_anew(self) -> None:
-        """As on the first step."""
+        """Restart the schedule at the first step."""
         self.apart = False
         self._phase(updates=0)
         for state in self.state.values():
@@ -170,7 +184,12 @@ class ZeroOneAdam(SignCompressedOptimizer):
 
     @torch.no_grad()
     def updated(self, flats: Sequence[ExchangedState], everyone: Group) -> None:
-        """Count an update; behind one of the variance, signs want its floor."""
+        """Count an update. After a variance update that a SIGNS step follows, raise the variance to its floor.
+
+        Args:
+            flats: The flat parameters.
+            everyone: All ranks.
+        """
         step = self._updates + 1
         self._phase(updates=step)
         self._to_send = {}
@@ -191,7 +210,12 @@ class ZeroOneAdam(SignCompressedOptimizer):
 
     @torch.no_grad()
     def exchange(self, flats: Sequence[ExchangedState], factor: float) -> None:  # 2
-        """This rank's own momentum in the place of each gradient, or in SIGNS steps the mean of what is to be sent."""
+        """Replace each gradient by this rank's momentum, or in SIGNS steps by the mean over the ranks.
+
+        Args:
+            flats: The flat parameters.
+            factor: Factor on the summed gradient.
+        """
         if not flats:
             return
         step, size, beta1 = self._updates + 1, flats[0].gradient.group.size, self.param_groups[0]["betas"][0]
@@ -221,14 +245,16 @@ class ZeroOneAdam(SignCompressedOptimizer):
             self._tell_bytes(flats, sent=False)
 
     def _revalue(self, flats: Sequence[ExchangedState]) -> None:
-        """Where an interval begins at a rate far from those of the last one, errors follow it, by powers of two, which
-        round nothing."""
+        """Rescale errors if an interval begins with rates far from those of the last one.
+
+        Powers of two avoid rounding.
+        """
         group_of = self._group_of()
         for each in flats:
             kept = each.gradient.kept
             for segment, here in _places(each):
                 state = self.state.get(segment) or _UNBORN
-                # Checkpoints of before have no "worth".
+                # Older checkpoints have no "worth".
                 before, now = float(state.get("worth", 0.0)), self._rates(state, group_of[segment], ahead=1)[0]
                 if float(state["rates"]) or not before or 1 / FAR < now / before < FAR:
                     continue
@@ -240,8 +266,10 @@ class ZeroOneAdam(SignCompressedOptimizer):
     def _exchange_sums(
         self, flats: Sequence[ExchangedState], rates: Mapping[Tensor, float], *, look: bool = True
     ) -> None:
-        """The mean of what stands in `gradient.own` and is to be sent; `rates`: their sum for each segment.
-        Collective."""
+        """Replace the send buffers in `gradient.own` by their mean over the ranks. Collective.
+
+        `rates` is the sum of rates of each segment.
+        """
         largest = max(rates.values(), default=0.0)
         far = {each: lift(own, largest) for each, own in rates.items() if largest > FAR * own}
         self._lifted = [
@@ -265,13 +293,19 @@ class ZeroOneAdam(SignCompressedOptimizer):
 
     @torch.no_grad()
     def meet(self, flats: Sequence[ExchangedState]) -> None:
-        """End the interval now: parameters and momenta are those of all ranks. Collective; nothing happens where they
-        are not `apart`. Raises what an exchange does."""
+        """End the interval now: all ranks get the same parameters and momenta. Collective; does nothing if not `apart`.
+
+        Args:
+            flats: The flat parameters.
+
+        Raises:
+            PeerLost: If a rank is lost, as in an exchange.
+        """
         if not self.apart:
             return
         told = self._told
         for each in flats:
-            each.gradient.group.wait_until_all_read()  # What is written over now.
+            each.gradient.group.wait_until_all_read()  # The next line overwrites the buffer.
             whole_terms(each.gradient).zero_()
         group_of = self._group_of()
         self._exchange_sums(flats, {segment: float(self.state[segment]["rates"]) for segment in group_of}, look=False)
@@ -291,9 +325,10 @@ class ZeroOneAdam(SignCompressedOptimizer):
         born = not self.state[segment]
         state = super()._state_of(segment, group)
         if "variance_step" not in state:
-            state["variance_step"] = state["step"].clone()  # As many as AdamW's, whose states these may have been.
+            # The states may come from AdamW, which updated the variance in every step.
+            state["variance_step"] = state["step"].clone()
             _begin_interval(state)
-            state["worth"] = _number(0.0)  # The largest rate of the last interval.
+            state["worth"] = _number(0.0)  # Largest rate of the last interval.
         if born:
             if self._steps.freeze_step is not None:
                 state["anchor"] = torch.zeros_like(segment)
@@ -314,7 +349,7 @@ class ZeroOneAdam(SignCompressedOptimizer):
         state["variance_step"] += 1
 
     def _move_whole(self, segment: Tensor, state: dict[str, Tensor], group: dict[str, Any], given: UpdateInput) -> None:
-        """By the variance of before, which then takes the gradient."""
+        """Update with the old variance, which then takes the gradient."""
         (beta1, beta2), gradient, variance = group["betas"], given.gradient.mul_(given.factor), state["exp_avg_sq"]
         state["step"] += 1
         state["exp_avg"].mul_(beta1).add_(gradient, alpha=1 - beta1)
@@ -323,7 +358,7 @@ class ZeroOneAdam(SignCompressedOptimizer):
         variance.masked_fill_(variance.isinf(), 0.0).mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
     def _move(self, segment: Tensor, state: dict[str, Tensor], group: dict[str, Any], given: UpdateInput) -> None:
-        """By `given`: this rank's momentum, or the mean of what was to be sent."""
+        """Update with `given`: this rank's momentum, or the mean of the send buffers."""
         rate, decay = self._rate(state, group)
         if self._alone:
             self._subtract(segment, given.gradient, state["exp_avg"], state, group, given.copy, rate=rate, decay=decay)
@@ -339,7 +374,8 @@ class ZeroOneAdam(SignCompressedOptimizer):
             self._to_send[segment].add_(state["exp_avg"], alpha=own)
             self.apart = True
             return
-        self._land(segment, state, group, given.gradient, given.copy, back=not first)  # Else it is the anchor itself.
+        # Otherwise the segment already is the anchor.
+        self._land(segment, state, group, given.gradient, given.copy, back=not first)
         self.apart = False
 
     def _land(
@@ -352,7 +388,7 @@ class ZeroOneAdam(SignCompressedOptimizer):
         *,
         back: bool,
     ) -> None:
-        """`back` to the anchor, and from there by the `mean` of what was sent."""
+        """Set the segment to the anchor (if `back`), then subtract the `mean` of the send buffers."""
         share = float(state["share"])
         if back:
             segment.copy_(state["anchor"])
@@ -372,7 +408,10 @@ class ZeroOneAdam(SignCompressedOptimizer):
         rate: float,
         decay: float,
     ) -> None:
-        """The root of the variance stays as it is, uncorrected, so eps and the rate are corrected."""
+        """Run the fused update.
+
+        The kernel does not correct the root of the variance, so eps and the rate are corrected.
+        """
         updates = self._counted(int(state["variance_step"]))
         root = math.sqrt(1 - group["betas"][1] ** updates)
         adam_frozen(
@@ -387,7 +426,7 @@ class ZeroOneAdam(SignCompressedOptimizer):
         )
 
     def _rate(self, state: Mapping[str, Tensor], group: Mapping[str, Any], *, ahead: int = 0) -> tuple[float, float]:
-        """(rate, decay) of the update by which `state` counts now, or will count `ahead`."""
+        """Return (rate, decay) of the update with the current step count of `state` plus `ahead`."""
         lr = max(float(group["lr"]), _LEAST_RATE)
         corrected = lr / (1 - group["betas"][0] ** self._counted(int(state["step"]) + ahead))
         return corrected, float(group["lr"]) * group["weight_decay"]
@@ -395,21 +434,21 @@ class ZeroOneAdam(SignCompressedOptimizer):
     def _rates(
         self, state: Mapping[str, Tensor], group: Mapping[str, Any], *, ahead: int = 0
     ) -> tuple[float, float, float]:
-        """rate / share of that update; the share and the sum of such rates behind it."""
+        """Return rate / share of that update, and the share and the sum of such rates after it."""
         rate, decay = self._rate(state, group, ahead=ahead)
         share = float(state["share"]) * (1 - decay)
         return rate / share, share, float(state["rates"]) + rate / share
 
 
 def _places(each: ExchangedState) -> list[tuple[Tensor, slice]]:
-    """The segments of a flat of which every rank has the whole, and where they lie in it."""
+    """Return the segments of a flat parameter that every rank holds whole, and their slices in it."""
     assert each.whole  # `check_whole_gradients`.
     starts = [(each.gradient.slots[first].offset, segment) for first, segment in each.segments]
     return [(segment, slice(start, start + segment.numel())) for start, segment in starts]
 
 
 def _lift(gradient: Gradient, here: slice, factor: float) -> None:
-    """Multiply what is exchanged, and kept, by a power of two."""
+    """Multiply send buffer and errors by a power of two."""
     for tensor in (
         whole_terms(gradient)[here],
         gradient.kept[TO_SEND][here],
@@ -419,7 +458,10 @@ def _lift(gradient: Gradient, here: slice, factor: float) -> None:
 
 
 def _begin_interval(state: dict[str, Tensor]) -> None:
-    """Nothing is to be sent since the anchor. These are never changed in place: a checkpoint has them in float32."""
+    """Reset the sums of rates at an anchor.
+
+    The tensors are replaced, never changed in place, because a checkpoint stores them in float32.
+    """
     if state:
         state["rates"], state["share"] = _number(0.0), _number(1.0)
 
@@ -429,4 +471,4 @@ def _number(value: float) -> Tensor:
 
 
 _UNBORN: Mapping[str, Tensor] = {"step": _number(0.0), "rates": _number(0.0), "share": _number(1.0)}
-"""Of what was never used so far."""
+"""State of a parameter that was never used."""
