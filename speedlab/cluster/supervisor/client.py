@@ -1,4 +1,4 @@
-"""A client's side of the connection to a cluster's supervisor: asking, and hearing what nobody asked for."""
+"""Client of a cluster's supervisor: send requests, receive answers and notifications."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ log = logging.getLogger("speedlab.cluster")
 _CANCEL_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
 _SILENT_SECONDS = 60.0
-"""A supervisor that imports what it needs, on a host whose cores are taken, says nothing for some seconds."""
+"""Longest silence during a start. On a busy host, the supervisor needs some seconds for its imports."""
 
 
 class SupervisorGoneError(ConnectionError):
-    """The supervisor's process has ended, or the connection to it; a new one can be made."""
+    """The supervisor has ended, or the connection to it; a new connection can be made."""
 
 
 class StartGivenUpError(ClusterError):
-    """Somebody gave up a start that was under way."""
+    """The user cancelled a start in progress."""
 
 
 class OtherVersionError(ClusterError):
-    """The supervisor speaks another version of the protocol: it refuses the greeting, or says what is not understood
-    here."""
+    """The supervisor uses another version of the protocol: it refuses the greeting, or sends unknown messages."""
 
 
 _KINDS = {
@@ -52,14 +51,14 @@ _KINDS = {
 
 
 class SubmissionListener(Protocol):
-    """Whom a client tells of one submission."""
+    """Receives the notifications about one submission."""
 
     def ended(self, message: m.Ended) -> object: ...
     def said(self, message: m.DisplayMessage) -> object: ...
 
 
 class Client:
-    """A connection to a supervisor. Methods may be called from any thread; it closes when it is dropped."""
+    """A connection to a supervisor. Methods are thread-safe; the connection closes when the object is dropped."""
 
     def __init__(
         self,
@@ -68,9 +67,18 @@ class Client:
         progress: Callable[[str], object] = lambda words: None,
         given_up: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`path`: of the supervisor's socket; `printed`: told what ranks print, once `Listen` was asked; `progress`:
-        what the start waits for; `given_up`: whether nobody wants it any more. Returns when the cluster is ready.
-        Raises SupervisorGoneError when nobody is there, ClusterError when it did not come up."""
+        """Connect and wait until the cluster is ready.
+
+        Args:
+            path: Socket of the supervisor.
+            printed: Called with (ranks, stream, text) after `Subscribe` was sent.
+            progress: Called with what the start waits for.
+            given_up: Polled during the start; True cancels it.
+
+        Raises:
+            SupervisorGoneError: If no supervisor listens at `path`.
+            ClusterError: If the cluster did not start.
+        """
         try:
             self._channel = connect(path, m.FromSupervisor)
         except OSError as error:
@@ -86,18 +94,33 @@ class Client:
         except BaseException:
             self.close()
             raise
-        # The thread must not keep the client alive, or a handle that was dropped would listen for ever.
+        # The thread must not keep the client alive: a dropped handle would listen for ever.
         arguments = (weakref.ref(self), self._channel, printed)
         threading.Thread(target=_listen, args=arguments, name="speedlab-supervisor", daemon=True).start()
 
     @property
     def lost(self) -> bool:
+        """Whether the connection has ended."""
         return self._lost.is_set()
 
     def ask(
         self, question: m.Question, *, progress: Callable[[str], object] | None = None, seconds: float | None = None
     ) -> Any:
-        """The answer. Raises what it was refused with, and SupervisorGoneError; TimeoutError after `seconds`."""
+        """Send a request and wait for the answer.
+
+        Args:
+            question: Request to send.
+            progress: Called with each `Progress` text.
+            seconds: Longest time to wait; None for no limit.
+
+        Returns:
+            The answer, of the type `question.answer`.
+
+        Raises:
+            SupervisorGoneError: If the supervisor has ended.
+            TimeoutError: If there is no answer after `seconds`.
+            Exception: The error with which the supervisor refused the request.
+        """
         call = next(self._calls)
         question = msgspec.structs.replace(question, call=call)
         answer: Future[Any] = Future()
@@ -109,7 +132,7 @@ class Client:
             self._channel.send(question)
             return self._answered(question, answer, seconds)
         except ChannelClosedError as error:
-            self._end()  # The thread that listens may hear of it later than somebody asks again, and asks here.
+            self._end()  # Mark it as lost now: a caller may retry before the listening thread notices.
             raise SupervisorGoneError(str(error)) from None
         except NoAnswer:
             raise TimeoutError(f"the cluster's supervisor did not answer within {seconds:g} s") from None
@@ -121,15 +144,21 @@ class Client:
         try:
             return answer.result(seconds)
         except KeyboardInterrupt:
-            with contextlib.suppress(Exception):  # The supervisor may have ended; the interrupt is what counts.
+            with contextlib.suppress(Exception):  # The supervisor may have ended; still raise the interrupt.
                 if isinstance(question, m.ResizeCluster | m.LockRun):
                     self._channel.send(m.Cancel(call=question.call))
-                if isinstance(question, m.ResizeCluster):  # Whoever goes on behind it finds one state or the other.
+                # Wait, so that the next call finds the old or the new size, not a change in progress.
+                if isinstance(question, m.ResizeCluster):
                     answer.result(_CANCEL_SECONDS)
             raise
 
     def hear_of(self, id: str, hearer: SubmissionListener) -> None:
-        """Tell `hearer` of the submission `id`, as long as somebody else holds it."""
+        """Notify `hearer` about the submission `id`, as long as the caller keeps `hearer` alive.
+
+        Args:
+            id: Id of the submission.
+            hearer: Listener; only a weak reference is kept.
+        """
         self._hearers[id] = hearer
 
     def _greet(self, progress: Callable[[str], object], given_up: Callable[[], bool]) -> str:
@@ -142,8 +171,8 @@ class Client:
                         said = answer.text
                         progress(said)
             except (KeyboardInterrupt, StartGivenUpError):
-                # Only the supervisor knows what has begun on other hosts, and gives it back.
-                with contextlib.suppress(ChannelClosedError):  # It may have ended in this moment.
+                # Only the supervisor knows what it started on other hosts, so it cleans up.
+                with contextlib.suppress(ChannelClosedError):  # The supervisor may have ended just now.
                     self._channel.send(m.Cancel(call=0))
                     while isinstance(self._hear(), m.Progress):
                         continue
@@ -155,7 +184,9 @@ class Client:
         return answer.token
 
     def _hear(self, given_up: Callable[[], bool] = lambda: False) -> Any:
-        """The next message of a supervisor that starts, which says something now and then. Raises ClusterError."""
+        """Return the next message of a starting supervisor, which sends a sign of life regularly. Raises
+        ClusterError.
+        """
         deadline = time.monotonic() + _SILENT_SECONDS
         while True:
             if given_up():
@@ -188,7 +219,7 @@ class Client:
             with self._lock:
                 question, answer, progress = self._open.get(message.call, (None, None, None))
             if question is None or answer is None:
-                return  # Whoever asked has given up.
+                return  # The caller has given up.
             if isinstance(message, m.Answer):
                 try:
                     answer.set_result(msgspec.msgpack.decode(message.value, type=question.answer))
@@ -204,7 +235,7 @@ class Client:
         with self._lock:
             answers = [answer for _, answer, _ in self._open.values()]
         for answer in answers:
-            with contextlib.suppress(Exception):  # It was answered at the same moment.
+            with contextlib.suppress(Exception):  # The answer arrived at the same moment.
                 answer.set_exception(SupervisorGoneError("the cluster's supervisor has ended"))
 
 
@@ -233,7 +264,11 @@ def _not_understood(error: Exception) -> str:
 
 
 def error_of(refused: m.Refused) -> Exception:
-    """The error with which it was refused."""
+    """Return the exception that a refusal stands for.
+
+    Args:
+        refused: Refusal with the class name and the text of the error.
+    """
     return _KINDS.get(refused.kind, ClusterError)(
         refused.text if refused.kind in _KINDS else f"{refused.kind}: {refused.text}"
     )

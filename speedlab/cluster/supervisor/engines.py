@@ -1,6 +1,6 @@
-"""The engines of one cluster, as its supervisor has them: work for them, interrupts, restarts, another number of them.
+"""The engines of one cluster, as the supervisor sees them: submit, interrupt, restart, resize.
 
-The supervisor is the only one that speaks to the controller, so what ranks work on is known here and nowhere else.
+The supervisor is the only process that talks to the controller. So only the supervisor knows what each rank works on.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("speedlab.supervisor")
 
 RELEASE_SECONDS = 2.0
-"""After a rank has failed or died, how long the others may still work on the same submission before they are
-interrupted: normally they wait for the one that will not come."""
+"""After a rank fails or dies: how long the other ranks may still work on the same submission before they are
+interrupted. Normally they wait for the failed rank in a collective.
+"""
 RESEND_SECONDS = 0.5
-"""An engine misses a signal that comes before its task has begun: it is sent again while the task goes on."""
+"""Interval between two signals. An engine misses a signal that arrives before its task begins."""
 CUT_SECONDS = 1.4
-"""A rank that has not stopped by then waits for a peer in native code, most likely: its connections are cut. A trainer
-needs up to 1.2 s to end its step cleanly."""
+"""After this time, a rank that has not stopped probably waits for a peer in native code: its connections are aborted. A
+trainer needs up to 1.2 s to end its step cleanly.
+"""
 
 _RESET_SECONDS = 5.0
 _UNREGISTER_SECONDS = 20.0
@@ -54,18 +56,26 @@ _POLL_SECONDS = 0.02
 
 
 class Engines:
-    """One engine for each rank. Methods may be called from any thread."""
+    """One engine per rank. Methods are thread-safe."""
 
     def __init__(self, home: ClusterDir, state: ClusterState, client: Client, hands: ProcessController) -> None:
+        """Connect to running engines and adopt the work of an earlier supervisor.
+
+        Args:
+            home: Folder of the cluster.
+            state: Engines, devices and hosts of the cluster.
+            client: Client of the ipyparallel controller.
+            hands: Controls the processes of the engines, on this host or on several.
+        """
         self.home = home
         self.hands = hands
         self.state = state
         self.client = client
         self.lock = threading.RLock()
-        """Held while engines are started, ended or counted anew."""
+        """Held while engines are started, ended or replaced."""
         self._interrupting = threading.Lock()
         self._counting = threading.Lock()
-        """Held while ranks are given other engines, or engines up for lost."""
+        """Held while the engines of ranks are replaced, or engines are given up."""
         self._rank_by_id: dict[int, int] = {}
         self._lost = LostHosts()
         journal = FileJournal(home.path / "submissions.jsonl")
@@ -78,16 +88,17 @@ class Engines:
 
     @property
     def directory(self) -> Path:
-        """The cluster's own folder."""
+        """Folder of the cluster."""
         return self.home.path
 
     @property
     def name(self) -> str:
+        """Name of the cluster."""
         return self.state.name
 
     @property
     def token(self) -> str:
-        """Which cluster of this name it is."""
+        """Unique id that tells clusters of the same name from each other."""
         return self.state.token
 
     @property
@@ -105,7 +116,21 @@ class Engines:
         first: bool = False,
         label: str = "",
     ) -> Submission:
-        """Let ranks, or all, call `function(*arguments)`. Raises ClusterError for a rank that is not there, or dead."""
+        """Queue `function(*arguments)` on the ranks.
+
+        Args:
+            function: Function that can be pickled.
+            *arguments: Arguments of the function.
+            ranks: Ranks that call the function; None for all.
+            first: Whether to queue it before everything that has not begun.
+            label: Name by which a later supervisor finds the submission.
+
+        Returns:
+            The submission.
+
+        Raises:
+            ClusterError: If a rank does not exist or its engine is dead.
+        """
         return self._add(function, arguments, self.living(ranks), first=first, label=label)
 
     def _add(
@@ -117,37 +142,61 @@ class Engines:
         first: bool,
         label: str = "",
     ) -> Submission:
-        """As `submit`; of a rank whose engine is dead, or dies just now, it ends as that."""
+        """Do the same as `submit` without checking the engines: on a dead rank, the submission fails."""
         work = pack((function, arguments, {}), {function.__name__: function, "its arguments": arguments})
         return self.line.add(Submission(work, ranks, label=label), first=first)
 
     def at_work(self, submission: Submission) -> bool:
-        """Whether some rank works on it."""
+        """Return whether some rank works on the submission."""
         return bool(self.line.working(submission))
 
     def left_of(self, label: str) -> Submission | None:
-        """The newest submission of this label that an earlier supervisor has sent."""
+        """Return the newest submission of an earlier supervisor with this label; None if there is none."""
         return self.adopted.newest(label)
 
     def wire(self, folder: RunFolder) -> RecordRelay | None:
-        """What a run needs whose folder not all hosts see."""
+        """Return the relay for a run whose folder not all hosts see; None if all hosts see the folder."""
         return self.hands.wire(folder)
 
     def ask(self, ranks: list[int], function: Callable[..., Any], *arguments: Any, seconds: float) -> list[Any]:
-        """What ranks that are idle return. Raises RankError, ClusterError after `seconds`."""
+        """Call a function on idle ranks and wait for the results.
+
+        Args:
+            ranks: Ranks that call the function.
+            function: Function that can be pickled.
+            *arguments: Arguments of the function, the same on each rank.
+            seconds: Longest time to wait.
+
+        Returns:
+            One result per rank, in the order of `ranks`.
+
+        Raises:
+            RankError: If the function raises on a rank.
+            ClusterError: If a rank does not answer in time.
+        """
         return self.ask_each(function, dict.fromkeys(ranks, arguments), seconds=seconds)
 
     def ask_each(
         self, function: Callable[..., Any], arguments: Mapping[int, tuple[Any, ...]], *, seconds: float
     ) -> list[Any]:
-        """As `ask`, of ranks with arguments of their own. Where an engine is known to be dead, none is asked."""
+        """Call a function on idle ranks with different arguments; see `ask`.
+
+        Args:
+            function: Function that can be pickled.
+            arguments: Arguments by rank.
+            seconds: Longest time to wait.
+
+        Raises:
+            RankError: If the function raises on a rank.
+            ClusterError: If a rank does not answer in time, or an engine is dead; then no rank is asked.
+        """
         if arguments:
             self.living(arguments)
         asked = [self._add(function, given, [rank], first=True) for rank, given in arguments.items()]
         deadline = time.monotonic() + seconds
         late = [one for one in asked if not one.wait(max(0.0, deadline - time.monotonic()))]
         for one in late:
-            self.line.take_back(one)  # It must not be done later, when nobody counts on it any more.
+            self.line.take_back(one)  # A late rank must not execute it later, when the caller has given up.
         if late:
             ranks = name_ranks(rank for one in late for rank in one.ranks)
             raise ClusterError(f"the engines do not answer: {ranks} not done after {seconds:g} s")
@@ -160,7 +209,11 @@ class Engines:
         return [engine.rank for engine in self.state.engines]
 
     def existing(self, ranks: Iterable[int] | None) -> list[int]:
-        """`ranks`, or all; raises ClusterError when one does not exist."""
+        """Return `ranks` without duplicates, or all ranks for None.
+
+        Raises:
+            ClusterError: If a rank does not exist.
+        """
         known = self._ranks
         chosen = known if ranks is None else list(dict.fromkeys(ranks))
         unknown = [rank for rank in chosen if rank not in known]
@@ -171,26 +224,30 @@ class Engines:
         return chosen
 
     def living(self, ranks: Iterable[int] | None) -> list[int]:
-        """`ranks`, or all; raises ClusterError when one does not exist or its engine is dead."""
+        """Return `ranks` without duplicates, or all ranks for None.
+
+        Raises:
+            ClusterError: If a rank does not exist or its engine is dead.
+        """
         chosen = self.existing(ranks)
         dead = [rank for rank in chosen if not self.reaches(self.state.engines[rank])]
-        if dead:  # The controller hears of one after the other: whose process has ended is named with them.
+        if dead:  # The controller notices dead engines one by one: name all whose process has ended.
             ended = {status.rank for status in self.status() if status.state == "dead"}
             raise ClusterError(self.way_back([rank for rank in chosen if rank in dead or rank in ended]))
         return chosen
 
     @property
     def lost_ranks(self) -> list[int]:
-        """Ranks whose engines are on hosts that are lost."""
+        """Ranks whose engines run on lost hosts."""
         return self._lost.ranks(self.state)
 
     def way_back(self, dead: list[int]) -> str:
-        """Which engines are gone, and how one brings them back."""
+        """Return a sentence that names the dead engines and the command that restarts them."""
         return self._lost.way_back(self.state, dead)
 
     @property
     def dead(self) -> list[int]:
-        """Ranks whose engines have ended or do not answer, as far as the controller knows. Asks nobody."""
+        """Ranks whose engines have ended or do not answer, as far as the controller knows. Sends no request."""
         return [engine.rank for engine in self.state.engines if not self.reaches(engine)]
 
     @property
@@ -199,11 +256,11 @@ class Engines:
         return tuple(engine.pid for engine in self.state.engines)
 
     def reaches(self, engine: EngineEntry) -> bool:
-        """Whether the controller knows this engine, and it answers."""
+        """Return whether the controller knows this engine and the engine was not given up with its host."""
         return engine.engine_id in self.client.ids and not self._lost.gave_up(engine)
 
     def status(self) -> list[RankStatus]:
-        """Each rank's engine, as it is now."""
+        """Return the current status of each rank."""
         busy, engines = self.line.busy(), self.state.engines
         looks = self.hands.look(engines)
         return [self._status_of(engine, look, engine.rank in busy) for engine, look in zip(engines, looks, strict=True)]
@@ -211,21 +268,28 @@ class Engines:
     # ---- interrupts --------------------------------------------------------------------------------------------------
 
     def interrupt(self, only: Submission | None = None, seconds: float = 2.0) -> list[int]:
-        """Interrupt `only`, or everything; returns the ranks that are idle then.
+        """Interrupt `only`, or everything.
 
-        1. What ranks have not begun with is taken out of the line.
-        2. SIGINT, a look, and SIGINT again to a rank that still works on it.
-        3. The connections to the other ranks of one that does not come back are cut, and the store is broken in which
-           ranks meet: it waits for a peer.
-        4. The ranks leave their process group: a collective that was cut off makes it unusable.
+        1. Remove what ranks have not begun from the queue.
+        2. Send SIGINT, look, and send SIGINT again to each rank that still works.
+        3. A rank that does not stop waits for a peer: abort its connections to the other ranks, and break the
+           rendezvous store.
+        4. Let the ranks leave their process group: an aborted collective makes it unusable.
 
-        A rank that is missing in the answer works on something else, is inside a long native call, or frozen.
+        Args:
+            only: Submission to interrupt; None for all.
+            seconds: Longest time to wait until the ranks stop.
+
+        Returns:
+            The ranks that are idle afterwards. A missing rank works on something else, is inside a long native call, or
+            is suspended.
         """
-        alone = only.ranks if only is not None and len(only.ranks) == 1 else []  # It met nobody; others may be meeting.
-        # Who waits for the end of what is interrupted may ask for more at once; that has to come after all of this.
+        # One rank alone is in no collective; others may be.
+        alone = only.ranks if only is not None and len(only.ranks) == 1 else []
+        # A client that waits for the interrupted work may submit more at once; that must run after the interrupt.
         with self._interrupting, self.line.held(alone or self._ranks):
             for submission in {*([] if only is None else [only]), *self.line.working(only).values()}:
-                submission.stop()  # Before what is taken back counts as its first failure.
+                submission.stop()  # Before `take_back` adds a failure: `stop` looks at whether there was one.
             self.line.take_back(only)
             alive = {engine.rank for engine in self.state.engines if self.reaches(engine)}
             working = {rank: one for rank, one in self.line.working(only).items() if rank in alive}
@@ -235,18 +299,20 @@ class Engines:
                     return sorted(alive - self.line.working().keys())
                 with self.home.amid(INTERRUPTING):
                     still, unreached = self._stop(working, seconds)
-                    # Not all ranks may have joined the group, or the same one: they meet again where none has been.
+                    # Some ranks may not have joined the group: all join a new generation of the store.
                     self.hands.next_generation(at_once=True)
                     self.reset(sorted((alive - still) | unreached))
             return sorted(alive - self.line.working().keys())
 
     def _stop(self, working: dict[int, Submission], seconds: float) -> tuple[set[int], set[int]]:
-        """Signal what these ranks work on; returns those that still work on it after `seconds`, and those of them that
-        cannot be reached now."""
+        """Signal what these ranks work on.
+
+        Returns the ranks that still work on it after `seconds`, and those of them that cannot be reached now.
+        """
         begun = time.monotonic()
         deadline, signal_at = begun + seconds, begun
         lost = set(self.lost_ranks)
-        # Who waits for a rank on a host that is lost has no step that could end.
+        # A rank that waits for a rank on a lost host cannot end its step.
         in_vain = any(lost & one.failures.keys() for one in working.values())
         cut_at = begun + (0.0 if in_vain else min(CUT_SECONDS, 0.7 * seconds))
         still, unreached = set(working), set[int]()
@@ -272,17 +338,20 @@ class Engines:
         return still, unreached
 
     def interrupt_those_back(self) -> None:
-        """Interrupt ranks that an interrupt could not reach, and now does; those that still work on the same."""
+        """Interrupt ranks that an earlier interrupt could not reach, if they still work on the same submission."""
         self._unreached.try_again(self.state)
 
     def reset(self, ranks: list[int]) -> None:
-        """Let ranks leave their process group, before whatever waits for them, and meet in the present generation next;
-        waits for those that are idle."""
+        """Let ranks leave their process group before they begin anything else; they join the current generation next.
+
+        Args:
+            ranks: Ranks to reset; waits only for those that are idle.
+        """
         ranks = [rank for rank in ranks if self.reaches(self.state.engines[rank])]
         if not ranks:
             return
         working = self.line.working()
-        # One that dies just now is no reason to stop here.
+        # A rank that dies just now must not stop the reset of the others.
         resets = self._add(remote.reset, (self.home.generation,), ranks, first=True)
         deadline = time.monotonic() + _RESET_SECONDS
         while set(resets.unfinished) - working.keys() and time.monotonic() < deadline:
@@ -294,9 +363,12 @@ class Engines:
 
     @contextlib.contextmanager
     def _after_an_interrupt(self) -> Iterator[None]:
-        """For whoever takes over from a supervisor that has ended while it interrupted ranks: before they are given
-        anything that it has left, those that are idle leave their process group, as some have and others not. What the
-        others work on ends as its ranks are released."""
+        """Finish the interrupt of a supervisor that ended during it.
+
+        Some ranks have left their process group and others have not. Inside the block, the work of the earlier
+        supervisor is adopted; after it, idle ranks leave the group. Ranks that still work end their work as they are
+        released.
+        """
         if not self.home.was_amid(INTERRUPTING):
             yield
             return
@@ -306,8 +378,9 @@ class Engines:
             self.reset(self._ranks)
 
     def _release_in_a_while(self, submission: Submission) -> None:
-        """A rank of it has failed: interrupt the others in RELEASE_SECONDS, if they have not ended by then; at once
-        where its process is gone, as they can end in no other way."""
+        """Interrupt the other ranks `RELEASE_SECONDS` after a failure; at once if a process died, because they cannot
+        end alone.
+        """
         died = any(failure.kind == DIED for failure in submission.failures.values())
         timer = threading.Timer(0.0 if died else RELEASE_SECONDS, self._release, [submission])
         timer.daemon = True
@@ -317,50 +390,68 @@ class Engines:
         if not submission.done:
             try:
                 self.interrupt(submission)
-            except Exception:  # On this thread nobody else would hear of it.
+            except Exception:  # An exception on a timer thread would be lost.
                 log.exception("ranks that wait for a failed one could not be interrupted")
 
     # ---- engines that come and go ------------------------------------------------------------------------------------
 
     def restart(self, *ranks: int) -> None:
-        """End the engines of `ranks`, where they are still there, and start new ones on the same devices.
+        """End the engines of `ranks` if they still run, and start new ones on the same devices.
 
-        What they held is lost. The others are interrupted, keep what they hold, and form a new process group with them.
+        The state of these engines is lost. The other ranks are interrupted, keep their state, and form a new process
+        group with the new engines.
+
+        Args:
+            *ranks: Ranks to restart; includes the ranks of a host that was lost with them.
+
+        Raises:
+            ClusterError: If a rank does not exist or a new engine does not start.
         """
         with (
             self.lock,
             self.line.held(self._ranks),
-        ):  # Who met others before all have left would meet them in another group.
+        ):  # A rank must not join a group before all ranks have left the old one.
             ranks = self._lost.with_its_host(self.state, self.existing(ranks))
             self.hands.require(ranks)
             self.end([self.state.engines[rank] for rank in ranks])
-            with ThreadPoolExecutor(1) as meanwhile:  # Engines that are no forks import torch meanwhile.
+            # Starting overlaps with the interrupt: engines that are not forked import torch.
+            with ThreadPoolExecutor(1) as meanwhile:
                 started = meanwhile.submit(self.start, self.state, ranks)
                 self.interrupt()
                 self.hands.next_generation()
             new = {engine.rank: engine for engine in started.result()}
             try:
-                # Written down last: a supervisor that takes over in between finds the ranks dead, not in another group.
+                # Record the new engines last. A supervisor that takes over in between finds dead ranks, not ranks of
+                # another group.
                 self.reset([engine.rank for engine in self.state.engines if engine.rank not in new])
             except BaseException:
-                self.end(list(new.values()))  # Nobody counts them.
+                self.end(list(new.values()))  # The state does not record these engines, so nothing else would end them.
                 raise
             self.take(replace(self.state, engines=tuple(new.get(old.rank, old) for old in self.state.engines)))
 
     def start(
         self, state: ClusterState, ranks: Iterable[int], cancelled: Callable[[], bool] = lambda: False
     ) -> tuple[EngineEntry, ...]:
-        """New engines for these ranks of `state`, ready. Raises ClusterError, also once it is cancelled."""
+        """Start engines for these ranks and wait until they are ready.
+
+        Args:
+            state: Devices and hosts by rank.
+            ranks: Ranks to start.
+            cancelled: Polled during the start.
+
+        Raises:
+            ClusterError: If an engine does not start, or the start was cancelled.
+        """
         return self.hands.start(state, ranks, cancelled)
 
     def take(self, state: ClusterState) -> None:
-        """From now on this is what runs; it is written down."""
+        """Record `state` as the current engines, in the folder of the cluster and in memory."""
         self.home.write(state)
         with self._counting:
             self._count(state)
 
     def check_size(self, size: int) -> None:
-        """Raise ClusterError where there cannot be so many engines."""
+        """Raise ClusterError if the cluster cannot have `size` engines."""
         self.hands.plan(self.state, size)
 
     def resize(
@@ -369,30 +460,50 @@ class Engines:
         progress: Callable[[str], object] = lambda text: None,
         cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Another number of engines; see `resizing.py`. Raises ClusterError."""
+        """Change the number of engines; see `resize.py` for the steps.
+
+        Args:
+            size: New number of engines.
+            progress: Called with a sentence for the user.
+            cancelled: Polled until the new engines are ready.
+
+        Raises:
+            ClusterError: If the engines are busy, or devices are missing.
+        """
         with self.lock:
             with self._interrupting:
-                pass  # One that is under way leaves ranks idle; a run may have failed just now.
+                pass  # Wait for an interrupt in progress, which leaves the ranks idle: a run may have failed just now.
             Resize(self, progress, cancelled).to(size)
 
     def end(self, engines: Iterable[EngineEntry]) -> None:
-        """End these engines and what they started; returns when the controller has noticed. ClusterError when a process
-        cannot be ended."""
+        """End these engines and their child processes; return after the controller has noticed.
+
+        Raises:
+            ClusterError: If a process cannot be ended.
+        """
         left = self.hands.end(list(engines), self._await_unregistered)
         if left:
             ranks = name_ranks(engine.rank for engine in left)
             raise ClusterError(f"process {left[0].pid} of {ranks} cannot be ended; it may wait for a device or a disk")
 
     def give_up(self, lost: Mapping[str, str]) -> list[tuple[list[int], str]]:
-        """These hosts are lost, and why; see `LostHosts.take`."""
+        """Give up the engines on lost hosts; see `LostHosts.take`.
+
+        Args:
+            lost: Reason by host.
+
+        Returns:
+            (ranks, reason) for each newly lost host.
+        """
         with self._counting:
             return self._lost.take(lost, self.state, self.line)
 
     def abandon(self, reason: str) -> None:
-        """Nothing comes from the engines any more: whoever waits is told why."""
+        """Fail everything that runs or waits with `reason`, because no engine can be reached any more."""
         self.line.give_up(self._ranks, DIED, reason)
 
     def close(self) -> None:
+        """Stop the threads and close the client; the engines keep running."""
         self.adopted.close()
         self.line.close()
         self.output.close()

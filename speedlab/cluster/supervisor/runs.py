@@ -1,15 +1,17 @@
-"""The runs of a cluster, in their supervisor: it keeps the ranks working on control words, sees failures, and brings a
-run back where that was asked for.
+"""Supervise the training runs of one cluster: submit commands, detect failures, start recovery.
 
-1. Training is one submission on all ranks, `remote.advance`; it carries out words as they come and ends when the run
-   pauses, ends or fails. While it is paused no submission is there, so the engines serve cells.
-2. A word that comes while none is there submits one; it waits in line like any other.
-3. When it ends, words are looked for once more: one that came in between is neither left lying nor carried out twice.
-4. A word that a submission was given and did not take, or that was waiting when the run failed or was cut off, is
-   dropped: else it would be carried out long after it was meant.
-5. A run that has failed is brought back (`recovery.py`) if its configuration says so.
+How a run is advanced:
 
-The ranks of a cluster, as far as its runs need them: what `engines.Engines` is to `runs.py` and `recovery.py`.
+1. Training is one submission on all ranks, `remote.advance`. It executes commands as they arrive and ends when the run
+   pauses, finishes or fails. A paused run has no submission, so its engines can execute cells.
+2. A command that arrives while the run has no submission creates one. The submission queues like any other.
+3. When a submission ends, the supervisor checks for commands once more. A command that arrived in between is neither
+   lost nor executed twice.
+4. A command is dropped if its submission ended without executing it, or if it waited while the run failed. Otherwise it
+   would be executed long after the user meant it.
+5. A failed run is recovered (`recovery.py`) if its configuration asks for that.
+
+`RunEngines` is the part of `engines.Engines` that this module and `recovery.py` need.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class RunSubmission(Protocol):
-    """A submission, as far as a run asks it anything."""
+    """The part of a submission that a run uses."""
 
     id: str
 
@@ -52,7 +54,7 @@ class RunSubmission(Protocol):
 
 
 class RunEngines(KnownCluster, Protocol):
-    """The engines, as far as a run needs them."""
+    """The part of `Engines` that a run uses."""
 
     @property
     def devices(self) -> list[Device]: ...
@@ -81,27 +83,44 @@ _WAY_ON = "; run.resume() goes on once that is mended"
 
 
 class SupervisedRuns:
-    """All runs that this cluster was given. Methods may be called from any thread."""
+    """All runs of this cluster. Methods are thread-safe."""
 
     def __init__(self, ranks: RunEngines) -> None:
         self._ranks = ranks
         self._turn = threading.RLock()
-        """Held while something is done to a run, which may ask hosts; who only looks does not wait for it."""
+        """Held while a run is changed, which may wait for hosts. Readers do not take this lock."""
         self._lock = threading.RLock()
-        """Held for moments, while what is known of runs changes. Taken behind `_turn` where both are."""
+        """Held briefly, while the state of the runs changes. Lock order: `_turn` first, then `_lock`."""
         self._open: dict[Path, SupervisedRun] = {}
         self._holds = RunLocks(ranks.directory / "holds.json")
 
     def begin(self, path: Path) -> None:
-        """Let the ranks begin with a new run. Raises ClusterError while another one is under way."""
+        """Start a new run on the ranks.
+
+        Args:
+            path: Folder of the run.
+
+        Raises:
+            ClusterError: If another run is active or recovering.
+        """
         with self._turn:
             self._refuse_beside_another(path)
             remember_run(self._ranks, path)
             self._of(path).begin()
 
     def post(self, path: Path, word: str, arguments: dict[str, Any], key: str) -> int:
-        """Give a control word to a run; returns its number. Raises ClusterError when an engine is dead, or while
-        another run is under way: it would take the engines when that pauses, and what they hold would be gone."""
+        """Post a command to a run and return the number of the command.
+
+        Args:
+            path: Folder of the run.
+            word: Name of the command, such as "resume".
+            arguments: Arguments of the command.
+            key: Idempotency key. A command that is sent twice with the same key is posted once.
+
+        Raises:
+            ClusterError: If an engine is dead. Also if another run is active: this run would take the engines when the
+                other one pauses, and the unsaved state of the other run would be lost.
+        """
         with self._turn:
             self._refuse_beside_another(path)
             return self._of(path).post(word, arguments, key)
@@ -118,17 +137,26 @@ class SupervisedRuns:
                 )
 
     def attend(self, path: Path) -> None:
-        """Look whether words wait for a run that nobody works on."""
+        """Submit a run if commands wait for it and no rank works on it."""
         with self._turn:
             self._of(path).attend()
 
     def standing(self, path: Path) -> RunStatus:
-        """How a run stands with its ranks. Waits for no host."""
+        """Return whether a run is active or recovering, and its last problem. Does not wait for hosts."""
         return self._of(path).standing()
 
     def hold(self, path: Path, hold: RunLock, seconds: float, connection: object = None) -> None:
-        """Nobody advances the run until `release`; words wait. `connection`: over which it was asked for. The run has
-        to rest; raises ClusterError when it is still worked on, or held by another, after `seconds`."""
+        """Lock a run until `release`: no rank advances it, and commands wait.
+
+        Args:
+            path: Folder of the run.
+            hold: Lock with its key and the process that owns it.
+            seconds: Time to wait until the run rests.
+            connection: Connection of the client that asked.
+
+        Raises:
+            ClusterError: If the run is still advanced, or locked under another key, after `seconds`.
+        """
         deadline = time.monotonic() + seconds
         run, path = self._of(path), path.resolve()
         while True:
@@ -140,12 +168,11 @@ class SupervisedRuns:
             time.sleep(_HOLD_POLL_SECONDS)
 
     def release(self, path: Path, key: str) -> None:
-        """The end of the hold of this key. Words that have waited are carried out."""
+        """Release the lock with this key. Commands that waited are executed."""
         self._end_hold(path, lambda run: self._holds.release(run, key))
 
     def leave(self, path: Path, key: str, connection: object) -> None:
-        """The end of a connection over which this hold was asked for: of the hold, too, unless it was asked for again
-        over another one."""
+        """Remove a closed connection from a lock; release the lock if no other connection asked for it."""
         self._end_hold(path, lambda run: self._holds.leave(run, key, connection))
 
     def _end_hold(self, path: Path, ends: Callable[[Path], bool]) -> None:
@@ -153,11 +180,11 @@ class SupervisedRuns:
             with self._lock:
                 if not ends(path.resolve()):
                     return
-            with contextlib.suppress(ClusterError, RunFolderError):  # It is no run any more.
+            with contextlib.suppress(ClusterError, RunFolderError):  # The folder is no longer a run.
                 self._of(path).attend_later()
 
     def let_go_of_abandoned(self) -> None:
-        """The end of holds whose holders' processes have ended."""
+        """Release the locks whose owner process has ended."""
         with self._lock:
             abandoned = self._holds.abandoned()
         for path, key in abandoned:
@@ -165,18 +192,26 @@ class SupervisedRuns:
             self.release(path, key)
 
     def interrupt(self, path: Path, seconds: float) -> list[int]:
-        """Interrupt what the ranks do for this run, and no more."""
+        """Interrupt the work of the ranks on this run, and nothing else.
+
+        Args:
+            path: Folder of the run.
+            seconds: Time to wait until the ranks stop.
+
+        Returns:
+            The ranks that are idle afterwards.
+        """
         run = self._of(path)
-        run.give_up()  # Who interrupts a run does not want it back.
+        run.give_up()  # A user who interrupts a run does not want recovery.
         task = run.task
         if task is None:
-            with self._turn:  # It may be on its way to the ranks, or about to be brought back.
+            with self._turn:  # A submission or a recovery may be in progress; `_turn` waits for it.
                 run.give_up()
                 task = run.task
         return self._ranks.interrupt(task, seconds) if task is not None else []
 
     def take_over(self) -> None:
-        """Look after the runs that an earlier supervisor was given."""
+        """Supervise the runs of an earlier supervisor."""
         with self._lock:
             self._holds.take_over()
         for path in remembered_runs(self._ranks):
@@ -184,20 +219,24 @@ class SupervisedRuns:
                 try:
                     if RunFolder(path).read_status().token == self._ranks.token:
                         self._of(path).take_over()
-                except Exception as error:  # A full disk, a damaged folder: the cluster and its other runs go on.
+                except Exception as error:  # A full disk or a damaged folder must not stop the other runs.
                     log.warning("run %s is not looked after: %s", path, error)
-                    with contextlib.suppress(Exception):  # What tells of it may be what is damaged.
+                    with contextlib.suppress(Exception):  # The status file itself may be damaged.
                         self._of(path).left_behind(error)
 
     def settle(self, seconds: float) -> bool:
-        """Wait until what has happened to the runs is written down; False when that took longer than `seconds`."""
+        """Wait until every run has recorded how its work ended; return False on timeout.
+
+        Args:
+            seconds: Longest time to wait.
+        """
         deadline = time.monotonic() + seconds
         while any(run.active for run in self._all()) and time.monotonic() < deadline:
             time.sleep(_HOLD_POLL_SECONDS)
         return not any(run.active for run in self._all())
 
     def close(self) -> None:
-        """Bring no run back any more."""
+        """Stop all recoveries."""
         for run in self._all():
             run.give_up()
 
@@ -215,8 +254,10 @@ class SupervisedRuns:
 
 
 class SupervisedRun:
-    """One run, as its supervisor sees it. Its methods are called by whoever has the turn of `SupervisedRuns`, but for
-    those that say otherwise."""
+    """One run, as its supervisor sees it.
+
+    Callers hold `SupervisedRuns._turn`, unless the method says that it is thread-safe.
+    """
 
     def __init__(
         self,
@@ -226,10 +267,19 @@ class SupervisedRun:
         lock: threading.RLock,
         is_held: Callable[[], bool],
     ) -> None:
+        """Supervise the run in `folder`.
+
+        Args:
+            folder: Folder of the run.
+            ranks: Engines of the cluster.
+            turn: Lock of `SupervisedRuns` for changes of a run.
+            lock: Lock of `SupervisedRuns` for its state.
+            is_held: Return whether the run is locked.
+        """
         self.folder = folder
         self.task: RunSubmission | None = None
         self.trouble: Exception | None = None
-        """Why a waiting word could not be sent to the ranks; None again with the next word."""
+        """Why a waiting command could not be sent to the ranks; reset to None by the next command."""
         self.lock = lock
         self._ranks = ranks
         self._turn = turn
@@ -241,19 +291,18 @@ class SupervisedRun:
 
     @property
     def active(self) -> bool:
-        """Whether the ranks work on it, or will as soon as they are free, or it is about to be known. Called by
-        anybody."""
+        """Whether the ranks work on the run, will do so when they are idle, or its state is changing. Thread-safe."""
         with self.lock:
             return self.task is not None or self._changing > 0
 
     @property
     def recovering(self) -> bool:
-        """Whether engines are brought back for it, or it waits to try again. Called by anybody."""
+        """Whether its engines are being recovered, or a recovery waits for its next attempt. Thread-safe."""
         return self._recovery.under_way
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
-        """Has the turn. Inside, nobody finds the run at rest, as it is between two states. Called by anybody."""
+        """Take `_turn` and report the run as active inside the block, between two states. Thread-safe."""
         with self._turn:
             with self.lock:
                 self._changing += 1
@@ -264,12 +313,24 @@ class SupervisedRun:
                     self._changing -= 1
 
     def begin(self) -> None:
+        """Start the run from the beginning; a repeated request after a takeover starts it once."""
         self.trouble = None
         self._recovery.begin_anew()
-        if self.task is None and not self._takes_what_is_left():  # Asked twice, across a takeover, it is one run.
+        # A request repeated after a takeover must not start a second run.
+        if self.task is None and not self._takes_what_is_left():
             self._submit()
 
     def post(self, word: str, arguments: dict[str, Any], key: str = "") -> int:
+        """Post a command and submit the run if no rank works on it.
+
+        Args:
+            word: Name of the command.
+            arguments: Arguments of the command.
+            key: Idempotency key; "" for none.
+
+        Returns:
+            The number of the command.
+        """
         if self._wire is not None:
             self._wire.refuse(word)
         self._recovery.hand_over()
@@ -282,8 +343,12 @@ class SupervisedRun:
         return number
 
     def attend(self) -> None:
-        """Submit if a word waits and nobody works on the run. Raises ClusterError when an engine is dead, and
-        RunFolderError for a run that this version cannot go on with."""
+        """Submit the run if a command waits and no rank works on the run.
+
+        Raises:
+            ClusterError: If an engine is dead.
+            RunFolderError: If this version cannot continue the run.
+        """
         self.trouble = None
         if self.task is not None or self._is_held() or self.recovering or not self.waiting():
             return
@@ -293,19 +358,20 @@ class SupervisedRun:
             self.folder.require_known()
             self.note_processes(self._ranks.pids)
             self._submit()
-        except (ClusterError, RunFolderError):  # Also where an engine dies just now: it is not done much later.
+        # Also if an engine dies just now: a waiting command must not run much later.
+        except (ClusterError, RunFolderError):
             self._drop_waiting(self.folder.read_status())
             raise
 
     def attend_later(self) -> None:
-        """As `attend`, where nobody waits for an answer: what it raises is the run's `trouble`."""
+        """Do the same as `attend` when no client waits for the answer: store an error in `trouble`."""
         try:
             self.attend()
         except (ClusterError, RunFolderError) as trouble:
             self._in_vain(trouble)
 
     def standing(self) -> RunStatus:
-        """Called by anybody."""
+        """Return the status that clients see. Thread-safe."""
         with self.lock:
             trouble = self.trouble
             return RunStatus(
@@ -316,18 +382,18 @@ class SupervisedRun:
             )
 
     def take_over(self) -> None:
-        """Go on where an earlier supervisor has left it."""
+        """Continue from the state that an earlier supervisor left."""
         taken = self._takes_what_is_left()
         if not self._recovery.take_over(rests=not taken) and not taken:
             self._go_on()
 
     def _takes_what_is_left(self) -> bool:
-        """Whether an earlier supervisor has let the ranks work on it and nobody has heard how that ended."""
+        """Adopt the submission of an earlier supervisor if its end was not recorded; return whether there is one."""
         left = self._ranks.left_of(str(self.folder.path))
         if left is None:
             return False
         state = self.folder.read_status().state
-        if is_kept(self.folder, left.id):  # It has ended, on all ranks.
+        if is_kept(self.folder, left.id):  # Its failure was recorded, so the submission has ended on all ranks.
             if state not in RESTING and (failure := newest_failure(self.folder)) is not None:
                 self._account_for(failure[1], left.id)
             return False
@@ -339,16 +405,18 @@ class SupervisedRun:
         return True
 
     def give_up(self) -> None:
-        """It is not brought back. Called by anybody."""
+        """Cancel the recovery of the run. Thread-safe."""
         self._recovery.stop()
 
     def leave(self, trouble: Exception) -> None:
-        """It cannot be brought back: words that wait for it are not carried out, and whoever asks is told why."""
+        """Record that recovery failed: drop the waiting commands and keep the reason for the next client that asks."""
         self.trouble = trouble
         self._drop_waiting(self.folder.read_status())
 
     def left_behind(self, trouble: Exception) -> None:
-        """It was to go on under this supervisor, and cannot. Nobody has asked, so the status tells of it."""
+        """Record in the status that the run cannot continue under this supervisor: no client has asked, so none gets an
+        error.
+        """
         self.trouble = trouble
         status = self.folder.read_status()
         unfinished = status.state in (RunState.PAUSED, RunState.FAILED) and status.token == self._ranks.token
@@ -359,36 +427,43 @@ class SupervisedRun:
             self._drop_waiting(replace(status, text=text))
 
     def _in_vain(self, trouble: Exception) -> None:
-        """A word could not be carried out for which nobody waits any more."""
+        """Record that a command failed for which no client waits."""
         self.trouble = trouble
-        if self.folder.read_status().text == UNSUPERVISED:  # That promises that it goes on.
+        if self.folder.read_status().text == UNSUPERVISED:  # This status text promises that the run continues.
             self.left_behind(trouble)
 
     def _go_on(self) -> None:
-        """Attend to words, the one included that a run waits for which has paused for want of a supervisor."""
+        """Execute waiting commands; resume a run that paused because it had no supervisor."""
         status = self.folder.read_status()
         if status.state is RunState.PAUSED and status.text == UNSUPERVISED and not self.waiting():
             self.folder.post("resume")
         self.attend()
 
     def waiting(self) -> list[RunCommand]:
-        """Words that nobody has carried out."""
+        """Return the commands that no rank has executed."""
         return self.folder.pending(self.folder.read_status().command)
 
     def _drop_waiting(self, status: Status) -> None:
-        """Write `status`, with the waiting words counted as done. Only while no rank advances the run."""
+        """Write `status` with all waiting commands counted as done. Call only while no rank advances the run."""
         last = max([status.command, *(command.number for command in self.folder.pending(status.command))])
         self.folder.write_status(replace(status, command=last))
 
     def note_processes(self, pids: tuple[int, ...]) -> None:
-        """Keep true in the status which engines hold the run, after one was restarted."""
+        """Update the engine processes in the status after an engine was restarted.
+
+        Args:
+            pids: Process ids of the engines, by rank.
+        """
         status = self.folder.read_status()
         if (status.rank_pids, status.token) != (pids, self._ranks.token):
             self.folder.write_status(replace(status, rank_pids=pids, token=self._ranks.token))
 
     def _follow_ranks(self, *, give: bool = False) -> None:
-        """Where not all hosts see the folder, what ranks write there is taken in from now on. `give`: after they were
-        given what it says."""
+        """Relay the records of the ranks if not all hosts see the folder.
+
+        Args:
+            give: Whether to send the contents of the folder to the hosts first.
+        """
         self._wire = self._ranks.wire(self.folder)
         if self._wire is not None:
             if give:
@@ -407,19 +482,19 @@ class SupervisedRun:
         self.task.add_done_callback(self._ended_elsewhere)
 
     def _ended_elsewhere(self, task: RunSubmission) -> None:
-        # The callback comes on a thread that others wait for, and what follows waits for files.
+        # The callback runs on a thread that others wait for, and `_ended` waits for files.
         threading.Thread(target=self._ended, args=(task,), name="speedlab-run-ended", daemon=True).start()
 
     def _ended(self, task: RunSubmission) -> None:
         if self._wire is not None:
             try:
                 self._wire.settle()
-            except Exception as trouble:  # A full disk: what there is has to do.
+            except Exception as trouble:  # For example a full disk: continue with the records that arrived.
                 log.warning("the rest of what ranks of %s wrote cannot be taken in: %s", self.folder.name, trouble)
         with self.changing():
             try:
                 self._account_for(task.error, task.id)
-            except Exception as trouble:  # For example: somebody has removed the folder under the run.
+            except Exception as trouble:  # For example, the user has deleted the folder of the run.
                 self.trouble = trouble
             if self.task is task:
                 self.task = None
@@ -429,14 +504,14 @@ class SupervisedRun:
                         self._go_on()
                 except Exception as trouble:
                     self.trouble = trouble
-                    with contextlib.suppress(Exception):  # The status may be what cannot be read.
+                    with contextlib.suppress(Exception):  # The status file may be the one that cannot be read.
                         self._in_vain(trouble)
 
     def _account_for(self, error: RankError | None, submission: str) -> None:
-        """Keep the error and see that the status tells of it; drop what nobody will carry out."""
+        """Record the error in folder and status; drop commands that no rank will execute."""
         status = self.folder.read_status()
         if error is not None and error.only_interrupted:
-            # No rank has come to say so, or the one that tells took it for the failure of another.
+            # No rank recorded the interrupt, or rank 0 recorded it as the failure of another rank.
             if status.state not in RESTING or (status.state is RunState.FAILED and error.stopped):
                 status = replace(status, state=RunState.PAUSED, text="")
         elif error is not None:
@@ -446,18 +521,18 @@ class SupervisedRun:
             self._drop_waiting(status)
 
     def _failed(self, error: RankError, submission: str, status: Status) -> Status:
-        """Keep the error; the status that tells of it."""
-        if not is_kept(self.folder, submission):  # An earlier supervisor may have come so far.
+        """Record the error in the folder; return the status that describes it."""
+        if not is_kept(self.folder, submission):  # An earlier supervisor may have recorded it already.
             error.advice = advice(error, self.folder, self._ranks)
-            with contextlib.suppress(Exception):  # The explanation must not hide what it explains.
+            with contextlib.suppress(Exception):  # A failing explanation must not hide the error itself.
                 from speedlab.cluster.oom_report import out_of_memory_lines
 
                 error.notes = out_of_memory_lines(error, self.folder, self._ranks.devices)
             try:
                 keep_failure(self.folder, error, submission)
-            except OSError as full:  # The status tells of it all the same.
+            except OSError as full:  # The status describes the error anyway.
                 log.warning("what the ranks of %s raised cannot be kept: %s", self.folder.name, full)
-        # When one rank fails the others are interrupted; to the one that writes the status this looks like a pause.
+        # When one rank fails, the others are interrupted. To the rank that writes the status, this looks like a pause.
         if status.state not in RESTING - {RunState.PAUSED}:
             return replace(status, state=RunState.FAILED, text=str(error)[:_TEXT_LIMIT])
         return status

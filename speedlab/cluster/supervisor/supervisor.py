@@ -1,8 +1,12 @@
-"""The supervisor of a cluster: one process, started with the cluster, which owns the controller's client.
+"""The supervisor of a cluster: the process that owns the client of the controller.
 
-It starts the engines, or takes over those that run when an earlier supervisor has ended. Kernels and terminals are its
-clients (`server.py`); what must outlive them lives here: the order of submissions (`submissions.py`), the engines
-(`engines.py`), the runs (`runs.py`), what ranks print (`output.py`).
+It starts the engines, or takes over the engines that an earlier supervisor left. Kernels and terminals are its clients
+(`server.py`). Everything that must outlive a client is part of this process:
+
+- the queue of submissions (`work_queue.py`),
+- the engines (`engines.py`),
+- the runs (`runs.py`),
+- the output of the ranks (`output.py`).
 """
 
 from __future__ import annotations
@@ -37,19 +41,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("speedlab.supervisor")
 
 Begun = tuple[ClusterState, Any, ProcessController]
-"""What runs, the controller's client, and what can be done to the engines' processes."""
+"""(state of the cluster, client of the controller, control of the engine processes)."""
 Begin = Callable[[Callable[[str], None], threading.Event], Begun]
-"""begin(progress, cancelled): starts engines, or finds them."""
+"""begin(progress, cancelled): start engines, or find the running ones."""
 
 _WATCH_SECONDS = 1.0
 _POLL_SECONDS = 0.02
 _MOST_KEPT = 500
-"""Submissions whose end nobody was told yet: their client may come back and ask."""
+"""Number of ended submissions that are kept for a client that reconnects and asks for their result."""
 _STOP_PATIENCE_SECONDS = 1.0
 
 
 class Supervisor:
-    """What the process does between its first client and its end."""
+    """Own the engines and runs of one cluster, and answer the clients."""
 
     engines: Engines
     output: RankOutput
@@ -62,7 +66,7 @@ class Supervisor:
         self._ready = threading.Event()
         self._problem: ClusterError | None = None
         self.starting = ""
-        """What the start waits for, in words."""
+        """What the start waits for, as a text for users."""
         self._cancelled = threading.Event()
         self._ended = threading.Event()
         self._stopping = False
@@ -70,7 +74,15 @@ class Supervisor:
         self._server: Server | None = None
 
     def serve(self, server: Server, begin: Begin) -> None:
-        """Serve until the cluster is stopped or its controller has died. `begin` starts the engines, or finds them."""
+        """Serve clients until the cluster is stopped or its controller dies.
+
+        Args:
+            server: Connections to the clients.
+            begin: Start the engines, or find the running ones.
+
+        Raises:
+            ClusterError: If the engines do not start. Waiting clients get the same error first.
+        """
         self._server = server
         threading.Thread(target=self._serve_later, name="speedlab-tell", daemon=True).start()
         try:
@@ -81,8 +93,8 @@ class Supervisor:
             undo_unfinished(self.engines)
             if state.hosts:
                 try:
-                    self._look_at_hosts()  # A run is not brought back on one that is lost.
-                except Exception:  # The watch looks again.
+                    self._look_at_hosts()  # Before runs are taken over: no recovery on a lost host.
+                except Exception:  # The watch thread looks again.
                     log.exception("the hosts cannot be looked after")
             self.runs = SupervisedRuns(self.engines)
             self.runs.take_over()
@@ -93,7 +105,7 @@ class Supervisor:
             self._ready.set()
             deadline = time.monotonic() + _STOP_PATIENCE_SECONDS
             while server.clients and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)  # Those who wait for it are told, and go.
+                time.sleep(_POLL_SECONDS)  # Waiting clients receive the error and disconnect.
             raise
         self._ready.set()
         if state.hosts:
@@ -101,15 +113,18 @@ class Supervisor:
         while not self._ended.wait(_WATCH_SECONDS):
             try:
                 self.runs.let_go_of_abandoned()
-            except Exception:  # A folder that is gone, a full disk: the cluster goes on.
+            except Exception:  # A deleted folder or a full disk must not stop the cluster.
                 log.exception("what is held by nobody any more cannot be let go of")
             if not self._stopping and not self.engines.state.running:
                 self._controller_died()
         server.close()
 
     def ready(self, seconds: float) -> str | None:
-        """The cluster's token, once its engines are ready; None when they are not within `seconds`. Raises ClusterError
-        when they did not come up."""
+        """Wait until the engines are ready and return the token of the cluster; None after `seconds`.
+
+        Raises:
+            ClusterError: If the engines did not start.
+        """
         if not self._ready.wait(seconds):
             return None
         if self._problem is not None:
@@ -117,14 +132,22 @@ class Supervisor:
         return self._token
 
     def cancel_start(self) -> None:
-        """Give up starting what is not ready."""
+        """Cancel a start in progress."""
         self._cancelled.set()
 
     def _tell_of_start(self, words: str) -> None:
         self.starting = words
 
     def submit(self, question: m.Submit, says: Sayings | None) -> Submission:
-        """`says`: is told what ranks say in it."""
+        """Queue the work of a client; a repeated request with the same id returns the known submission.
+
+        Args:
+            question: Packed work and its ranks.
+            says: Receives the output of the ranks in this submission; None if the client does not show it.
+
+        Raises:
+            ClusterError: If a rank does not exist or its engine is dead.
+        """
         with self._lock:
             known = self._find(question.id)
             if known is not None:
@@ -140,14 +163,16 @@ class Supervisor:
         return submission
 
     def forget(self, submission: Submission) -> None:
-        """Its end was told to a client that waits for it."""
+        """Drop a submission whose end its client has received."""
         self._submissions.pop(submission.id, None)
 
     def _oldest_ended(self) -> str | None:
         return next((id for id, submission in list(self._submissions.items()) if submission.done), None)
 
     def find(self, id: str) -> Submission | None:
-        """A submission of this supervisor that has not ended, or of an earlier one."""
+        """Return a submission of this supervisor that is still kept, or one of an earlier supervisor; None if
+        unknown.
+        """
         with self._lock:
             return self._find(id)
 
@@ -155,6 +180,7 @@ class Supervisor:
         return self._submissions.get(id) or self.engines.adopted.find(id)
 
     def interrupt(self, question: m.Interrupt) -> list[int]:
+        """Interrupt a run, a submission or everything; return the ranks that are idle afterwards."""
         if question.folder:
             return self.runs.interrupt(Path(question.folder), question.seconds)
         if not question.id:
@@ -163,32 +189,33 @@ class Supervisor:
         return self.engines.interrupt(only, question.seconds) if only is not None else []
 
     def resize(self, engines: int, progress: Callable[[str], object], cancelled: Callable[[], bool]) -> None:
+        """Change the number of engines; see `Engines.resize`."""
         self.engines.resize(engines, progress, cancelled)
 
     def stop(self) -> None:
-        """End all engines, what they started, and the controller; interrupts first."""
+        """Interrupt the ranks, then end all engines, their child processes and the controller."""
         self._stopping = True
         self.runs.close()
         try:
             if self.engines.state.running:
                 self.engines.interrupt()
-        finally:  # Hosts are given back whatever their engines do.
+        finally:  # Return the hosts even if the interrupt fails.
             self.engines.abandon("the cluster was stopped")
             self.engines.hands.stop()
             self.engines.close()
 
     def end(self) -> None:
-        """Let the process end."""
+        """Let the process end, after everything queued with `later`."""
         self.later(self._ended.set)
 
     def left(self, client: ClientSession) -> None:
-        """A client is gone."""
+        """Release the run locks of a client that has disconnected."""
         if self._ready.is_set() and self._problem is None:
             for path, key in client.holds:
                 self.runs.leave(path, key, client)
 
     def later(self, work: Callable[[], object]) -> None:
-        """Do it on the thread that tells clients of what has ended, in the order of these calls."""
+        """Execute `work` on the thread that notifies clients, in the order of the calls."""
         self._later.put(work)
 
     def _serve_later(self) -> None:
@@ -208,7 +235,9 @@ class Supervisor:
                 client.send(message)
 
     def _watch_hosts(self) -> None:
-        """Name a host that goes, within seconds, and tell whoever waits for its ranks; or that all are taken back."""
+        """Report within seconds when hosts are lost or reachable again; end the cluster if all its hosts were taken
+        away.
+        """
         while not self._ended.wait(_WATCH_SECONDS) and not self._stopping:
             try:
                 lost = self._look_at_hosts()
@@ -223,7 +252,7 @@ class Supervisor:
                     log.exception("the hosts cannot be looked after")
 
     def _look_at_hosts(self) -> Collection[str]:
-        """The hosts that are lost, each told once. May take seconds."""
+        """Return the lost hosts, and report each newly lost one. May take seconds."""
         lost = self.engines.hands.lost()
         for ranks, reason in self.engines.give_up(lost):
             self._printed(ranks, "stderr", f"{reason}\n")
@@ -233,7 +262,9 @@ class Supervisor:
         self._over(f"the controller of cluster {self._home.name!r} has died or was stopped")
 
     def _over(self, reason: str) -> None:
-        """Nothing reaches the engines any more: record it, tell everybody, end what is left."""
+        """End the cluster after its engines became unreachable: record the reason, fail what waits, end what is
+        left.
+        """
         self._stopping = True
         log.error("%s", reason)
         self.runs.close()
@@ -254,7 +285,17 @@ def start_here(
     timeout_seconds: float,
     nursery: ForkServer,
 ) -> Begin:
-    """Start engines on this host; the rest as for `start.start_cluster`."""
+    """Return a function that starts engines on this host.
+
+    Args:
+        home: Folder of the cluster.
+        token: Unique id of the cluster.
+        devices: Devices by rank.
+        backend: Backend of the process group.
+        link: Simulated link between ranks.
+        timeout_seconds: Timeout of collectives.
+        nursery: Fork server for CPU engines.
+    """
 
     def begin(progress: Callable[[str], None], cancelled: threading.Event) -> Begun:
         state, client = start.start_cluster(
@@ -266,7 +307,11 @@ def start_here(
 
 
 def find(home: ClusterDir) -> Begin:
-    """The engines that an earlier supervisor has left."""
+    """Return a function that finds the engines that an earlier supervisor left.
+
+    Raises:
+        ClusterError: When called, if the cluster does not run.
+    """
 
     def begin(progress: Callable[[str], None], cancelled: threading.Event) -> Begun:
         state = home.read()
