@@ -1,1 +1,1 @@
-"""The process that owns a cluster, and its clients' side. Nothing here imports torch."""
+"""The process that owns a cluster, and the client side of its connections. Does not import torch."""

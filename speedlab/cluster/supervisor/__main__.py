@@ -1,6 +1,6 @@
-"""The process of a supervisor: `python -m speedlab.cluster.supervisor ROOT NAME`, started by `spawn.py`.
+"""Process of a supervisor: `python -m speedlab.cluster.supervisor ROOT NAME`, started by `spawn.py`.
 
-Its environment holds the cluster's token; what it is to start comes as JSON on its input, nothing when it takes over.
+The environment holds the token of the cluster. The standard input holds, as JSON, what to start; null to take over.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from speedlab.cluster.supervisor.supervisor import Begin
 
 _LOCK_SECONDS = 5.0
-"""A rank that looks whether a supervisor is there holds the lock for a moment."""
+"""A rank that checks for a supervisor holds the lock for a moment."""
 
 
 def main() -> None:
     """Supervise the cluster until it ends."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A Ctrl-C is its clients' to hear.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the clients.
     home = ClusterDir(sys.argv[2], Path(sys.argv[1]))
     lock = _locked(home.supervisor_lock)
     listening = listen(home.supervisor_socket)
     asked = json.load(sys.stdin)
     begin = _what_was_asked(home, asked)
 
-    # What follows imports ipyparallel, which takes a while: clients can already connect, and wait.
+    # These imports load ipyparallel, which is slow. Clients can already connect and wait.
     from speedlab.cluster.supervisor.server import Server
     from speedlab.cluster.supervisor.supervisor import Supervisor
 
@@ -70,14 +70,14 @@ def _what_was_asked(home: ClusterDir, asked: dict[str, Any] | None) -> Begin:
     environment = home.environment(token, *between)
     nursery = ForkServer({**os.environ, **environment}, home.nursery_log)
     if can_fork(device.kind for device in devices):
-        nursery.begin(devices[0].threads)  # It imports torch while this process imports ipyparallel.
+        nursery.begin(devices[0].threads)  # The fork server imports torch while this process imports ipyparallel.
     from speedlab.cluster.supervisor.supervisor import start_here
 
     return start_here(home, token, devices, *between, nursery)
 
 
 def _locked(path: Path) -> int:
-    """The lock that says that a supervisor is there; it goes with this process."""
+    """Return the lock that marks a running supervisor. The lock ends with this process."""
     try:
         return hold(path, _LOCK_SECONDS)
     except TimeoutError:

@@ -1,5 +1,7 @@
-"""A connection between a supervisor and a client: messages, each after its length, over a socket in the cluster's
-folder that only its owner can enter."""
+"""A connection between a supervisor and a client: length-prefixed messages over a Unix socket.
+
+The socket is a file in the cluster's folder, which only its owner can enter.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class UnfitMessageError(TypeError):
-    """A message whose fields are of the wrong kind; `call` is its number."""
+    """A message with fields of a wrong type; `call` is its number."""
 
     def __init__(self, text: str, call: int) -> None:
         self.call = call
@@ -32,66 +34,87 @@ class UnfitMessageError(TypeError):
 
 
 class ChannelClosedError(ConnectionError):
-    """The other side is gone."""
+    """The other side has closed the connection."""
 
 
 class Channel:
-    """Messages both ways. Any thread may send; one receives."""
+    """Messages in both directions. Any thread may send; one thread receives."""
 
     def __init__(self, connection: socket.socket, receives: Any) -> None:
-        """`receives`: the union of the messages that may come."""
+        """Use a connected socket.
+
+        Args:
+            connection: Connected Unix socket.
+            receives: Union of the message types that may arrive.
+        """
         self._socket = connection
         self._decoder = msgspec.msgpack.Decoder(receives)
         self._sending = threading.Lock()
         self._coming = bytearray(_LENGTH.size)
         self._got = 0
-        """How much of `_coming` is there: a length, or, once it was `_announced`, the message after it."""
+        """Number of bytes received into `_coming`: of a length, or of a message if `_announced`."""
         self._announced = False
 
     def send(self, message: ProtocolMessage) -> None:
-        """Raises ChannelClosedError."""
+        """Send a message.
+
+        Raises:
+            ChannelClosedError: If the other side has closed the connection.
+        """
         data = _encoder.encode(message)
         try:
             with self._sending:
                 self._socket.sendall(_LENGTH.pack(len(data)))
                 self._socket.sendall(data)
         except BaseException as error:
-            self.close()  # Half of a message may have gone: what follows would be read as its rest.
+            # Half of the message may have been sent: the receiver would read the next message as its rest.
+            self.close()
             if isinstance(error, OSError):
                 raise ChannelClosedError(str(error)) from None
             raise
 
     def bound_sending(self, seconds: float) -> None:
-        """Give up, and close, when the other side does not read for so long."""
+        """Close the channel if the other side does not read for `seconds`."""
         whole = int(seconds)
         self._socket.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6))
         )
 
     def ready(self, seconds: float = 0.0) -> bool:
-        """Whether something has come, or the end, at the latest after `seconds`."""
+        """Wait at most `seconds`; return whether a message, a part of one, or the end has arrived."""
         if self._socket.fileno() < 0:  # Another thread has closed it.
             return True
-        look = select.poll()  # A descriptor of 1024 or more is too great for select().
+        look = select.poll()  # select() cannot handle descriptors of 1024 and above.
         look.register(self._socket, select.POLLIN)
         return bool(look.poll(seconds * 1000))
 
     @property
     def peer_pid(self) -> int | None:
-        """The process at the other end, or the one that began to listen there; None where the system does not say."""
+        """Process id of the other side, or of the process that began to listen; None if the system does not
+        report it.
+        """
         if not hasattr(socket, "SO_PEERCRED"):
             return None
         return peer_of(self._socket)[0]
 
     def receive(self) -> Any:
-        """The next message. Raises ChannelClosedError at the end, and for what is no message of this protocol;
-        UnfitMessageError for one with fields of the wrong kind, after which others may come."""
+        """Return the next message.
+
+        Raises:
+            ChannelClosedError: At the end, and if the data are no message of this protocol.
+            UnfitMessageError: If a field has a wrong type; later messages can still be received.
+        """
         while not self._read_on():
             pass
         return self._decoded()
 
     def receive_within(self, seconds: float) -> Any | None:
-        """As `receive`; None where the next message is not there whole after `seconds`: what has come of it is kept."""
+        """Return the next message, or None if it is not complete after `seconds`; a partial message is kept.
+
+        Raises:
+            ChannelClosedError: See `receive`.
+            UnfitMessageError: See `receive`.
+        """
         deadline = time.monotonic() + seconds
         while self.ready(max(0.0, deadline - time.monotonic())):
             if self._read_on():
@@ -99,7 +122,7 @@ class Channel:
         return None
 
     def _read_on(self) -> bool:
-        """Take in what comes next; whether a message is whole now."""
+        """Read once; return whether a message is complete now."""
         try:
             more = self._socket.recv_into(memoryview(self._coming)[self._got :])
         except OSError as error:
@@ -130,17 +153,18 @@ class Channel:
 
     @property
     def connection(self) -> socket.socket:
-        """The connection, for who only passes on what comes from now on."""
+        """The socket, for code that forwards the remaining data."""
         return self._socket
 
     def close(self) -> None:
+        """Close the connection."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 def _call_in(data: bytearray) -> int | None:
-    """The number of a question whose other fields may be anything."""
+    """Return the number of a request whose other fields are invalid; None if there is none."""
     try:
         loose = msgspec.msgpack.decode(data)
     except msgspec.DecodeError:
@@ -150,14 +174,14 @@ def _call_in(data: bytearray) -> int | None:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """(process id, user id) of the other end, on systems that have SO_PEERCRED."""
+    """Return (process id, user id) of the other side. Needs SO_PEERCRED."""
     pid, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return pid, user
 
 
 @contextlib.contextmanager
 def short_path(path: Path) -> Any:
-    """A name of `path` that fits into a socket's address, which holds about 100 bytes."""
+    """Yield a name of `path` that fits into a socket address, which has about 100 bytes."""
     if len(os.fsencode(path)) < 100 or not os.path.isdir("/proc/self/fd"):
         yield str(path)
         return
@@ -169,8 +193,16 @@ def short_path(path: Path) -> Any:
 
 
 def connect(path: Path, receives: Any, *, waits: bool = True) -> Channel:
-    """A channel to whoever listens at `path`. Raises OSError when nobody does. `waits`: False for one whose connection
-    never waits, and is not made where too many wait there to be let in."""
+    """Connect to the process that listens at `path`.
+
+    Args:
+        path: Path of the Unix socket.
+        receives: Union of the message types that may arrive.
+        waits: False for a non-blocking socket; then a full backlog is an error.
+
+    Raises:
+        OSError: If no process listens.
+    """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(waits)
@@ -183,7 +215,7 @@ def connect(path: Path, receives: Any, *, waits: bool = True) -> Channel:
 
 
 def listen(path: Path) -> socket.socket:
-    """A socket that listens at `path`, in the place of one whose process is gone; mode 0600."""
+    """Listen at `path` with mode 0600; replace the socket of a process that is gone."""
     path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

@@ -264,7 +264,7 @@ def _not_understood(error: Exception) -> str:
 
 
 def error_of(refused: m.Refused) -> Exception:
-    """Return the exception that a refusal stands for.
+    """Return the exception that a refusal describes.
 
     Args:
         refused: Refusal with the class name and the text of the error.

@@ -98,7 +98,7 @@ class Engines:
 
     @property
     def token(self) -> str:
-        """Unique id that tells clusters of the same name from each other."""
+        """Unique id; distinguishes clusters of the same name."""
         return self.state.token
 
     @property

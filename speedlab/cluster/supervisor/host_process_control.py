@@ -1,4 +1,4 @@
-"""Engines on several hosts: what a supervisor does to them goes through the agents (`cluster/agents/pool.py`)."""
+"""Control engine processes on several hosts, through the agents (`cluster/agents/pool.py`)."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("speedlab.supervisor")
 
 _PROBED_PORT = 1
-"""Nothing listens there; a host that is there says so at once."""
+"""Nothing listens on this port: a reachable host refuses the connection at once."""
 _PROBE_SECONDS = 0.5
 _MOST_PROBED = 32
 _LOOK_SECONDS = 2.0
 _EXCHANGE_SECONDS = 4.0
-"""An agent that is silent for so long ends the sessions of ranks that are debugged on its host."""
+"""If an agent does not answer for this long, the debugging sessions of ranks on its host end."""
 _FOLDER_SECONDS = 5.0
-"""An agent that is asked of a run's folder for the first time imports what it needs for that."""
+"""The first request about a run folder is slow: the agent imports modules for it."""
 _SILENT_ROUNDS = 3
-"""After so many looks at which a host's agent does not answer, but the host does, the agent is started anew."""
+"""After this many looks at which the host answers but its agent does not, the agent is restarted."""
 
 
 class RemoteProcesses:
-    """Engines that agents have started, and whoever takes over finds again."""
+    """Engine processes that agents have started; a later supervisor finds them again."""
 
     def __init__(
         self,
@@ -73,7 +73,16 @@ class RemoteProcesses:
         timeout_seconds: float,
         spec: Mapping[str, Any],
     ) -> None:
-        """`spec`: as `host_specs.fields_of` gives it. `timeout_seconds`: 0 for no limit of the user's."""
+        """Control the engines of `agents`.
+
+        Args:
+            home: Folder of the cluster.
+            agents: Agents of all hosts.
+            token: Unique id of the cluster.
+            backend: Backend of the process group.
+            timeout_seconds: Timeout of collectives; 0 for the default.
+            spec: Hosts, in the form of `host_specs.fields_of`.
+        """
         self._home, self._agents, self._spec = home, agents, spec
         self._environment = {
             processes.TOKEN: token,
@@ -82,34 +91,43 @@ class RemoteProcesses:
         }
         self._lost: dict[str, str] = {}
         self._silent: dict[str, int] = {}
-        """Hosts that are there and whose agents do not answer, and for how many looks."""
+        """Number of looks in a row at which the host answered but its agent did not."""
         self._agentless: dict[str, str] = {}
-        """Hosts whose agents could not be started anew, and why."""
+        """Hosts whose agent could not be restarted, and the reason."""
         self._were_lost: set[str] = set()
-        """Hosts that were cut off since their agents came."""
+        """Hosts that were lost after their agent was started."""
         self._told_back: set[str] = set()
-        """Hosts that were left out when they were lost, and answer."""
+        """Hosts that were left out after they were lost, and answer now."""
         self._seen: set[tuple[Path, tuple[str, ...]]] = set()
-        """Folders of runs that all of these hosts share."""
+        """(run folder, hosts) that all these hosts share."""
         self._relay = SupervisorDebugRelay(home.path, self._exchange)
         self._bringing = threading.Lock()
-        """Held while an agent is started anew."""
+        """Held while an agent is restarted."""
 
     def require(self, ranks: Iterable[int]) -> None:
+        """Restart agents of these ranks that do not answer; raise ClusterError if that fails.
+
+        Args:
+            ranks: Ranks that are to be started.
+        """
         at = rank_hosts(self._agents.hosts)
         self._require_agents(dict.fromkeys(self._agents.hosts[at[rank].host].name for rank in sorted(ranks)))
 
     def start(
         self, state: ClusterState, ranks: Iterable[int], cancelled: Callable[[], bool]
     ) -> tuple[EngineEntry, ...]:
+        """Start engines; see `ProcessController.start`."""
         ranks = set(ranks)
         self.require(ranks)
         keep = [engine for engine in state.engines if engine.rank not in ranks]
         return self._agents.start_engines(self._environment, ranks, keep=keep, cancelled=cancelled)
 
     def _require_agents(self, hosts: Iterable[str]) -> None:
-        """Start the agents of those hosts anew that do not answer, or were cut off: some of their connections may come
-        back long after others, and the controller give them up meanwhile. Raises ClusterError."""
+        """Restart the agents of hosts that do not answer or were lost; raise ClusterError if that fails.
+
+        After a network failure, the connections of an agent recover at different times, and the controller may give up
+        the agent in between. So a host that was lost gets a new agent, too.
+        """
         hosts = list(hosts)
         with self._bringing:
             silent = self._agents.silent(hosts=hosts)
@@ -120,17 +138,19 @@ class RemoteProcesses:
                     except ClusterError:
                         if host in silent:
                             raise
-                        # It answers, and another one cannot be started.
+                        # The agent answers, so keep it although a restart failed.
                     self._were_lost.discard(host)
                     self.write()
-                    self._agents.set_generation(self._home.generation)  # It may have been counted on meanwhile.
+                    # The generation may have changed in the meantime.
+                    self._agents.set_generation(self._home.generation)
 
     def _bring_ended(self, silent: Collection[str]) -> None:
-        """Start those of these agents anew that have ended alone: their hosts are there. Raises ClusterError."""
+        """Restart the agents that have ended on hosts that answer. Raises ClusterError."""
         if there := self._there(silent):
             self._require_agents(there)
 
     def look(self, engines: Sequence[EngineEntry]) -> list[EngineProcess]:
+        """Look at the processes of engines; see `ProcessController.look`."""
         hosts = dict.fromkeys(engine.host for engine in engines if engine.host not in self._lost)
         answers, silent = self._agents.ask_all(agent_tasks.look, seconds=_LOOK_SECONDS, hosts=hosts)
         found = {(host, each["pid"]): each for host, those in answers.items() for each in those}
@@ -139,13 +159,15 @@ class RemoteProcesses:
     def _process(self, engine: EngineEntry, seen: Mapping[str, Any] | None, silent: Collection[str]) -> EngineProcess:
         if seen is not None:
             return EngineProcess(True, seen["frozen"], seen["rss_bytes"], Load(*seen["load"]))
-        # An agent that ended has taken no engine with it; whether they live, the controller knows.
+        # An agent that ended leaves its engines running. The controller notices whether they live.
         return EngineProcess(engine.host in silent and engine.host not in self._lost, False, 0)
 
     def interrupt(self, at_work: AtWork) -> list[EngineEntry]:
+        """Send SIGINT; see `ProcessController.interrupt`."""
         return self._signal(at_work, signal.SIGINT)
 
     def cut(self, at_work: AtWork) -> list[EngineEntry]:
+        """Abort connections to peers; see `ProcessController.cut`."""
         return self._signal(at_work, CUT_SIGNAL)
 
     def _signal(self, at_work: AtWork, number: int) -> list[EngineEntry]:
@@ -153,10 +175,19 @@ class RemoteProcesses:
         return [engine for engine in at_work if engine not in reached]
 
     def end(self, engines: Sequence[EngineEntry], gone: Callable[[EngineEntry], object]) -> list[EngineEntry]:
-        """Those on hosts that are lost end by themselves, half a minute after the host was cut off."""
+        """Kill engines on reachable hosts. Engines on a lost host end alone, half a minute after the host was cut off.
+
+        Args:
+            engines: Engines to kill.
+            gone: Called with each engine whose process was killed.
+
+        Returns:
+            The engines that are still alive.
+        """
         within = [engine for engine in engines if engine.host not in self._lost]
-        self._require_agents(dict.fromkeys(engine.host for engine in within))  # A host may just be back.
-        # The engines alone at first: one of the children of each tells the controller that it has gone.
+        # A host may have become reachable just now.
+        self._require_agents(dict.fromkeys(engine.host for engine in within))
+        # Kill only the engines first: a child of each engine reports its end to the controller.
         reached = self._agents.signal(within, signal.SIGKILL)
         for engine in reached:
             gone(engine)
@@ -164,17 +195,20 @@ class RemoteProcesses:
         return [engine for engine, look in zip(within, looks, strict=True) if look.alive]
 
     def next_generation(self, *, at_once: bool = False) -> None:
+        """Start a new generation of the store; see `ProcessController.next_generation`."""
         self._home.next_generation()
         if at_once:
             self._agents.set_generation(self._home.generation, AT_ONCE_SECONDS)
             return
         for host in self._agents.set_generation(self._home.generation):
             try:
-                self._bring_ended([host])  # Else ranks there would wait for the others where these have been.
-            except ClusterError:  # The watch counts such a host as lost.
+                # Otherwise ranks of this host would wait for the others in the old generation.
+                self._bring_ended([host])
+            except ClusterError:  # The watch thread counts such a host as lost.
                 log.exception("ranks of %s are not told that all meet anew", host)
 
     def plan(self, state: ClusterState, size: int) -> ResizePlan:
+        """Plan another number of engines on whole hosts; see `ProcessController.plan`."""
         used = {host.name: len(host.devices) for host in self._agents.hosts}
         names = hosts_for(size, used, self._agents.aside, self._lost)
         now = {(engine.host, number): engine for host in used for number, engine in enumerate(_on(state, host))}
@@ -190,22 +224,27 @@ class RemoteProcesses:
         return ResizePlan(replace(state, devices=devices, engines=tuple(engines), hosts=tuple(names)), stays)
 
     def turn_to(self, state: ClusterState) -> None:
+        """Use the hosts of `state` from now on."""
         self._agents.use(state.hosts)
         self.write()
 
     def environments(self, state: ClusterState) -> list[dict[str, str]]:
+        """Return the environment of each rank."""
         return self._agents.environments(self._environment)
 
     def write(self) -> None:
-        """Write down what the next supervisor has to know of the agents."""
+        """Record the agents for the next supervisor, in `hosts.json`."""
         fields = {"spec": self._spec, **self._agents.to_fields()}
         write_private(self._home.path / "hosts.json", json.dumps(fields))
 
     # ---- folders of runs ---------------------------------------------------------------------------------------------
 
     def wire(self, folder: RunFolder) -> RecordRelay | None:
-        """Hosts that have seen the folder once are not asked again: others wait meanwhile. Where an agent has just
-        ended, another one is started for the question."""
+        """Return the relay for a run whose folder not all hosts see; None if all do.
+
+        Hosts that have seen the folder once are not asked again, because submissions wait meanwhile. An agent that has
+        just ended is restarted first.
+        """
         place = (folder.path, self.host_names)
         if place in self._seen:
             return None
@@ -217,18 +256,27 @@ class RemoteProcesses:
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """Those in reach, in the order of ranks."""
+        """Reachable hosts, in the order of ranks."""
         return tuple(host.name for host in self._agents.hosts if host.name not in self._lost)
 
     def ask_hosts(self, function: Callable[..., Any], by_host: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """What it returned, by host, of those that answered."""
+        """Call `function` in the agents of hosts.
+
+        Args:
+            function: Function of an agent.
+            by_host: Arguments by host.
+
+        Returns:
+            Result by host, for the hosts that answered.
+        """
         return self._agents.ask_each(by_host, function, seconds=_FOLDER_SECONDS)
 
     # ---- hosts that go -----------------------------------------------------------------------------------------------
 
     def lost(self) -> dict[str, str]:
-        """A host whose agent alone has ended is not lost, unless the agent cannot be started anew: nothing can be done
-        to its engines then."""
+        """Return the lost hosts and why. A host whose agent alone has ended is lost only if the agent cannot be
+        restarted.
+        """
         waiting, silent = self._agents.look_round()
         self._relay.hear(waiting)
         there = self._there(silent)
@@ -251,13 +299,14 @@ class RemoteProcesses:
         return self._agents.call(host, agent_tasks.exchange, given, seconds=_EXCHANGE_SECONDS)
 
     def back(self) -> list[str]:
+        """Return hosts that were left out when they were lost and answer again; each host once."""
         away = {name for name in self._agents.aside if name in self._were_lost}
         there, before = self._there(away), self._told_back
         self._told_back = there
         return sorted(there - before)
 
     def _there(self, names: Collection[str]) -> set[str]:
-        """Those of the hosts that answer themselves, whatever runs on them."""
+        """Return the hosts that answer, whether or not an agent runs on them."""
         hosts = [self._agents.known[name].host for name in names]
         with ThreadPoolExecutor(max(1, min(_MOST_PROBED, len(hosts)))) as pool:
             return {host.name for host, found in zip(hosts, pool.map(_is_there, hosts), strict=True) if found}
@@ -272,19 +321,21 @@ class RemoteProcesses:
                 log.info("the agent of %s was started anew", host)
 
     def why_over(self) -> str | None:
+        """Return why all hosts were taken away; None while they were not."""
         return self._agents.why_over()
 
     def stop(self) -> None:
+        """End all agents and what they started."""
         self._agents.end()
 
 
 def _on(state: ClusterState, host: str) -> list[EngineEntry]:
-    """The engines of a host, by local rank."""
+    """Return the engines of a host, by local rank."""
     return [engine for engine in state.engines if engine.host == host]
 
 
 def _is_there(host: Host) -> bool:
-    """Whether a host itself answers, whatever runs on it."""
+    """Return whether a host answers, whether or not an agent runs on it."""
     port = Endpoint(host=host.name, address=host.address, port=_PROBED_PORT)
     problem = try_to_reach(port, this_host(), _PROBE_SECONDS)
     return problem is None or isinstance(problem, ConnectionRefusedError)
@@ -297,10 +348,20 @@ def start_on_hosts(
     progress: Callable[[str], None],
     cancelled: threading.Event,
 ) -> tuple[ClusterState, Client, RemoteProcesses]:
-    """Start a controller that the hosts can reach, an agent on each and the engines; returns when all are ready.
+    """Start a controller that the hosts can reach, an agent per host, and the engines.
 
-    `asked`: spec (of `host_specs.fields_of`), device, backend, interface. Raises ClusterError, also once `cancelled`.
-    Then nothing is left on any host.
+    Args:
+        home: Folder of the cluster.
+        token: Unique id of the cluster.
+        asked: Request with spec (of `host_specs.fields_of`), device, backend, interface and timeout_seconds.
+        progress: Called with what the start waits for.
+        cancelled: Set to cancel the start.
+
+    Returns:
+        The state of the cluster, the client of its controller, and the control of its processes; all ranks are ready.
+
+    Raises:
+        ClusterError: If the start fails or was cancelled. Nothing is left on any host.
     """
     spec = host_specs.of_fields(asked["spec"])
     environment = {processes.TOKEN: token}
@@ -308,7 +369,7 @@ def start_on_hosts(
     launching = launching_for(home, spec)
     with reserved_ports() as ports:
         try:
-            launching.prepare()  # Hosts are connected to while the controller starts.
+            launching.prepare()  # Connecting to hosts overlaps with the start of the controller.
             controller_pid = asyncio.run(start.launch_controller(home, environment, address, ports))
             client, agents = start.connect_to(home, controller_pid, token), None
         except BaseException:
@@ -353,7 +414,16 @@ def start_on_hosts(
 
 
 def found_on_hosts(home: ClusterDir, state: ClusterState, client: Client) -> RemoteProcesses:
-    """The agents that an earlier supervisor has started."""
+    """Find the agents that an earlier supervisor started.
+
+    Args:
+        home: Folder of the cluster.
+        state: State of the cluster.
+        client: Client of the controller.
+
+    Raises:
+        ClusterError: If `hosts.json` is damaged.
+    """
     file = home.path / "hosts.json"
     try:
         fields = json.loads(file.read_text())
@@ -363,6 +433,8 @@ def found_on_hosts(home: ClusterDir, state: ClusterState, client: Client) -> Rem
             f"{file} is damaged ({type(error).__name__}: {error}), and says which agents there are on "
             f"{', '.join(state.hosts)}; end the controller (kill {state.controller_pid}): what runs there ends then"
         ) from None
-    agents.use(state.hosts)  # Its last words may be of a change that was not made.
-    agents.silent()  # They hear that there is a supervisor again, before a run that has paused for want of one goes on.
+    agents.use(state.hosts)  # The file may record a resize that was not completed.
+    # Contact the agents first: they learn that there is a supervisor again, before a run that paused without one
+    # continues.
+    agents.silent()
     return RemoteProcesses(home, agents, state.token, state.backend, state.timeout_seconds, fields["spec"])

@@ -1,13 +1,11 @@
-"""What a supervisor has sent to the ranks, in a file of the cluster's folder: how the next one knows what they work on.
+"""Journal of what was sent to the ranks: the next supervisor reads what they work on.
 
-A line for each rank of a submission before it is sent and one after; that it has ended is not written down, because the
-controller keeps the results. Only the newest lines are kept. While one rank was sent a submission and another one waits
-for it, the work is kept, too: the next supervisor gives it to those that wait.
-
-What an earlier supervisor has sent to the ranks, for the one that took over from it.
-
-The controller knows which of its messages the engines work on, and keeps the results of those that have ended. It tells
-nobody of them by itself, so this asks.
+1. One line per rank is written before a submission is sent, and one after. The end is not recorded, because the
+   controller keeps the results. Only the newest lines are kept.
+2. While one rank was sent a submission and another rank waits for it, the packed work is stored, too. The next
+   supervisor sends it to the ranks that wait.
+3. `RecoveredWork` reads the journal after a takeover. The controller does not announce what engines work on, nor the
+   results of earlier messages, so this class polls it.
 """
 
 from __future__ import annotations
@@ -32,36 +30,38 @@ _KEPT_LINES = 1000
 
 
 class JournalEntry(NamedTuple):
-    """A submission, as it was written down."""
+    """A submission as the journal recorded it."""
 
     ranks: list[int]
     label: str
     place: int
-    """In the line of all submissions."""
+    """Position in the queue of all submissions."""
     messages: dict[int, str]
-    """ipyparallel's message by rank, '' where nobody knows whether it was sent."""
+    """ipyparallel's message id by rank; '' if it is unknown whether it was sent."""
     withdrawn: set[int]
-    """Ranks that are not to be given it any more."""
+    """Ranks that must not receive it any more."""
     work: bytes
-    """What the other ranks are still to be given; b'' where that is not known."""
+    """Packed work for the ranks that wait; b'' if it is unknown."""
 
     @property
     def waiting(self) -> list[int]:
-        """Ranks that it was certainly not sent to, and is to be."""
+        """Ranks that certainly did not receive it and must still receive it."""
         return [rank for rank in self.ranks if self.work and rank not in self.withdrawn and rank not in self.messages]
 
 
 class FileJournal:
-    """The journal of one cluster. A full disk does not make it raise: ranks work on, and only a takeover knows less."""
+    """The journal of one cluster. A full disk raises nothing: ranks continue, and only a takeover knows less."""
 
     def __init__(self, path: Path) -> None:
+        """Read the journal at `path`."""
         self._path = path
         self._lock = threading.RLock()
         self._lines = self._read()
         self._waiting = {id: set(sent.waiting) for id, sent in self.before().items() if sent.waiting}
-        """Ranks that wait for what another one was sent, by submission."""
+        """Ranks that wait for a submission that another rank was sent, by submission id."""
 
     def sending(self, submission: Submission, rank: int) -> None:
+        """Record that the submission is about to be sent to this rank."""
         with self._lock:
             if len(submission.messages) == 1 and submission.unfinished != [rank]:
                 self._keep(submission)
@@ -69,16 +69,18 @@ class FileJournal:
             self._count_out(submission, rank)
 
     def sent(self, submission: Submission, rank: int, message: str) -> None:
+        """Record the ipyparallel message that was sent."""
         self._write(_entry(submission, rank) | {"message": message})
 
     def withdrawn(self, submission: Submission, rank: int) -> None:
+        """Record that the submission must not be sent to this rank."""
         with self._lock:
             if rank in self._waiting.get(submission.id, ()):
                 self._write(_entry(submission, rank) | {"withdrawn": True})
                 self._count_out(submission, rank)
 
     def before(self) -> dict[str, JournalEntry]:
-        """What earlier supervisors have sent, by id, oldest first."""
+        """Return what earlier supervisors sent, by submission id, oldest first."""
         found: dict[str, JournalEntry] = {}
         for line in self._lines:
             if (sent := found.get(line["id"])) is None:
@@ -104,7 +106,7 @@ class FileJournal:
         return b""
 
     def _count_out(self, submission: Submission, rank: int) -> None:
-        """This rank does not wait for it any more."""
+        """Record that this rank no longer waits for the submission."""
         waiting = self._waiting.get(submission.id, set())
         waiting.discard(rank)
         if not waiting and self._waiting.pop(submission.id, None) is not None:
@@ -148,13 +150,21 @@ log = logging.getLogger("speedlab.supervisor")
 
 _POLL_SECONDS = 0.2
 _FETCH_SECONDS = 0.2
-"""A result that the controller has comes with its first answer."""
+"""The controller includes a result that it has in its first answer."""
 
 
 class RecoveredWork:
     """Submissions of earlier supervisors, by id."""
 
     def __init__(self, line: WorkQueue, client: Client, state: ClusterState, journal: FileJournal) -> None:
+        """Adopt what engines work on or still have to receive.
+
+        Args:
+            line: Queue of this supervisor.
+            client: Client of the controller.
+            state: State of the cluster.
+            journal: Journal of the earlier supervisors.
+        """
         self._line, self._client = line, client
         self._engine_ids = {engine.rank: engine.engine_id for engine in state.engines}
         self._sent = journal.before()
@@ -171,22 +181,23 @@ class RecoveredWork:
                     self._make(id, at_work)
 
     def find(self, id: str) -> Submission | None:
-        """The submission of this id, also one that has ended; None when none was sent."""
+        """Return the submission with this id, even if it has ended; None if it is unknown."""
         with self._lock:
             if id not in self._sent:
                 return None
             return self._found.get(id) or self._make(id, self._at_work())
 
     def newest(self, label: str) -> Submission | None:
-        """The newest of this label."""
+        """Return the newest submission with this label; None if there is none."""
         labelled = [id for id, sent in self._sent.items() if sent.label == label]
         return self.find(labelled[-1]) if labelled else None
 
     def close(self) -> None:
+        """Stop the polling thread."""
         self._closed.set()
 
     def _make(self, id: str, at_work: set[str]) -> Submission:
-        """Called with the lock."""
+        """Make the submission and find out its state on each rank. Call with the lock."""
         sent = self._sent[id]
         submission = self._found[id] = Submission(sent.work, sent.ranks, id=id, label=sent.label)
         submission.place = sent.place
@@ -207,23 +218,25 @@ class RecoveredWork:
         return submission
 
     def _at_work(self) -> set[str]:
-        """Messages that engines work on or have before them. The controller keeps those of an engine that has gone in
-        its queue for ever, so only engines count that are there."""
+        """Return the messages that engines work on or have queued.
+
+        The controller keeps the queue of a dead engine for ever, so only living engines count.
+        """
         queues, there = self._client.queue_status(verbose=True), set(self._client.ids)
         entries = [queues.get(engine_id, {}) for engine_id in self._engine_ids.values() if engine_id in there]
         return {message for entry in entries for kind in ("queue", "tasks") for message in entry.get(kind, [])}
 
     def _at_engines(self) -> list[tuple[Submission, int]]:
-        """What earlier supervisors have sent, by rank, and nobody has heard the end of."""
+        """Return (submission, rank) of earlier supervisors whose end is not known yet."""
         return [
             (one, rank)
             for one in self._found.values()
             for rank in one.unfinished
-            if self._sent[one.id].messages.get(rank)  # Not what this supervisor has sent.
+            if self._sent[one.id].messages.get(rank)  # Exclude what this supervisor has sent.
         ]
 
     def _follow(self) -> None:
-        """Until all that was at work has ended."""
+        """Poll until everything that was sent earlier has ended."""
         while not self._closed.wait(_POLL_SECONDS):
             with self._lock:
                 open_ones = self._at_engines()
@@ -240,13 +253,13 @@ class RecoveredWork:
                     log.exception("what an earlier supervisor has sent cannot be looked at now")
 
     def _fetch(self, submission: Submission, rank: int) -> bool:
-        """Take the result of what no engine was at work on; False where one is by now."""
+        """Fetch the result of a message that no engine works on; return False if one works on it now."""
         message = submission.messages[rank]
-        for _ in range(2):  # It may come between the two questions, but not between all four.
+        for _ in range(2):  # The message may move between the two requests, but not between all four.
             try:
                 task: Any = self._client.get_result(message, owner=False, block=False)
                 ended = task.wait(_FETCH_SECONDS)
-            except Exception:  # The controller does not know it: it never arrived, or it is too long ago.
+            except Exception:  # The controller does not know the message: it never arrived, or it is too old.
                 log.exception("what rank %d returned is lost", rank)
                 self._line.lost(submission, rank)
                 return True

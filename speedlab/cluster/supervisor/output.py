@@ -1,7 +1,7 @@
-"""What ranks print and display, in their supervisor, the only one that hears it from the engines.
+"""Collect what ranks print and display; only the supervisor receives it from the engines.
 
-Text is written to a file for each rank as it comes, and passed on folded to the clients that listen; what a rank says
-in a submission that is shown goes, whole and in Jupyter's form, to the client that asked for it.
+Text is written to one file per rank, and sent in folded form to the clients that subscribed. The output of a submission
+with `shown` goes in full, in Jupyter's form, to the client that asked for it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("speedlab.supervisor")
 
 MOST_FILE_BYTES = 4 * 2**20
-"""A rank's file is put aside at this size, in the place of the one before."""
+"""At this size, a rank's file is renamed to its `.1` file, which replaces the earlier one."""
 
 Lines = Callable[[list[int], str, str], object]
-"""lines(ranks, stream, text): `stream` is 'stdout' or 'stderr'; `text` is one or more lines with their ends."""
+"""lines(ranks, stream, text): `stream` is 'stdout' or 'stderr'; `text` is one or more lines with line ends."""
 Sayings = Callable[["Submission", int, str, dict[str, Any]], object]
-"""says(submission, rank, kind, content) of a message in Jupyter's protocol."""
+"""says(submission, rank, kind, content): one message in Jupyter's protocol."""
 
 _TOPIC = re.compile(rb"engine\.(\d+)\.")
 _POLL_MS = 50
@@ -44,15 +44,21 @@ _NUMBER_SECONDS = 0.2
 
 
 class RankOutput:
-    """Listens from its making on, complete, until it is closed."""
+    """Receives all output from construction until `close`."""
 
     def __init__(
         self, connection: Mapping[str, Any], rank_of: Callable[[int], int | None], size: int, folder: Path
     ) -> None:
-        """`connection`: what ipyparallel's client connection file holds; `rank_of`: the rank of an engine id;
-        `folder`: of the ranks' files."""
+        """Subscribe to the output of the engines.
+
+        Args:
+            connection: Contents of ipyparallel's client connection file.
+            rank_of: Return the rank of an engine id; None if it is unknown.
+            size: Number of ranks.
+            folder: Folder of the ranks' files.
+        """
         self.size = size
-        """Number of ranks whose lines are folded; whoever adds or removes engines sets it."""
+        """Number of ranks whose lines are folded. The code that adds or removes engines sets it."""
         self.on_lines: Lines = lambda ranks, stream, text: None
         self._rank_of = rank_of
         self._folding = LineFolder(range(size))
@@ -75,17 +81,27 @@ class RankOutput:
         self._thread.start()
 
     def show(self, submission: Submission, says: Sayings) -> None:
-        """Pass on what ranks say in it. Called before it is sent."""
+        """Forward the output of ranks in a submission. Call before the submission is sent.
+
+        Args:
+            submission: The submission.
+            says: Receives each message.
+        """
         with self._idle:
             self._shown = [*(entry for entry in self._shown if entry[0] is not submission), (submission, says)]
 
     def hide(self, submission: Submission) -> None:
-        """Nothing more comes in it."""
+        """Stop forwarding the output of a submission."""
         with self._idle:
             self._shown = [entry for entry in self._shown if entry[0] is not submission]
 
     def settle(self, submission: Submission, rank: int) -> bool:
-        """Wait until all that `rank` has said in it was passed on. False when that took too long."""
+        """Wait until all output of `rank` in a submission was forwarded; return False on timeout.
+
+        Args:
+            submission: The submission.
+            rank: A rank that has ended it.
+        """
         message = submission.messages.get(rank, "")
         if not message or self._closed.is_set():
             return False
@@ -94,13 +110,14 @@ class RankOutput:
             if not self._idle.wait_for(lambda: message in self._finished, _SETTLE_SECONDS):
                 return False
             if submission.unfinished:
-                return True  # Its lines may yet find their like.
+                return True  # Other ranks may still print the same lines, which are then folded.
             self._hurry = True
         self._stir()
         with self._idle:
             return self._idle.wait_for(lambda: not self._hurry, max(0.0, deadline - time.monotonic()))
 
     def close(self) -> None:
+        """Stop the receiving thread."""
         self._closed.set()
         self._stir()
         self._thread.join(timeout=2.0)
@@ -137,7 +154,8 @@ class RankOutput:
             topics, parts = self._session.feed_identities(frames)
             message = self._session.deserialize(parts)
         except ValueError as error:
-            log.warning("output of an engine was refused: %s", error)  # A wrong signature: not one of our engines.
+            # A wrong signature: the sender is not one of our engines.
+            log.warning("output of an engine was refused: %s", error)
             return
         kind, content = message["header"]["msg_type"], message["content"]
         parent = (message["parent_header"] or {}).get("msg_id", "")
@@ -149,7 +167,7 @@ class RankOutput:
         if self._shown and parent:
             self._say(parent, kind, content)
         if kind == "status" and content["execution_state"] == "idle" and parent:
-            with self._idle:  # The last message of a task: all its output has come.
+            with self._idle:  # This is the last message of a task: all its output has arrived.
                 self._finished.append(parent)
                 self._idle.notify_all()
 
@@ -172,7 +190,9 @@ class RankOutput:
 
 
 def _number(submission: Submission, rank: int) -> str:
-    """The id of the message by which `rank` was given it; what it prints may come before who sends has noted it."""
+    """Return the id of the message that sent it to `rank`. Output may arrive before the sending thread records
+    the id.
+    """
     deadline = time.monotonic() + _NUMBER_SECONDS
     while (message := submission.messages.get(rank)) == "" and rank in submission.unfinished:
         if time.monotonic() > deadline:
@@ -182,12 +202,17 @@ def _number(submission: Submission, rank: int) -> str:
 
 
 def _subscribed(address: str, key: str) -> zmq.Socket[bytes]:
-    """A subscription that is complete when this returns; `key`: with which the controller proves who it is."""
+    """Return a socket whose subscription is complete.
+
+    Args:
+        address: Output channel of the controller.
+        key: Public key of the controller.
+    """
     socket = zmq.Context.instance().socket(zmq.SUB)
     socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     socket.curve_serverkey = key.encode()
     socket.linger = 0
-    socket.rcvhwm = 0  # Nothing is dropped while other work keeps this process busy.
+    socket.rcvhwm = 0  # No limit: nothing is dropped while this process is busy.
     socket.subscribe(b"")
     connected = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
     socket.connect(address)
@@ -199,8 +224,10 @@ def _subscribed(address: str, key: str) -> zmq.Socket[bytes]:
 
 
 class _Files:
-    """What each rank printed, in `rank-<r>.log` and, once that is full, `rank-<r>.log.1`. A full disk loses text, and
-    nothing else."""
+    """The output of each rank, in `rank-<r>.log` and, after that is full, `rank-<r>.log.1`.
+
+    A full disk loses text and raises nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

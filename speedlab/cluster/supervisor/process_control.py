@@ -1,6 +1,7 @@
-"""What a supervisor can do to engines' processes: where they run makes the difference, and nothing else knows it.
+"""Control the processes of engines: start, look, signal, end.
 
-`LocalProcesses` are processes of this host. `RemoteProcesses` (`hands_on_hosts.py`) asks the agents of several.
+`LocalProcesses` are processes of this host. `RemoteProcesses` (`host_process_control.py`) are processes of several
+hosts, reached through agents. No other module distinguishes the two.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class EngineProcess(NamedTuple):
-    """An engine's process, as it is now."""
+    """The current state of an engine's process."""
 
     alive: bool
     suspended: bool
@@ -40,81 +41,115 @@ class EngineProcess(NamedTuple):
 
 
 class ResizePlan(NamedTuple):
-    """Another number of engines."""
+    """The cluster after a resize."""
 
     state: ClusterState
-    """As it will be; its engines are those that stay, under the ranks that they will have."""
+    """State after the resize, with the engines that stay under their new ranks. New engines are missing."""
     stays: dict[int, int]
-    """New rank of each engine that stays, by its rank now."""
+    """New rank of each engine that stays, by its current rank."""
 
 
 AtWork = Mapping[EngineEntry, str]
-"""Engines, each with ipyparallel's id of the message that it works on."""
+"""ipyparallel's id of the message that each engine works on."""
 
 
 class ProcessController(Protocol):
-    """Engines' processes of one cluster. Methods may be called from any thread."""
+    """Control of the engine processes of one cluster. Methods are thread-safe."""
 
     def require(self, ranks: Iterable[int]) -> None:
-        """Raise ClusterError where engines of these ranks could not be started now."""
+        """Raise ClusterError if engines of these ranks could not be started now."""
         ...
 
     def start(
         self, state: ClusterState, ranks: Iterable[int], cancelled: Callable[[], bool]
     ) -> tuple[EngineEntry, ...]:
-        """New engines for these ranks of `state`, ready. Raises ClusterError, also once it is cancelled."""
+        """Start engines and wait until they are ready.
+
+        Args:
+            state: Devices and hosts by rank.
+            ranks: Ranks to start.
+            cancelled: Polled during the start.
+
+        Raises:
+            ClusterError: If an engine does not start, or the start was cancelled.
+        """
         ...
 
     def look(self, engines: Sequence[EngineEntry]) -> list[EngineProcess]:
-        """Each engine's process."""
+        """Return the process state of each engine, in the order of `engines`."""
         ...
 
     def interrupt(self, at_work: AtWork) -> list[EngineEntry]:
-        """SIGINT to each that works on this; returns those that cannot be reached now."""
+        """Send SIGINT to each engine that works on its message; return the engines that cannot be reached now."""
         ...
 
     def cut(self, at_work: AtWork) -> list[EngineEntry]:
-        """Let those come back that wait for a peer in native code; returns as `interrupt` does."""
+        """Abort the connections of engines that wait for a peer in native code; return the engines that cannot be
+        reached now.
+        """
         ...
 
     def end(self, engines: Sequence[EngineEntry], gone: Callable[[EngineEntry], object]) -> list[EngineEntry]:
-        """Kill each and what it started; returns those that cannot be ended. `gone(engine)` is called when its own
-        process has ended, before what it started is."""
+        """Kill engines and their child processes.
+
+        Args:
+            engines: Engines to kill.
+            gone: Called with each engine after its own process has ended and before its child processes end.
+
+        Returns:
+            The engines that cannot be ended.
+        """
         ...
 
     def next_generation(self, *, at_once: bool = False) -> None:
-        """Ranks that join from now on meet in a new store. `at_once`: no agent is started anew for that; whoever asks
-        tells the ranks (`remote.reset`)."""
+        """Let ranks that join from now on use a new store.
+
+        Args:
+            at_once: Do not restart agents for this; the caller informs the ranks itself (`remote.reset`).
+        """
         ...
 
     def plan(self, state: ClusterState, size: int) -> ResizePlan:
-        """What `size` engines instead of those of `state` would be; nothing is changed. Raises ClusterError where there
-        cannot be so many."""
+        """Return the cluster that a resize would make; change nothing.
+
+        Args:
+            state: Current state.
+            size: Number of engines.
+
+        Raises:
+            ClusterError: If the cluster cannot have so many engines.
+        """
         ...
 
     def turn_to(self, state: ClusterState) -> None:
-        """From now on engines are started for, and bound to, the ranks of `state`."""
+        """Start engines for the ranks of `state` from now on."""
         ...
 
     def environments(self, state: ClusterState) -> list[dict[str, str]]:
-        """What binds an engine to its rank, by rank."""
+        """Return the environment variables that bind an engine to its rank, by rank."""
         ...
 
     def wire(self, folder: RunFolder) -> RecordRelay | None:
-        """What a run needs whose folder not all hosts see; None where they do. Raises ClusterError where that is not
-        enough."""
+        """Return the relay for a run whose folder not all hosts see; None if all do.
+
+        Args:
+            folder: Folder of the run.
+
+        Raises:
+            ClusterError: If the run needs more than records, such as checkpoints.
+        """
         ...
 
     def lost(self) -> dict[str, str]:
-        """Hosts whose engines are out of reach, and why; looks anew, and may take seconds."""
+        """Return hosts whose engines cannot be reached, and the reasons. Probes the hosts, which may take seconds."""
         ...
 
     def back(self) -> list[str]:
-        """Hosts that were left out when they were lost, and answer again; each is told once."""
+        """Return hosts that were left out when they were lost and answer again; each host once."""
         ...
 
     def why_over(self) -> str | None:
-        """Why all engines are gone for good, as whoever lent their hosts has it; None while they are not."""
+        """Return why all engines are gone for good, in the words of the host provider; None while they are not."""
         ...
 
     def stop(self) -> None:
@@ -123,33 +158,46 @@ class ProcessController(Protocol):
 
 
 class LocalProcesses:
-    """Engines on this host."""
+    """Engine processes on this host."""
 
     def __init__(self, home: ClusterDir, client: Client, token: str, nursery: ForkServer) -> None:
+        """Control engines of this host.
+
+        Args:
+            home: Folder of the cluster.
+            client: Client of the controller.
+            token: Unique id of the cluster.
+            nursery: Fork server for CPU engines.
+        """
         self._home, self._client, self._token, self._nursery = home, client, token, nursery
         self._loads = Loads()
 
     def require(self, ranks: Iterable[int]) -> None:
-        """Nothing that could be missing is known before."""
+        """Do nothing: no requirement can be checked before the start."""
 
     def start(
         self, state: ClusterState, ranks: Iterable[int], cancelled: Callable[[], bool]
     ) -> tuple[EngineEntry, ...]:
+        """Start engines; see `ProcessController.start`."""
         return start.start_engines(self._home, state, self._client, ranks, self._nursery, cancelled)
 
     def look(self, engines: Sequence[EngineEntry]) -> list[EngineProcess]:
+        """Look at the processes of engines; see `ProcessController.look`."""
         return [self._look(engine) for engine in engines]
 
     def interrupt(self, at_work: AtWork) -> list[EngineEntry]:
+        """Send SIGINT; see `ProcessController.interrupt`."""
         return self._signal(at_work, signal.SIGINT)
 
     def cut(self, at_work: AtWork) -> list[EngineEntry]:
+        """Break the rendezvous stores and abort connections; see `ProcessController.cut`."""
         self._home.break_stores()
         return self._signal(at_work, CUT_SIGNAL)
 
     def end(self, engines: Sequence[EngineEntry], gone: Callable[[EngineEntry], object]) -> list[EngineEntry]:
+        """Kill engines and their children; see `ProcessController.end`."""
         trees = {engine: start.tree(engine.pid, self._token) for engine in engines}
-        # The engines alone at first: one of the children of each tells the controller that it has gone.
+        # Kill only the engines first: a child of each engine reports its end to the controller.
         left = processes.end([process for tree in trees.values() for process in tree[:1]], patience_seconds=0.0)
         for engine in engines:
             gone(engine)
@@ -158,9 +206,16 @@ class LocalProcesses:
         return [engine for engine, tree in trees.items() if pids & {process.pid for process in tree}]
 
     def end_unknown(self, engines: Sequence[EngineEntry]) -> list[int]:
-        """End engines that are none of these: an earlier supervisor died while it started or ended them. Returns their
-        process ids."""
-        processes.end(processes.fork_servers(self._token), patience_seconds=0.0)  # At first: it could fork another one.
+        """End engines that no state records: an earlier supervisor died while it started or ended them.
+
+        Args:
+            engines: Engines that are recorded.
+
+        Returns:
+            Process ids of the engines that were ended.
+        """
+        # End the fork server first: it could fork another engine.
+        processes.end(processes.fork_servers(self._token), patience_seconds=0.0)
         known = {engine.pid for engine in engines}
         unknown = [process.pid for process in processes.engines(self._token) if process.pid not in known]
         trees = [process for pid in unknown for process in start.tree(pid, self._token)]
@@ -168,39 +223,46 @@ class LocalProcesses:
         return unknown
 
     def next_generation(self, *, at_once: bool = False) -> None:
+        """Start a new generation of the store; see `ProcessController.next_generation`."""
         self._home.next_generation()
 
     def plan(self, state: ClusterState, size: int) -> ResizePlan:
+        """Plan another number of engines; ranks keep their engines; see `ProcessController.plan`."""
         engines = state.engines[:size]
         after = replace(state, devices=tuple(devices_for(size, state.devices)), engines=engines)
         return ResizePlan(after, {engine.rank: engine.rank for engine in engines})
 
     def turn_to(self, state: ClusterState) -> None:
-        """Ranks are counted on, from 0."""
+        """Do nothing: local ranks keep their numbers in every size."""
 
     def environments(self, state: ClusterState) -> list[dict[str, str]]:
+        """Return the environment of each rank."""
         devices = device_fields(state.devices)
         return [rank_environment(rank, devices, str(self._home.rendezvous)) for rank in range(len(devices))]
 
     def wire(self, folder: RunFolder) -> RecordRelay | None:
+        """Return None: processes of this host see the folder."""
         return None
 
     def lost(self) -> dict[str, str]:
+        """Return no host."""
         return {}
 
     def back(self) -> list[str]:
+        """Return no host."""
         return []
 
     def why_over(self) -> str | None:
+        """Return None: this host is never taken away."""
         return None
 
     def stop(self) -> None:
-        """Who stops the cluster ends its processes by their token."""
+        """Do nothing: the code that stops the cluster ends its processes by their token."""
 
     def _signal(self, engines: Iterable[EngineEntry], number: signal.Signals) -> list[EngineEntry]:
         for engine in engines:
             if processes.is_alive(engine.pid, self._token):
-                with contextlib.suppress(ProcessLookupError):  # It ended in between.
+                with contextlib.suppress(ProcessLookupError):  # The process ended in between.
                     os.kill(engine.pid, number)
         return []
 

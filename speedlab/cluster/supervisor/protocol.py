@@ -1,9 +1,11 @@
-"""What a supervisor and its clients say to each other: every message, defined once, and the version of all of them.
+"""The protocol between a supervisor and its clients: every message, and one version for all.
 
-A client greets with `Hello` and is answered with `Welcome`. From then on it asks, each question with a number of its
-own, and gets an `Answer` or a `Refused` with that number; between them come messages that nobody asked for, about
-submissions and about what ranks print. Fields that a later version adds have defaults, and unknown ones are passed
-over, so that `VERSION` counts up only when the meaning of what is there changes.
+1. A client sends `Hello` and receives `Welcome`.
+2. The client sends requests, each with its own number, and receives an `Answer` or `Refused` with that number.
+3. In between, the supervisor sends notifications about submissions and about the output of ranks.
+
+Fields that a later version adds have defaults, and unknown fields are ignored. So `VERSION` increases only if existing
+fields change their meaning.
 """
 
 from __future__ import annotations
@@ -16,24 +18,24 @@ VERSION = 2
 
 
 class ProtocolMessage(msgspec.Struct, kw_only=True, tag=True, omit_defaults=True):
-    """Anything that travels."""
+    """Base class of all messages."""
 
 
 class Hello(ProtocolMessage, kw_only=True):
-    """The first word of a client."""
+    """The first message of a client."""
 
     version: int = VERSION
 
 
 class Welcome(ProtocolMessage, kw_only=True):
-    """The supervisor's answer to Hello, once the cluster is ready. `token`: which cluster it is."""
+    """The answer to `Hello`, after the cluster is ready; `token` identifies the cluster."""
 
     version: int = VERSION
     token: str
 
 
 class Question(ProtocolMessage, kw_only=True):
-    """What a client asks. `call`: the number under which it is answered."""
+    """A request of a client; `call` is the number of its answer."""
 
     call: int = 0
     answer: ClassVar[Any] = None
@@ -41,19 +43,21 @@ class Question(ProtocolMessage, kw_only=True):
 
 
 class Submit(Question, kw_only=True):
-    """Run `work`, as `shipping.pack` packed it, on these ranks, or on all; answered with the ranks it went to."""
+    """Execute `work`, packed by `serialization.pack`, on these ranks or on all; the answer is the list of ranks."""
 
     id: str
-    """The client's own name for the submission; sent twice, after a loss of the connection, it is one submission."""
+    """Id that the client chose. A repeated request, after a lost connection, is the same submission."""
     work: bytes
     ranks: list[int] | None = None
     shown: bool = False
-    """Whether the client wants what the ranks print and display in it, by `DisplayMessage`."""
+    """Whether the client wants the output of the ranks in it, by `DisplayMessage`."""
     answer: ClassVar[Any] = list[int]
 
 
 class ResumeSubmission(Question, kw_only=True):
-    """Hear of a submission again, after a loss of the connection; answered with the ranks it went to, [] if none."""
+    """Subscribe to a submission again after a lost connection; the answer is the list of its ranks, [] if it is
+    unknown.
+    """
 
     id: str
     shown: bool = False
@@ -61,7 +65,9 @@ class ResumeSubmission(Question, kw_only=True):
 
 
 class Interrupt(Question, kw_only=True):
-    """Interrupt everything, or one submission, or the run in `folder`; answered with the ranks that are idle then."""
+    """Interrupt everything, or one submission, or the run in `folder`; the answer is the list of ranks that are idle
+    afterwards.
+    """
 
     id: str = ""
     folder: str = ""
@@ -70,7 +76,7 @@ class Interrupt(Question, kw_only=True):
 
 
 class RankStatus(ProtocolMessage, kw_only=True):
-    """One rank's engine, as it is now; `EngineStatus` without the device."""
+    """The current status of one rank's engine; `EngineStatus` without the device."""
 
     rank: int
     engine_id: int
@@ -78,14 +84,15 @@ class RankStatus(ProtocolMessage, kw_only=True):
     state: str
     rss_bytes: int
     cpu_cores: float | None = None
-    """Cores' worth of CPU time that it took since the look before; None at the first look, and of a supervisor that
-    does not measure it."""
+    """CPU time per second of wall time since the last look, in cores. None at the first look, and if the supervisor
+    does not measure it.
+    """
     gpu_share: float | None = None
-    """Share of the last moments in which its GPU computed, 0 to 1; None where there is none, or NVML is silent."""
+    """Share of the recent past in which the GPU computed, 0 to 1. None without a GPU, or if NVML gives no value."""
 
 
 class GetRankStatus(Question, kw_only=True):
-    """Each rank's engine, as it is now."""
+    """Return the current status of each rank's engine."""
 
     answer: ClassVar[Any] = list[RankStatus]
 
@@ -98,16 +105,19 @@ class Restart(Question, kw_only=True):
 
 
 class ResizeCluster(Question, kw_only=True):
-    """Change the number of engines. `Progress` comes with the same number."""
+    """Change the number of engines; `Progress` messages carry the same number."""
 
     engines: int
     only_look: bool = False
-    """Whether to look only whether there can be so many."""
+    """Whether to check only whether the cluster can have so many engines."""
 
 
 class Cancel(Question, kw_only=True):
-    """Give up the question of this number, where it can be: engines that are being started are ended again, a run is
-    not held. It is answered as one that failed, or, once it is too late, as it would have been."""
+    """Cancel the request with this number, if that is possible: engines that are being started are ended, a run is not
+    locked.
+
+    The request is then answered as failed; if it is too late, it is answered as usual.
+    """
 
 
 class Stop(Question, kw_only=True):
@@ -115,19 +125,21 @@ class Stop(Question, kw_only=True):
 
 
 class Subscribe(Question, kw_only=True):
-    """From now on send, or no longer send, what ranks print, by `Printed`."""
+    """Start or stop sending the output of ranks, by `Printed`."""
 
     on: bool = True
 
 
 class StartRun(Question, kw_only=True):
-    """A new run: let the ranks begin with it."""
+    """Start a new run on the ranks."""
 
     folder: str
 
 
 class SendCommand(Question, kw_only=True):
-    """A control word for a run; answered with its number. `key`: sent twice, it is one word."""
+    """Post a command to a run; the answer is its number. A command that is repeated with the same `key` is
+    posted once.
+    """
 
     folder: str
     word: str
@@ -137,33 +149,35 @@ class SendCommand(Question, kw_only=True):
 
 
 class WakeRun(Question, kw_only=True):
-    """Look after a run, whose last word its client may not have sent on."""
+    """Submit a run if commands wait for it: its client may not have sent the last one on."""
 
     folder: str
 
 
 class RunStatus(ProtocolMessage, kw_only=True):
-    """How a run stands with its ranks."""
+    """Whether a run is active, as its supervisor sees it."""
 
     active: bool = False
-    """Whether the ranks work on it, or will as soon as they are free."""
+    """Whether the ranks work on it, or will do so when they are idle."""
     recovering: bool = False
-    """Whether engines are brought back for it, or it waits to try again."""
+    """Whether its engines are being recovered, or a recovery waits for its next attempt."""
     trouble: str = ""
-    """Why a waiting word could not be sent to the ranks."""
+    """Why a waiting command could not be sent to the ranks."""
     trouble_kind: str = ""
 
 
 class GetRunStatus(Question, kw_only=True):
-    """How a run stands with its ranks."""
+    """Return whether a run is active, as its supervisor sees it."""
 
     folder: str
     answer: ClassVar[Any] = RunStatus
 
 
 class LockRun(Question, kw_only=True):
-    """Let nobody advance the run until `ReleaseRun` of the same `key`, or until this client is gone: where the
-    supervisor is gone first, until this client's process is."""
+    """Lock a run until `ReleaseRun` with the same `key`, or until this client disconnects.
+
+    If the supervisor ends first, the lock lasts until the client's process ends.
+    """
 
     folder: str
     seconds: float
@@ -171,21 +185,21 @@ class LockRun(Question, kw_only=True):
 
 
 class ReleaseRun(Question, kw_only=True):
-    """The end of the `LockRun` of this key."""
+    """Release the lock with this key."""
 
     folder: str
     key: str
 
 
 class Answer(ProtocolMessage, kw_only=True):
-    """The answer to the question `call`."""
+    """The answer to the request `call`."""
 
     call: int
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
 
 
 class Refused(ProtocolMessage, kw_only=True):
-    """The question `call` was refused; `kind` is the error's class, 0 as `call` stands for the greeting."""
+    """The refusal of the request `call`: `kind` is the class of the error. Call 0 is the greeting."""
 
     call: int
     kind: str
@@ -193,14 +207,14 @@ class Refused(ProtocolMessage, kw_only=True):
 
 
 class Progress(ProtocolMessage, kw_only=True):
-    """What is being done about the question `call`."""
+    """What is being done for the request `call`."""
 
     call: int
     text: str
 
 
 class Ended(ProtocolMessage, kw_only=True):
-    """A rank has returned from a submission: with `value`, packed, or with the fields of a RemoteFailure."""
+    """A rank has ended a submission: with the packed `value`, or with the fields of a RemoteFailure."""
 
     id: str
     rank: int
@@ -209,7 +223,7 @@ class Ended(ProtocolMessage, kw_only=True):
 
 
 class DisplayMessage(ProtocolMessage, kw_only=True):
-    """A rank printed or displayed something in a submission that is shown; content as in Jupyter's protocol."""
+    """A rank printed or displayed something in a submission with `shown`; content as in Jupyter's protocol."""
 
     id: str
     rank: int

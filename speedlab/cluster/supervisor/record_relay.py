@@ -1,12 +1,14 @@
-"""A run whose folder not all hosts see: what its ranks write there comes over the wire, so that the folder on the
-cluster's side is complete for whoever reads it; configuration, status and control words go the other way.
+"""Relay the records of a run whose folder not all hosts see.
 
-1. Before ranks begin to work on it, each host is given what the folder says.
-2. While they work, hosts are asked for what is new: events before the status that counts them, lines from where they
-   were left off, and once more when the work has ended. A control word goes to them when it is posted.
-3. Up to where everything was taken is kept beside the run's folder, for the next supervisor.
+The folder on the supervisor's host becomes complete; configuration, status and commands travel in the other direction.
 
-Checkpoints stay where ranks write them, so there are none: such a run is refused with the reason before it starts.
+1. Before ranks begin, each host receives the contents of the folder.
+2. While ranks work, hosts are asked for new data: events before the status that counts them, and lines from the last
+   position on. They are asked once more after the work has ended. A command is sent when it is posted.
+3. The position up to which everything was received is stored in the run folder, for the next supervisor.
+
+Checkpoints are not relayed: they stay on the hosts whose ranks write them. A run with checkpoints is refused before it
+starts, with the reason.
 """
 
 from __future__ import annotations
@@ -34,21 +36,33 @@ _GIVEN = ("config.json", "status.json")
 
 
 class AgentRecords(Protocol):
-    """The agents, as far as a wire asks them anything."""
+    """The part of the agents that a relay uses."""
 
     def ask_hosts(self, function: Callable[..., Any], by_host: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-        """What it returned, by host, of those that answered."""
+        """Call `function` in the agents; return the results of the hosts that answered.
+
+        Args:
+            function: Function of an agent.
+            by_host: Arguments by host.
+        """
         ...
 
     @property
     def host_names(self) -> tuple[str, ...]:
-        """In the order of ranks."""
+        """Reachable hosts, in the order of ranks."""
         ...
 
 
 def relay_for(folder: RunFolder, hosts: AgentRecords) -> RecordRelay | None:
-    """The wire of a run; None where all hosts see its folder. Raises ClusterError for a run that needs more than goes
-    over a wire, and where a host does not answer."""
+    """Return the relay of a run; None if all hosts see its folder.
+
+    Args:
+        folder: Folder of the run.
+        hosts: Agents of the hosts.
+
+    Raises:
+        ClusterError: If the run needs more than its records, or a host does not answer.
+    """
     names = hosts.host_names
     text = (folder.path / "config.json").read_text()
     answers = hosts.ask_hosts(agent_runs.sees, dict.fromkeys(names, (str(folder.path), text)))
@@ -75,7 +89,7 @@ def relay_for(folder: RunFolder, hosts: AgentRecords) -> RecordRelay | None:
 
 
 def _refusal(folder: RunFolder) -> str:
-    """What such a run cannot have, and what to do; "" for nothing."""
+    """Return why this run cannot be relayed and what to do; "" if it can."""
     config = folder.config
     if config.checkpoint.every_steps:
         return (
@@ -88,18 +102,28 @@ def _refusal(folder: RunFolder) -> str:
 
 
 class RecordRelay:
-    """The wire of one run. Its methods may be called from any thread."""
+    """The relay of one run. Methods are thread-safe."""
 
     def __init__(self, folder: RunFolder, hosts: AgentRecords) -> None:
+        """Read the stored position.
+
+        Args:
+            folder: Folder of the run on the supervisor's host.
+            hosts: Agents of the hosts.
+        """
         self._folder, self._hosts = folder, hosts
         self._lock = threading.Lock()
         self._known: dict[str, dict[str, Any]] = self._read_known()
         self._silent: list[str] = []
-        """Hosts that did not say what is new when they were asked last."""
+        """Hosts that did not answer the last request."""
         self._ended = threading.Event()
 
     def refuse(self, word: str) -> None:
-        """Raise ClusterError for a control word that needs a folder that all see."""
+        """Raise ClusterError for a command that needs a shared folder.
+
+        Args:
+            word: Name of the command.
+        """
         if word in ("save", "reshape", "live"):
             raise ClusterError(
                 f"{word}: ranks of run {self._folder.name!r} would exchange what they hold through its folder, which "
@@ -107,7 +131,11 @@ class RecordRelay:
             )
 
     def give(self) -> None:
-        """Send the hosts what the folder says. Raises ClusterError where one does not take it."""
+        """Send the contents of the folder to the hosts.
+
+        Raises:
+            ClusterError: If a host does not answer.
+        """
         path = self._folder.path
         files = {name: (path / name).read_text() for name in _GIVEN}
         after = self._folder.read_status().command
@@ -117,7 +145,14 @@ class RecordRelay:
         self._send(files)
 
     def give_word(self, number: int) -> None:
-        """Send a control word that was posted."""
+        """Send a posted command to the hosts.
+
+        Args:
+            number: Number of the command.
+
+        Raises:
+            ClusterError: If a host does not answer.
+        """
         name = f"control/{number:06d}.json"
         self._send({name: (self._folder.path / name).read_text()})
 
@@ -129,30 +164,30 @@ class RecordRelay:
             raise ClusterError(f"{', '.join(silent)} did not take what run {self._folder.name!r} is told; try again")
 
     def follow(self) -> None:
-        """Take in what is new, again and again, on a thread, until `settle`."""
+        """Start a thread that fetches new records until `settle`."""
         self._ended = threading.Event()
         threading.Thread(target=self._follow, args=(self._ended,), name="speedlab-wire", daemon=True).start()
 
     def settle(self) -> None:
-        """The ranks have ended: take in the rest, also of hosts that do not answer at once."""
+        """Fetch the rest after the ranks have ended; wait up to 30 s for hosts that do not answer at once."""
         self._ended.set()
         deadline = time.monotonic() + _SETTLE_SECONDS
         while self.take() or (self._silent and time.monotonic() < deadline):
             time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
-        """Nothing came of the work."""
+        """Stop the thread without fetching the rest, because the ranks did not begin."""
         self._ended.set()
 
     def _follow(self, ended: threading.Event) -> None:
         while not ended.wait(POLL_SECONDS):
             try:
                 self.take()
-            except Exception:  # A full disk, a folder that was removed: said, and tried again.
+            except Exception:  # For example a full disk or a deleted folder: log it and try again.
                 log.exception("what ranks of %s write cannot be taken in now", self._folder.name)
 
     def take(self) -> bool:
-        """Take in what is new; whether there was something."""
+        """Fetch new records once; return whether there were any."""
         with self._lock:
             names = self._hosts.host_names
             if not names:
@@ -161,7 +196,7 @@ class RecordRelay:
             asked = {name: (str(self._folder.path), self._known.get(name, {}), name == names[0]) for name in names}
             answers = self._hosts.ask_hosts(agent_runs.news, asked)
             self._silent = [name for name in names if name not in answers]
-            for name in [*names[1:], names[0]]:  # The status, which rank 0's host tells, counts what was recorded.
+            for name in [*names[1:], names[0]]:  # Rank 0's host last: its status counts the records of the others.
                 for file, (known, data) in answers.get(name, {}).items():
                     self._write(file, data)
                     self._known.setdefault(name, {})[file] = known

@@ -1,14 +1,15 @@
-"""Bringing a run back that has failed: dead engines are started again, and it goes on from a checkpoint.
+"""Recover a failed run: restart dead engines and resume from a checkpoint.
 
-`recover: {attempts: 3, from: newest}` in the configuration asks for it. The first attempt comes at once, each further
-one after a pause twice as long as the last; attempts count until a newer checkpoint was written, so that a run that
-fails now and then goes on for ever and one that always fails at the same place ends. An attempt that itself fails, as
-one whose engines do not come up, counts like one after which the run fails again.
+`recover: {attempts: 3, from: newest}` in the configuration enables it.
 
-What counts is kept in the run's folder (`recovery.json`): where the supervisor itself ends, the next one takes the
-attempt up that was under way, after what is left of its pause, and counts on.
+1. The first attempt starts at once. Each further attempt waits twice as long as the one before.
+2. Attempts count until a newer checkpoint is written. So a run that fails now and then continues for ever, and a run
+   that always fails at the same step ends.
+3. An attempt that fails itself, for example because an engine does not start, counts like a failure of the run.
+4. The count is stored in the run folder (`recovery.json`). If the supervisor ends, the next one continues the attempt
+   after the rest of its pause, and keeps counting.
 
-What a person can do next with a run that has failed, in words.
+`advice` and `without_hosts` describe what a user can do with a failed run.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ MOST_PAUSE_SECONDS = 60.0
 
 
 class AttemptCount(msgspec.Struct, kw_only=True):
-    """What counts, as it is kept."""
+    """The count of attempts, as `recovery.json` stores it."""
 
     token: str
-    """Of the cluster; what the run went through in another one does not count."""
+    """Id of the cluster; attempts in another cluster do not count."""
     failed: int = 0
-    """Attempts since the newest checkpoint was written."""
+    """Attempts after the newest checkpoint was written."""
     from_step: int = -1
-    """Of that checkpoint."""
+    """Step of that checkpoint."""
     answered: str = ""
-    """The submission whose failure was seen last: whether an attempt follows it is decided."""
+    """Id of the last failed submission that was handled: whether an attempt follows is decided."""
     due: float | None = None
-    """When the attempt that is under way begins, or began, since the epoch; None while none is."""
+    """Start time of the current attempt, in seconds since the epoch; None without an attempt."""
 
 
 @dataclass(eq=False)
@@ -60,16 +61,18 @@ class Attempt:
 
     pause_seconds: float
     wake: threading.Event = field(default_factory=threading.Event)
-    """Ends the pause before it."""
+    """Set to end the pause before the attempt."""
     by_hand: bool = False
-    """Somebody has spoken to the run meanwhile: engines are brought back, and his words count."""
+    """Whether the user has posted a command meanwhile: engines are restarted, and then the command decides."""
     given_up: bool = False
-    """Nothing of it counts any more."""
+    """Whether the attempt was cancelled."""
 
 
 class Recovery:
-    """The attempts to bring one run back. Called by whoever has the turn of `Runs`, but for `under_way`, `stop` and its
-    own thread."""
+    """The attempts to recover one run.
+
+    Callers hold `SupervisedRuns._turn`, except for `under_way`, `stop` and the thread of the recovery.
+    """
 
     def __init__(self, run: SupervisedRun, ranks: RunEngines) -> None:
         self._run, self._ranks = run, ranks
@@ -78,14 +81,22 @@ class Recovery:
 
     @property
     def under_way(self) -> bool:
+        """Whether an attempt is waiting or in progress."""
         return self._attempt is not None
 
     def begin(self, error: RankError | None, submission: str) -> bool:
-        """Bring the run back after the `error` of this submission, on a thread of its own; False when that was not
-        asked for, or no more."""
+        """Recover the run after a failed submission, on a separate thread.
+
+        Args:
+            error: Error of the submission; None if it did not fail.
+            submission: Id of the submission.
+
+        Returns:
+            False if recovery is not configured, not possible, or its attempts are used up.
+        """
         folder = self._run.folder
         if error is None or error.only_interrupted:
-            return False  # Whoever has interrupted it wanted it to stop.
+            return False  # A user who interrupts a run wants it to stop.
         if folder.read_status().state is not RunState.FAILED or folder.config.recover.attempts == 0:
             return False
         self._count.answered = submission
@@ -93,12 +104,18 @@ class Recovery:
         return self.under_way
 
     def begin_anew(self) -> None:
-        """A new run: what an earlier one at this place went through does not count."""
+        """Reset the count for a new run in the same folder."""
         self._count = AttemptCount(token=self._ranks.token)
 
     def take_over(self, *, rests: bool) -> bool:
-        """Count on where an earlier supervisor has ended, and take the attempt up that was under way; True where one is
-        now. `rests`: whether the run waits for nothing that the ranks were given."""
+        """Continue the attempt and the count of an earlier supervisor.
+
+        Args:
+            rests: Whether no rank works on the run.
+
+        Returns:
+            Whether an attempt is in progress now.
+        """
         folder = self._run.folder
         self._count = self._read()
         most = folder.config.recover.attempts
@@ -116,15 +133,16 @@ class Recovery:
         return self.under_way
 
     def hand_over(self) -> None:
-        """Somebody speaks to the run: what is under way is brought to its end at once, and then his words count. Until
-        then they wait."""
+        """Let a command of the user take over: the current attempt restarts the engines at once, then the command
+        executes.
+        """
         with self._run.lock:
             if self._attempt is not None:
                 self._attempt.by_hand = True
                 self._attempt.wake.set()
 
     def stop(self) -> None:
-        """No further attempt: nobody wants the run back."""
+        """Cancel the current attempt."""
         with self._run.lock:
             if self._attempt is not None:
                 self._attempt.given_up = True
@@ -138,7 +156,7 @@ class Recovery:
             threading.Thread(target=self._go, args=(attempt,), name="speedlab-recovery", daemon=True).start()
 
     def _next(self, cause: str) -> Attempt | None:
-        """The attempt that follows `cause`, announced; None when there is none."""
+        """Announce and return the attempt that follows `cause`; None if there is none."""
         folder, count = self._run.folder, self._count
         most, kept = folder.config.recover.attempts, newest(folder.path / "checkpoints")
         if kept is None:
@@ -155,7 +173,8 @@ class Recovery:
             return None
         pause = 0.0 if count.failed == 0 else min(FIRST_PAUSE_SECONDS * 2 ** (count.failed - 1), MOST_PAUSE_SECONDS)
         count.failed += 1
-        self._keep(due=time.time() + pause)  # Before it is announced: who takes over says that it was.
+        # Record it before the announcement: a takeover in between then announces it.
+        self._keep(due=time.time() + pause)
         what = f"attempt {count.failed} of {most} {f'in {pause:g} s' if pause else 'at once'}"
         self._note(f"{cause}; {what}, from step {step}")
         return Attempt(pause)
@@ -167,13 +186,17 @@ class Recovery:
         return self._run.folder.path / "recovery.json"
 
     def _keep(self, *, due: float | None) -> None:
-        """`due`: of the attempt that is under way from now on."""
+        """Store the count.
+
+        Args:
+            due: Start time of the current attempt; None without one.
+        """
         self._count.due = due
         if self._count == AttemptCount(token=self._ranks.token) and not self._path.exists():
-            return  # A run that has never failed has no such file.
+            return  # A run that has never failed needs no file.
         try:
             write_atomically(self._path, msgspec.json.encode(self._count).decode())
-        except OSError as full:  # It is brought back all the same, and only a takeover knows less.
+        except OSError as full:  # Recovery works without the file; only a takeover loses the count.
             log.warning("how often %s was brought back cannot be kept: %s", self._run.folder.name, full)
 
     def _read(self) -> AttemptCount:
@@ -205,9 +228,13 @@ class Recovery:
                 return
 
     def _bring_engines_back(self) -> None:
-        """Dead ones are started again; where their host is lost, the run goes on without, if its layout allows that.
+        """Restart dead engines. If a host is lost, continue on fewer engines if the layout allows that.
 
-        Raises ClusterError, or ConfigError or LayoutError with the nearest layouts."""
+        Raises:
+            ClusterError: If no host is left or an engine does not start.
+            ConfigError: If the configuration does not fit the remaining engines.
+            LayoutError: If no such layout exists; names the nearest layouts.
+        """
         begun, ranks, folder = time.perf_counter(), self._ranks, self._run.folder
         lost = set(ranks.lost_ranks)
         if dead := [rank for rank in sorted(ranks.dead) if rank not in lost]:
@@ -225,7 +252,7 @@ class Recovery:
         if lost:
             ranks.resize(left)
         change_shape(folder, before, had, after, left, step=status.step, started=begun)
-        self._run.note_processes(ranks.pids)  # Who takes over finds it changed.
+        self._run.note_processes(ranks.pids)  # A later supervisor finds the changed processes in the status.
 
     def _resume(self, attempt: Attempt) -> None:
         with self._run.changing():
@@ -241,7 +268,7 @@ class Recovery:
             self._keep(due=None)
 
     def _after(self, trouble: Exception, attempt: Attempt) -> Attempt | None:
-        """The next attempt; None when there is none, and the run is left as it is."""
+        """Return the next attempt; None if there is none, and the run stays failed."""
         with self._run.changing():
             if attempt.given_up:
                 return None
@@ -253,17 +280,17 @@ class Recovery:
                 if not attempt.given_up:
                     self._attempt = following
                     return following
-                self._keep(due=None)  # Somebody has stopped it just now.
+                self._keep(due=None)  # `stop` was called just now.
                 return None
 
     def _note(self, text: str) -> None:
-        """Only while no rank advances the run."""
+        """Record an event. Call only while no rank advances the run."""
         step = self._run.folder.read_status().step
         note(self._run.folder, Event(kind="recovering", step=step, time=time.time(), text=text))
 
 
 def _waited(stopped: threading.Event, seconds: float) -> bool:
-    """Whether somebody took over within these seconds."""
+    """Return whether the event was set within these seconds."""
     return stopped.wait(seconds)
 
 
@@ -273,7 +300,13 @@ def _cause(error: RankError) -> str:
 
 
 def advice(error: RankError, folder: RunFolder, ranks: RunEngines) -> str | None:
-    """Look at the ranks, go back to the last checkpoint, read the whole trace; None where the error's own words do."""
+    """Return what the user can do after `error`; None if the text of the error says it already.
+
+    Args:
+        error: Error of the run.
+        folder: Folder of the run.
+        ranks: Engines of the cluster.
+    """
     if any(failure.kind == DIED for failure in error.by_rank.values()):
         return without_hosts(folder, ranks)
     kept = newest(folder.path / "checkpoints")
@@ -282,7 +315,12 @@ def advice(error: RankError, folder: RunFolder, ranks: RunEngines) -> str | None
 
 
 def without_hosts(folder: RunFolder, ranks: RunEngines) -> str | None:
-    """How the run can go on without the hosts that are lost, or once they are back; None where none is lost."""
+    """Return how the run can continue without lost hosts, or after they are back; None if no host is lost.
+
+    Args:
+        folder: Folder of the run.
+        ranks: Engines of the cluster.
+    """
     lost = sorted(ranks.lost_ranks)
     if not lost:
         return None

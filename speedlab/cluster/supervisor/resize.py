@@ -1,11 +1,12 @@
-"""Another number of engines of a running cluster.
+"""Change the number of engines of a running cluster.
 
-The way of a change:
-1. Nothing works on the engines, and no paused run would lose what no checkpoint holds.
-2. New engines are started and become ready; until then nothing is changed, and a failure leaves all as it was.
-3. In one piece: the engines that stay leave their process group, give up what they hold of runs and learn how many they
-   are and which cores are theirs; the cluster's file says who runs; those too many are ended.
-The next `speedlab.comm.join` brings all of them together.
+1. Check that no engine works, and that no paused run would lose state that no checkpoint holds.
+2. Start the new engines and wait until they are ready. Nothing else changes until then; a failure leaves everything as
+   it was.
+3. Change over in one piece: the engines that stay leave their process group, free the state of runs, and learn their
+   number and cores. The state of the cluster is recorded. The engines that are too many are ended.
+
+The next `speedlab.comm.join` forms a process group of all engines.
 """
 
 from __future__ import annotations
@@ -31,20 +32,33 @@ if TYPE_CHECKING:
 log = logging.getLogger("speedlab.supervisor")
 
 _REBIND_SECONDS = 20.0
-"""How long engines may take to leave their group and free what they hold."""
+"""Longest time for engines to leave their group and free their state."""
 
 Progress = Callable[[str], object]
 
 
 class Resize:
-    """One change of the number of engines, whose lock the caller holds."""
+    """One change of the number of engines. The caller holds `Engines.lock`."""
 
     def __init__(self, engines: Engines, progress: Progress, cancelled: Callable[[], bool]) -> None:
-        """`cancelled`: asked until the new engines are ready; then it is too late."""
+        """Prepare the change; `to` executes it.
+
+        Args:
+            engines: Engines of the cluster.
+            progress: Called with a sentence for the user.
+            cancelled: Polled until the new engines are ready; later it is too late.
+        """
         self._engines, self._progress, self._cancelled = engines, progress, cancelled
 
     def to(self, engines: int) -> None:
-        """Raises ClusterError, with the cluster as it was, while something works on them or devices are missing."""
+        """Change the number of engines.
+
+        Args:
+            engines: New number.
+
+        Raises:
+            ClusterError: If an engine works or devices are missing. The cluster stays as it was.
+        """
         before, hands = self._engines.state, self._engines.hands
         plan = hands.plan(before, engines)
         if engines == len(before.devices):
@@ -77,7 +91,7 @@ class Resize:
         self._engines.end([engine for engine in before.engines if engine.rank not in plan.stays])
 
     def _require_rest(self, engines: int, plan: ResizePlan) -> None:
-        """Raise ClusterError while something works on the engines, or a run would lose steps."""
+        """Raise ClusterError if an engine works, or a run would lose steps."""
         statuses = self._engines.status()
         runs = {folder.path: folder for folder in remembered_folders(self._engines)}
         for folder in runs.values():
@@ -89,11 +103,17 @@ class Resize:
                 )
         leaving = {status.rank for status in statuses if status.state == "dead" and status.rank not in plan.stays}
         _require_idle(status for status in statuses if status.rank not in leaving)
-        if not leaving:  # What a run had on an engine that is gone is lost already.
+        if not leaving:  # The state on a dead engine is lost already.
             self._require_saved(engines, runs, min(plan.stays))
 
     def _require_saved(self, engines: int, runs: Mapping[Path, RunFolder], rank: int) -> None:
-        """`rank`: one that is idle, and holds what the others hold."""
+        """Raise ClusterError if a paused run would lose steps.
+
+        Args:
+            engines: New number of engines.
+            runs: Folders of runs by path.
+            rank: An idle rank; all ranks hold the same runs.
+        """
         (held,) = self._engines.ask([rank], remote.held_runs, seconds=_REBIND_SECONDS)
         for path, step in held.items():
             folder = runs.get(Path(path)) or RunFolder(path)
@@ -107,8 +127,13 @@ class Resize:
 
 
 def undo_unfinished(engines: Engines) -> None:
-    """Bind the engines to what the cluster's file says, where an earlier supervisor has ended in the middle of 3. One
-    that does not let itself be bound is ended: it counts other ranks than there are."""
+    """Undo step 3 if an earlier supervisor ended during it: bind the engines to the recorded state.
+
+    An engine that cannot be bound is ended, because it has a wrong world size.
+
+    Args:
+        engines: Engines of the cluster.
+    """
     home = engines.home
     if not home.was_amid(CHANGING):
         return
@@ -118,7 +143,7 @@ def undo_unfinished(engines: Engines) -> None:
 
 
 def _bind_back(engines: Engines, bound: Iterable[EngineEntry], state: ClusterState) -> None:
-    """Bind these engines to the ranks that they have in `state`, after a change that was not made."""
+    """Bind these engines to their ranks in `state`, after a change that was not completed."""
     for engine in bound:
         if engines.reaches(engine):
             try:
@@ -129,7 +154,13 @@ def _bind_back(engines: Engines, bound: Iterable[EngineEntry], state: ClusterSta
 
 
 def _rebind(engines: Engines, ranks: Mapping[int, int], state: ClusterState) -> None:
-    """`ranks`: what each of these is to be in `state`."""
+    """Bind engines to ranks of `state`.
+
+    Args:
+        engines: Engines of the cluster.
+        ranks: New rank by current rank.
+        state: State with the new ranks.
+    """
     environments = engines.hands.environments(state)
     given = {old: (environments[new],) for old, new in ranks.items()}
     engines.ask_each(remote.rebind, given, seconds=_REBIND_SECONDS)
@@ -151,8 +182,11 @@ def _require_idle(statuses: Iterable[RankStatus]) -> None:
 
 
 def _what_changes(before: ClusterState, after: ClusterState) -> str:
-    """'2 → 4 engines on cpu 0, cpu 1; each computes with 1 thread, so far with 2', or, of hosts, '4 → 2 engines on
-    host-a'"""
+    """Return the change as text.
+
+    For example '2 → 4 engines on cpu 0, cpu 1; each computes with 1 thread, so far with 2', or '4 → 2 engines on
+    host-a'.
+    """
     names = ", ".join(after.hosts or dict.fromkeys(device.name for device in after.devices))
     text = f"{len(before.devices)} → {len(after.devices)} engines on {names}"
     had, has = before.devices[0].threads, after.devices[0].threads

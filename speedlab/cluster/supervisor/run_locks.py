@@ -1,9 +1,9 @@
-"""Which runs are held: nobody advances such a run, and words wait, until whoever holds it lets go.
+"""Locks on runs: no rank advances a locked run, and commands wait until its owner releases it.
 
-A hold ends with its holder's connection, or else with its process. A holder that has lost its connection asks for the
-hold once more, with the same key, over another one, and may do so before the end of the first is heard here: it is held
-as long as there is one. Holds are kept in a file of the cluster's folder: who takes over from a supervisor that has
-ended keeps those whose holders live, as they go on with what they do and let go of the run under the same key.
+1. A lock ends with its owner's connection, or else with its owner's process.
+2. An owner that reconnects asks for the lock again, with the same key. The request may arrive before the supervisor
+   notices the end of the first connection. So the lock lasts as long as one connection remains.
+3. Locks are stored in the folder of the cluster. A later supervisor keeps those whose owner process lives.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from speedlab.telemetry.run_folder import write_atomically
 log = logging.getLogger("speedlab.supervisor")
 
 _START_SECONDS = 1.0
-"""A process of the same number that started within this of the other is the same."""
+"""Two processes with the same id and start times closer than this are the same process."""
 
 
 class RunLock(msgspec.Struct, frozen=True):
-    """`key`: by which its holder lets go; `pid`, `started`: of the holder's process, 0 where the system does not say
-    who asks."""
+    """A lock: the `key` that releases it, and the owner process. `pid` and `started` are 0 if the system does not
+    report them.
+    """
 
     key: str
     pid: int = 0
@@ -33,26 +34,31 @@ class RunLock(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, key: str, pid: int | None) -> RunLock:
-        """Of a process that runs."""
+        """Return a lock of a running process.
+
+        Args:
+            key: Key that releases the lock.
+            pid: Owner process; None if unknown.
+        """
         return cls(key, pid or 0, _start_of(pid) if pid else 0.0)
 
     @property
     def lives(self) -> bool:
-        """Whether the holder's process is there; a later one of its number is another."""
+        """Whether the owner process runs; a later process with the same id does not count."""
         return self.pid != 0 and abs(_start_of(self.pid) - self.started) < _START_SECONDS
 
 
 class _LockEntry(NamedTuple):
     hold: RunLock
     connections: set[object]
-    """Over which it was asked for; none where an earlier supervisor was asked."""
+    """Connections over which it was requested; empty if an earlier supervisor got the request."""
 
 
 class RunLocks:
-    """The holds of one cluster's runs, by folder. Called with the lock of `Runs`."""
+    """The locks on the runs of one cluster, by folder. Callers hold the lock of `SupervisedRuns`."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: of the file."""
+        """Store locks in the file `path`."""
         self._path = path
         self._by_run: dict[Path, _LockEntry] = {}
 
@@ -60,8 +66,16 @@ class RunLocks:
         return run in self._by_run
 
     def take(self, run: Path, hold: RunLock, connection: object) -> bool:
-        """Whether `run` is held by `hold` from now on; also where it was. `connection`: over which it was asked for.
-        Raises OSError where that cannot be kept."""
+        """Lock `run`; return whether `hold` owns the lock afterwards.
+
+        Args:
+            run: Folder of the run.
+            hold: Lock to take.
+            connection: Connection of the request.
+
+        Raises:
+            OSError: If the lock cannot be stored.
+        """
         if (known := self._by_run.get(run)) is not None:
             if known.hold.key == hold.key:
                 known.connections.add(connection)
@@ -75,25 +89,36 @@ class RunLocks:
         return True
 
     def release(self, run: Path, key: str) -> bool:
-        """The end of a hold; whether there was one."""
+        """Release the lock with `key`; return whether there was one.
+
+        Args:
+            run: Folder of the run.
+            key: Key of the lock.
+        """
         if (held := self._by_run.get(run)) is None or held.hold.key != key:
             return False
         del self._by_run[run]
         try:
             self._write()
-        except OSError as full:  # A later supervisor may keep it, until the process of its holder ends.
+        except OSError as full:  # A later supervisor may keep the lock until its owner process ends.
             log.warning("that %s is not held any more cannot be written down: %s", run, full)
         return True
 
     def leave(self, run: Path, key: str, connection: object) -> bool:
-        """A connection has ended over which this hold was asked for; whether the hold has ended with it."""
+        """Remove a closed connection; return whether that released the lock.
+
+        Args:
+            run: Folder of the run.
+            key: Key of the lock.
+            connection: Connection that was closed.
+        """
         if (held := self._by_run.get(run)) is None or held.hold.key != key:
             return False
         held.connections.discard(connection)
         return not held.connections and self.release(run, key)
 
     def take_over(self) -> None:
-        """Keep the holds of an earlier supervisor whose holders live."""
+        """Keep the locks of an earlier supervisor whose owner process lives."""
         try:
             kept = msgspec.json.decode(self._path.read_bytes(), type=dict[str, RunLock])
         except FileNotFoundError:
@@ -104,7 +129,7 @@ class RunLocks:
         self._by_run = {Path(run): _LockEntry(hold, set()) for run, hold in kept.items() if hold.lives}
 
     def abandoned(self) -> list[tuple[Path, str]]:
-        """(run, key) of holds whose holders' processes have ended."""
+        """Return (run, key) of locks whose owner process has ended."""
         return [(run, hold.key) for run, (hold, _) in self._by_run.items() if hold.pid and not hold.lives]
 
     def _write(self) -> None:
@@ -113,7 +138,7 @@ class RunLocks:
 
 
 def _start_of(pid: int) -> float:
-    """When a process started; 0 where it has ended."""
+    """Return the start time of a process; 0 if it has ended."""
     try:
         process = psutil.Process(pid)
         return 0.0 if process.status() == psutil.STATUS_ZOMBIE else process.create_time()

@@ -1,7 +1,7 @@
-"""A supervisor's side of the connections to its clients: who asks, who hears of what.
+"""The supervisor's side of its client connections.
 
-Each client has a thread that reads. What it asks is answered there, in order, but for what takes long (restarts,
-interrupts, another number of engines), which gets a thread of its own, so that the client can ask on.
+Each client has a reading thread, which answers requests in order. Slow requests (restart, interrupt, resize) get a
+thread of their own, so that the client can send further requests.
 """
 
 from __future__ import annotations
@@ -32,16 +32,23 @@ log = logging.getLogger("speedlab.supervisor")
 _LONG = (m.Interrupt, m.Restart, m.ResizeCluster, m.Stop, m.LockRun, m.ResumeSubmission)
 _READY_SECONDS = 0.05
 _SIGN_SECONDS = 2.0
-"""How often a client hears that its cluster is still being started."""
+"""Interval at which a client gets a sign of life while its cluster starts."""
 _UNREAD_SECONDS = 2.0
-"""How long a client may leave unread what it is sent, before it is let go: a kernel that was suspended must not hold up
-what others hear. It connects anew, and asks again for what it waits for."""
+"""A client that does not read for this long is disconnected: a suspended kernel must not block the notifications of
+other clients. It reconnects and asks again for what it waits for.
+"""
 
 
 class Server:
-    """Accepts clients on `listening` until it is closed."""
+    """Accept clients on a listening socket until it is closed."""
 
     def __init__(self, listening: socket.socket, supervisor: Supervisor) -> None:
+        """Start to accept clients.
+
+        Args:
+            listening: Listening Unix socket.
+            supervisor: Executes the requests.
+        """
         self._listening = listening
         self._supervisor = supervisor
         self._clients: set[ClientSession] = set()
@@ -50,15 +57,17 @@ class Server:
 
     @property
     def clients(self) -> list[ClientSession]:
+        """Connected clients."""
         with self._lock:
             return list(self._clients)
 
     def forget(self, client: ClientSession) -> None:
+        """Remove a client that has disconnected."""
         with self._lock:
             self._clients.discard(client)
 
     def close(self) -> None:
-        """Hear of no new client, and let those go that there are."""
+        """Accept no new client, and disconnect the current ones."""
         with contextlib.suppress(OSError):
             self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
@@ -83,7 +92,7 @@ class Server:
 
 
 class ClientSession:
-    """One client."""
+    """The connection to one client."""
 
     def __init__(self, channel: Channel, supervisor: Supervisor, server: Server) -> None:
         self._channel, self._supervisor, self._server = channel, supervisor, server
@@ -92,16 +101,18 @@ class ClientSession:
         self.gone = False
         self._cancelled: dict[int, threading.Event] = {}
         self._holds: dict[str, Path] = {}
-        """Runs that it holds, by the key of the hold."""
+        """Runs that this client has locked, by the key of the lock."""
 
     def start(self) -> None:
+        """Start the reading thread."""
         threading.Thread(target=self._serve, name="speedlab-client", daemon=True).start()
 
     def close(self) -> None:
+        """Close the connection."""
         self._channel.close()
 
     def send(self, message: m.ProtocolMessage) -> bool:
-        """Whether it went out: nobody may be left to hear it."""
+        """Send a message; return False if the client has disconnected."""
         try:
             self._channel.send(message)
         except ChannelClosedError:
@@ -137,7 +148,7 @@ class ClientSession:
             self.send(m.Refused(call=0, kind="OtherVersionError", text=text))
             return False
         said_at = time.monotonic()
-        said: str | None = None  # A first sign comes at once: who gives the start up waits for it.
+        said: str | None = None  # Send a first sign at once: a client that cancels the start waits for it.
         try:
             while (token := self._supervisor.ready(_READY_SECONDS)) is None:
                 if self._supervisor.starting != said or time.monotonic() - said_at > _SIGN_SECONDS:
@@ -199,12 +210,12 @@ class ClientSession:
         self.send(m.DisplayMessage(id=submission.id, rank=rank, kind=kind, content=content))
 
     def _tell(self, submission: Submission, rank: int) -> None:
-        """A rank has ended. Its last output comes before it."""
+        """Notify the client that a rank has ended, after the last output of the rank."""
         self._supervisor.later(lambda: self._tell_now(submission, rank))
 
     def _tell_now(self, submission: Submission, rank: int) -> None:
         failure = submission.failures.get(rank)
-        if failure is None or failure.kind not in (DIED, LOST):  # Of those nothing more comes.
+        if failure is None or failure.kind not in (DIED, LOST):  # These ranks send no further output.
             self._supervisor.output.settle(submission, rank)
         told = self.send(
             m.Ended(
@@ -261,7 +272,7 @@ class ClientSession:
         cancelled, path = self._cancelled[question.call], Path(question.folder)
         self._supervisor.runs.hold(path, RunLock.of(question.key, self._channel.peer_pid), question.seconds, self)
         self._holds[question.key] = path
-        if self.gone or cancelled.is_set():  # While it waited: nobody would let go.
+        if self.gone or cancelled.is_set():  # The client left during the wait, so no other code would release the lock.
             self._holds.pop(question.key, None)
             self._supervisor.runs.leave(path, question.key, self)
 
@@ -271,7 +282,7 @@ class ClientSession:
 
     @property
     def holds(self) -> list[tuple[Path, str]]:
-        """(run, key) of what this client holds."""
+        """(run, key) of each run that this client has locked."""
         return [(path, key) for key, path in list(self._holds.items())]
 
 
@@ -294,7 +305,9 @@ _HANDLERS: dict[type, Callable[[ClientSession, Any], Any]] = {
 
 
 def _is_ours(connection: socket.socket) -> bool:
-    """Whether the process at the other end is this user's, where the system says so; the folder keeps others out."""
+    """Return whether the other process belongs to this user or root. Without SO_PEERCRED, the folder's mode protects
+    the socket.
+    """
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     return peer_of(connection)[1] in (os.getuid(), 0)

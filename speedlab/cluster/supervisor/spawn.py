@@ -1,4 +1,4 @@
-"""Starting a supervisor, and connecting to the one that is there."""
+"""Start a supervisor, or connect to a running one."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ Printed = Callable[[list[int], str, str], object]
 
 @dataclass(frozen=True, kw_only=True)
 class StartWaiter:
-    """Whoever waits for a start: `progress` hears what it waits for, `given_up` says whether nobody wants it any
-    more."""
+    """The user's side of a start: `progress` receives what the start waits for, `given_up` returns True to
+    cancel it.
+    """
 
     progress: Callable[[str], object] = lambda words: None
     given_up: Callable[[], bool] = lambda: False
@@ -46,7 +47,24 @@ def start(
     printed: Printed,
     waiting: StartWaiter,
 ) -> Client:
-    """Start a cluster in its new folder, by starting its supervisor. Raises ClusterError when it does not come up."""
+    """Start a cluster on this host, in its new folder, by starting its supervisor.
+
+    Args:
+        home: Folder of the cluster.
+        token: Unique id of the cluster.
+        devices: Devices by rank.
+        backend: Backend of the process group.
+        link: Simulated link between CPU engines; "" for none.
+        timeout_seconds: Timeout of collectives; 0 for the default.
+        printed: Called with (ranks, stream, text).
+        waiting: Progress and cancellation.
+
+    Returns:
+        A connection to the supervisor; the engines are ready.
+
+    Raises:
+        ClusterError: If the cluster does not start.
+    """
     asked = {
         "devices": device_fields(devices),
         "backend": backend,
@@ -68,7 +86,22 @@ def start_on_hosts(
     printed: Printed,
     waiting: StartWaiter,
 ) -> Client:
-    """As `start`, on the hosts of `spec`."""
+    """Start a cluster on the hosts of `spec`; see `start`.
+
+    Args:
+        home: Folder of the cluster.
+        token: Unique id of the cluster.
+        spec: Hosts and how to reach them.
+        device: 'cuda', 'cpu' or 'auto'.
+        backend: Backend of the process group.
+        timeout_seconds: Timeout of collectives; 0 for the default.
+        interface: Network interface of the hosts; "" for the one that leads here.
+        printed: Called with (ranks, stream, text).
+        waiting: Progress and cancellation.
+
+    Raises:
+        ClusterError: If the cluster does not start.
+    """
     asked = {
         "spec": fields_of(spec),
         "device": device,
@@ -80,8 +113,16 @@ def start_on_hosts(
 
 
 def connect(home: ClusterDir, token: str, printed: Printed) -> Client:
-    """A connection to the supervisor of a cluster that runs; where that has ended, to a new one, which takes over. The
-    caller holds the home's lock. Raises ClusterError."""
+    """Connect to the supervisor of a running cluster; start a new supervisor if it has ended. Hold the cluster's lock.
+
+    Args:
+        home: Folder of the cluster.
+        token: Unique id of the cluster.
+        printed: Called with (ranks, stream, text).
+
+    Raises:
+        ClusterError: If the supervisor does not start.
+    """
     try:
         return Client(home.supervisor_socket, printed)
     except SupervisorGoneError:
@@ -104,7 +145,7 @@ def _spawned(
             start_new_session=True,
             env={**os.environ, processes.TOKEN: token},
         )
-    # Takes it off the system's list once it has ended; it outlives this process otherwise.
+    # Reap the process after its end, so that it is no zombie; usually it outlives this process.
     threading.Thread(target=process.wait, name="speedlab-reaper", daemon=True).start()
     assert process.stdin is not None
     with process.stdin as given:

@@ -1,10 +1,10 @@
-"""Hosts of a cluster that are out of reach, and the engines that are given up with them.
+"""Hosts that cannot be reached, and the engines that are given up with them.
 
-Nothing is expected of such an engine any more, even if its host should be there again: what it does then, nobody knows.
-Only new ones take their place.
+An engine that was given up stays given up, even if its host answers again, because its state is unknown. Only a new
+engine replaces it.
 
-Ranks that an interrupt has not reached, because their host's agent does not answer: they get it once one does, if
-they still work on what was interrupted.
+`PendingInterrupts` keeps interrupts for ranks whose agent does not answer. A rank gets the interrupt after the agent
+answers again, if the rank still works on the same submission.
 """
 
 from __future__ import annotations
@@ -24,29 +24,40 @@ log = logging.getLogger("speedlab.supervisor")
 
 
 class LostHosts:
-    """Of one cluster."""
+    """The lost hosts of one cluster."""
 
     def __init__(self) -> None:
         self._why: dict[str, str] = {}
         self._given_up: set[int] = set()
-        """ipyparallel's numbers."""
+        """ipyparallel's ids of engines that were given up."""
 
     def gave_up(self, engine: EngineEntry) -> bool:
+        """Return whether the engine was given up with its host."""
         return engine.engine_id in self._given_up
 
     def ranks(self, state: ClusterState) -> list[int]:
-        """Ranks whose engines are on hosts that are lost."""
+        """Return the ranks whose engines run on lost hosts."""
         return [engine.rank for engine in state.engines if engine.host in self._why]
 
     def with_its_host(self, state: ClusterState, ranks: Sequence[int]) -> tuple[int, ...]:
-        """These ranks, and those that were given up with them."""
+        """Return these ranks and all ranks that were given up with them.
+
+        Args:
+            state: State of the cluster.
+            ranks: Ranks to restart.
+        """
         engines = state.engines
         hosts = {engines[rank].host for rank in ranks if self.gave_up(engines[rank])}
         with_them = [engine.rank for engine in engines if engine.host in hosts and self.gave_up(engine)]
         return tuple(dict.fromkeys([*ranks, *with_them]))
 
     def way_back(self, state: ClusterState, dead: Sequence[int]) -> str:
-        """Which engines are gone, and how one brings them back."""
+        """Return a sentence that names the dead engines and the command that restarts them.
+
+        Args:
+            state: State of the cluster.
+            dead: Dead ranks.
+        """
         hosts = sorted({state.engines[rank].host for rank in dead} & self._why.keys())
         if hosts:
             return f"{self._told(hosts)} ({name_ranks(dead)}); once it is back, {restart_of(dead[:1])}"
@@ -54,8 +65,16 @@ class LostHosts:
         return f"the {engines} of {name_ranks(dead)} ended or stopped answering; {restart_of(dead)} brings {them} back"
 
     def take(self, lost: Mapping[str, str], state: ClusterState, line: WorkQueue) -> list[tuple[list[int], str]]:
-        """These hosts are lost, and why: whoever waits in `line` for their ranks is told. Returns (ranks, sentence) for
-        each that was not lost before: what has happened, and what its ranks did."""
+        """Update the lost hosts; fail what runs or waits on their ranks.
+
+        Args:
+            lost: Reason by host.
+            state: State of the cluster.
+            line: Queue of the ranks.
+
+        Returns:
+            (ranks, sentence) for each newly lost host: what happened, and what its ranks did.
+        """
         said = []
         known, self._why = self._why, dict(lost)
         for host in lost:
@@ -69,35 +88,43 @@ class LostHosts:
         return said
 
     def _told(self, hosts: Iterable[str]) -> str:
-        """'host-b does not answer: it is down or cut off'"""
+        """Return for example 'host-b does not answer: it is down or cut off'."""
         return "; ".join(f"{host} {self._why[host]}" for host in hosts)
 
 
 def _doing(line: WorkQueue, ranks: Sequence[int]) -> str:
-    """What these ranks work on, and the last step that they have told of."""
+    """Return what these ranks work on, and the last step that they recorded."""
     folders = {Path(one.label) for rank, one in line.working().items() if rank in ranks and one.label}
     return "".join(f"; they worked on {path.name}{_last_step(path, ranks)}" for path in sorted(folders))
 
 
 def _last_step(folder: Path, ranks: Iterable[int]) -> str:
-    """', and have recorded step 37', where they have recorded any."""
+    """Return for example ', and have recorded step 37'; '' without records."""
     steps = [step for rank in ranks if (step := last_recorded(folder, rank)) is not None]
     return f", and have recorded step {max(steps)}" if steps else ""
 
 
 class PendingInterrupts:
-    """Those of one cluster. Methods may be called from any thread."""
+    """The pending interrupts of one cluster. Methods are thread-safe."""
 
     def __init__(self, line: WorkQueue, hands: ProcessController) -> None:
         self._line, self._hands = line, hands
         self._lock = threading.Lock()
         self._waiting: dict[int, Submission] = {}
-        """By rank, what is to be interrupted there."""
+        """Submission to interrupt, by rank."""
         self._heard: set[int] = set()
-        """Of these, ranks whose agent has answered since."""
+        """Ranks of `_waiting` whose agent has answered."""
 
     def note(self, ranks: Mapping[int, Submission], state: ClusterState) -> str:
-        """These could not be reached; returns what there is to say of that, "" where there is nothing."""
+        """Add ranks that an interrupt could not reach.
+
+        Args:
+            ranks: Submission to interrupt, by rank.
+            state: State of the cluster.
+
+        Returns:
+            A message for the user; "" if there is nothing to say.
+        """
         with self._lock:
             self._waiting.update(ranks)
         hosts = dict.fromkeys(state.engines[rank].host for rank in sorted(ranks))
@@ -110,9 +137,14 @@ class PendingInterrupts:
         )
 
     def try_again(self, state: ClusterState) -> None:
-        """Interrupt those that can be reached by now, and again as long as they work on the same: an engine hears no
-        interrupt in the middle of an import, and none that waits for a peer in native code, which is cut off from it
-        then. Asks agents, and may take a moment."""
+        """Interrupt the ranks that can be reached now, and repeat it while they work on the same submission.
+
+        A single signal can be lost: an engine ignores it in the middle of an import. A rank that waits for a peer in
+        native code needs an abort of its connections. Asks agents, which may take a moment.
+
+        Args:
+            state: State of the cluster.
+        """
         with self._lock:
             now = self._line.working()
             self._waiting = {rank: one for rank, one in self._waiting.items() if now.get(rank) is one}
@@ -129,5 +161,10 @@ class PendingInterrupts:
 
 
 def at_work(state: ClusterState, working: Mapping[int, Submission]) -> dict[EngineEntry, str]:
-    """The engines of these ranks, each with ipyparallel's id of the message that it works on."""
+    """Return ipyparallel's message id for the engine of each of these ranks.
+
+    Args:
+        state: State of the cluster.
+        working: Submission by rank.
+    """
     return {state.engines[rank]: one.messages.get(rank, "") for rank, one in working.items()}

@@ -1,9 +1,9 @@
-"""The order of everything that ranks do: one line of submissions, each for some ranks, served by one thread.
+"""The queue of everything that ranks execute: submissions in one order, sent by one thread.
 
-1. A rank works on one submission at a time; the others wait here, not in the engine. So what has not begun can be taken
-   back at once, and an interrupt knows what it interrupts.
-2. All ranks see the same order, whoever submitted.
-3. What was sent is written down (`journal.py`), so that a supervisor that takes over knows what the ranks work on.
+1. A rank works on one submission at a time. The others wait here and not in the engine. So waiting work can be removed
+   at once, and an interrupt knows what it interrupts.
+2. All ranks see the same order, independent of the client that submitted.
+3. What was sent is recorded (`journal.py`), so that a later supervisor knows what the ranks work on.
 """
 
 from __future__ import annotations
@@ -30,48 +30,58 @@ from speedlab.cluster.worker.serialization import unpack
 log = logging.getLogger("speedlab.supervisor")
 
 LOST = "SupervisorEnded"
-"""Kind of the failure of a rank of which nobody knows whether it was given its work: the supervisor ended meanwhile."""
+"""Kind of failure if the supervisor ended while it sent the work: the rank may or may not have received it."""
 _TAKEN_BACK_TEXT = "it was interrupted before it began"
 _DIED_TEXT = "the process of this rank's engine ended, or stopped answering"
 
 
 class Journal(Protocol):
-    """Where submissions are written down."""
+    """Records what was sent to which rank."""
 
     def sending(self, submission: Submission, rank: int) -> None:
-        """The next thing done is to send it to this rank."""
+        """Record that the submission is about to be sent to this rank."""
         ...
 
     def sent(self, submission: Submission, rank: int, message: str) -> None:
-        """It was sent, as ipyparallel's message of this id."""
+        """Record that the submission was sent, with the id of its ipyparallel message."""
         ...
 
     def withdrawn(self, submission: Submission, rank: int) -> None:
-        """This rank, for which it has ended, is not to be given it any more."""
+        """Record that the submission has ended for this rank and must not be sent to it."""
         ...
 
 
 class Submission:
-    """One piece of work on some ranks, and what has come of it."""
+    """One piece of work on some ranks, and its results."""
 
     def __init__(
         self, work: bytes, ranks: Sequence[int], *, id: str = "", shown: bool = False, label: str = ""
     ) -> None:
-        """`shown`: whether a client hears what ranks say in it; `label`: by which a later supervisor finds it."""
+        """Describe the work; `WorkQueue.add` queues it.
+
+        Args:
+            work: Packed function and arguments.
+            ranks: Ranks that execute it.
+            id: Id of the submission; "" makes a random one.
+            shown: Whether a client shows the output of the ranks in it.
+            label: Name by which a later supervisor finds it.
+        """
         self.id = id or secrets.token_hex(8)
         self.work = work
         self.ranks = list(ranks)
         self.shown = shown
         self.label = label
         self.first = False
-        """Whether it goes before everything that has not begun, also while the line is held."""
+        """Whether it goes before everything that has not begun, even while the queue is held."""
         self.place = 0
-        """In the line of all submissions: what was put there later has a greater one, also under later supervisors."""
+        """Position in the queue, as a time in ns: later submissions have greater values, also under later
+        supervisors.
+        """
         self.messages: dict[int, str] = {}
-        """Message ids by rank, of those ranks that were given it."""
+        """Message id by rank, for the ranks that it was sent to; "" while it is being sent."""
         self.values: dict[int, bytes] = {}
         self.failures: dict[int, RemoteFailure] = {}
-        """In the order in which they came."""
+        """Failure by rank, in the order of arrival."""
         self.stopped = False
         """Whether it was interrupted before any rank failed."""
         self._lock = threading.Lock()
@@ -81,6 +91,7 @@ class Submission:
 
     @property
     def done(self) -> bool:
+        """Whether all ranks have returned or failed."""
         return self._done.is_set()
 
     @property
@@ -90,12 +101,12 @@ class Submission:
             return [rank for rank in self.ranks if rank not in self.values and rank not in self.failures]
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Whether all ranks are done, at the latest after `seconds`."""
+        """Wait at most `seconds`; return whether all ranks are done."""
         return self._done.wait(seconds)
 
     @property
     def error(self) -> RankError | None:
-        """What the ranks raised; None where none did."""
+        """The exceptions of the ranks as one error; None if no rank failed."""
         if not self.failures:
             return None
         error = RankError(self.failures)
@@ -103,18 +114,26 @@ class Submission:
         return error
 
     def results(self) -> list[Any]:
-        """What each rank returned, of one that is done. Raises RankError."""
+        """Return what each rank returned, in the order of `ranks`. All ranks must be done.
+
+        Raises:
+            RankError: If a rank failed.
+        """
         if (error := self.error) is not None:
             raise error
         return [unpack(self.values[rank]) for rank in self.ranks]
 
     def stop(self) -> None:
-        """Somebody interrupts it: what fails on its ranks from now on may follow from that."""
+        """Mark it as interrupted: later failures of its ranks may follow from the interrupt."""
         with self._lock:
             self.stopped = self.stopped or not self.failures
 
     def on_end(self, listener: Callable[[Submission, int], object]) -> None:
-        """Call `listener(self, rank)` for each rank that ends, also for those that have."""
+        """Call a listener for each rank that ends, and at once for ranks that have ended.
+
+        Args:
+            listener: Called with (submission, rank).
+        """
         with self._lock:
             self._listeners.append(listener)
             ended = [*self.values, *self.failures]
@@ -122,7 +141,11 @@ class Submission:
             listener(self, rank)
 
     def add_done_callback(self, callback: Callable[[Submission], object]) -> None:
-        """Call `callback(self)` once all ranks are done; at once if they are. It must not wait for engines."""
+        """Call `callback(self)` after all ranks are done; at once if they are.
+
+        Args:
+            callback: Must not wait for engines.
+        """
         with self._lock:
             if not self.done:
                 self._callbacks.append(callback)
@@ -130,7 +153,16 @@ class Submission:
         callback(self)
 
     def end(self, rank: int, value: bytes = b"", failure: RemoteFailure | None = None) -> bool:
-        """Count `rank` as done; False when it was."""
+        """Record that a rank has ended.
+
+        Args:
+            rank: The rank.
+            value: Packed return value.
+            failure: Failure; None if the rank returned.
+
+        Returns:
+            False if the rank had ended before.
+        """
         with self._lock:
             if rank in self.values or rank in self.failures:
                 return False
@@ -151,7 +183,7 @@ class Submission:
 
 
 class WorkQueue:
-    """Sends submissions to the ranks, in their order. Its methods may be called from any thread."""
+    """Sends submissions to the ranks, in order. Methods are thread-safe."""
 
     def __init__(
         self,
@@ -159,20 +191,32 @@ class WorkQueue:
         journal: Journal,
         on_failure: Callable[[Submission], object],
     ) -> None:
-        """`send(rank, work)`: ipyparallel's AsyncResult of it, or an IndexError where the engine is gone; `on_failure`:
-        called when a rank of a submission has failed and others work on it."""
+        """Start the thread that sends.
+
+        Args:
+            send: send(rank, work) returns ipyparallel's AsyncResult; it raises IndexError if the engine is gone.
+            journal: Records what was sent.
+            on_failure: Called if a rank of a submission failed while other ranks work on it.
+        """
         self._send, self._journal, self._on_failure = send, journal, on_failure
         self._lock = threading.RLock()
         self._waiting: dict[int, deque[Submission]] = {}
-        """By rank; the first is the one that the rank works on, once it was sent."""
+        """Submissions by rank. A rank works on the first one after it was sent."""
         self._holds: Counter[int] = Counter()
         self._events: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="speedlab-line", daemon=True)
         self._thread.start()
 
     def add(self, submission: Submission, *, first: bool = False) -> Submission:
-        """Put it at the end of the line; or `first`: before everything that has not begun, but behind what came first
-        before."""
+        """Queue a submission.
+
+        Args:
+            submission: Submission to queue.
+            first: Whether to queue it before everything that has not begun, after earlier submissions with `first`.
+
+        Returns:
+            The submission.
+        """
         with self._lock:
             submission.place, submission.first = time.time_ns(), first
             for rank in submission.ranks:
@@ -184,8 +228,13 @@ class WorkQueue:
 
     @contextlib.contextmanager
     def held(self, ranks: Iterable[int]) -> Iterator[None]:
-        """Inside, these ranks are given nothing but what goes first. Who interrupts them has more for each to do before
-        they may meet again, and they come free one after the other."""
+        """Send nothing to these ranks inside the block, except submissions with `first`.
+
+        An interrupt uses this: ranks become idle one by one, and each has more to do before it may join a collective.
+
+        Args:
+            ranks: Ranks that are held.
+        """
         ranks = list(ranks)
         with self._lock:
             self._holds.update(ranks)
@@ -197,39 +246,51 @@ class WorkQueue:
                 self._events.put(functools.partial(self._send_next, ranks))
 
     def adopt(self, submission: Submission, rank: int) -> None:
-        """Count what an earlier supervisor has sent to `rank` as what it works on, until `take` says that it ended."""
+        """Record that `rank` works on a submission of an earlier supervisor, until `take` ends it."""
         with self._lock:
             self._waiting.setdefault(rank, deque()).appendleft(submission)
 
     def put_back(self, submission: Submission, rank: int) -> None:
-        """Let `rank` wait for what an earlier supervisor was to send to it. Called in the order of their places."""
+        """Queue a submission of an earlier supervisor that was not sent to `rank`. Call in the order of
+        `Submission.place`.
+        """
         with self._lock:
             self._waiting.setdefault(rank, deque()).append(submission)
         self._events.put(functools.partial(self._send_next, [rank]))
 
     def take(self, submission: Submission, rank: int, task: Future[Any]) -> None:
-        """`task`, which is done, is what `submission` was on `rank`."""
+        """End a submission on a rank with the result of `task`, which is done.
+
+        Args:
+            submission: The submission.
+            rank: The rank.
+            task: Completed ipyparallel task.
+        """
         self._events.put(functools.partial(self._take, submission, rank, task))
 
     def lost(self, submission: Submission, rank: int) -> None:
-        """Nobody knows whether `rank` was given it."""
+        """Fail a submission on `rank`: it is unknown whether the rank received it."""
         text = "the supervisor ended when it was about to give this rank its work; look whether it was done"
         self._fail(submission, rank, RemoteFailure(kind=LOST, message=text))
 
     def died(self, submission: Submission, rank: int) -> None:
-        """The engine that an earlier supervisor has sent it to is gone."""
+        """Fail a submission on `rank`: the engine that an earlier supervisor sent it to is gone."""
         self._fail(submission, rank, RemoteFailure(kind=DIED, message=_DIED_TEXT))
 
     def _fail(self, submission: Submission, rank: int, failure: RemoteFailure) -> None:
-        """It may be what the rank works on, as far as is known; others wait behind it."""
+        """Fail it on the sending thread, because the rank may work on it and others may wait for it."""
         self._events.put(functools.partial(self._end_of, submission, rank, b"", failure))
 
     def withdrawn(self, submission: Submission, rank: int) -> None:
-        """An earlier supervisor was not to give it to `rank` any more."""
+        """End a submission on `rank` as interrupted: an earlier supervisor removed it from the queue."""
         submission.end(rank, failure=RemoteFailure(kind=INTERRUPTED, message=_TAKEN_BACK_TEXT))
 
     def working(self, only: Submission | None = None) -> dict[int, Submission]:
-        """What each rank works on now, or those ranks that work on `only`."""
+        """Return what each rank works on now.
+
+        Args:
+            only: Return only the ranks that work on this submission; None for all.
+        """
         with self._lock:
             heads = {rank: waiting[0] for rank, waiting in self._waiting.items() if waiting}
         return {
@@ -239,12 +300,17 @@ class WorkQueue:
         }
 
     def busy(self) -> set[int]:
-        """Ranks that work on something, or for which something waits."""
+        """Return the ranks that work on something, or have something in their queue."""
         with self._lock:
             return {rank for rank, waiting in self._waiting.items() if waiting}
 
     def take_back(self, only: Submission | None = None, why: str = _TAKEN_BACK_TEXT) -> None:
-        """End, as interrupted, what ranks have not begun with; of `only`, or of all."""
+        """End, as interrupted, what ranks have not begun.
+
+        Args:
+            only: Submission to remove; None for all.
+            why: Message of the failure.
+        """
         with self._lock:
             line = [(rank, one) for rank, waiting in self._waiting.items() for one in waiting]
             taken = [(rank, one) for rank, one in line if only in (None, one) and rank not in one.messages]
@@ -255,7 +321,13 @@ class WorkQueue:
             self._journal.withdrawn(one, rank)
 
     def give_up(self, ranks: Iterable[int], kind: str, reason: str) -> None:
-        """Nothing comes from these ranks any more: end what they work on and what waits for them."""
+        """Fail what these ranks work on and what waits for them, because they will not answer.
+
+        Args:
+            ranks: Ranks that are gone.
+            kind: Kind of the failure.
+            reason: Message of the failure.
+        """
         for rank in ranks:
             with self._lock:
                 ended = list(self._waiting.pop(rank, ()))
@@ -264,6 +336,7 @@ class WorkQueue:
                 self._journal.withdrawn(one, rank)
 
     def close(self) -> None:
+        """Stop the thread that sends."""
         self._events.put(None)
 
     # ---- on the thread that serves the line --------------------------------------------------------------------------
@@ -272,7 +345,7 @@ class WorkQueue:
         while (event := self._events.get()) is not None:
             try:
                 event()
-            except Exception:  # The line must go on for the others.
+            except Exception:  # The queue must continue for the other submissions.
                 log.exception("a submission could not be served")
 
     def _send_next(self, ranks: Iterable[int]) -> None:
@@ -281,7 +354,7 @@ class WorkQueue:
                 continue
 
     def _next(self, rank: int) -> Submission | None:
-        """The submission that this rank is to be given now."""
+        """Return the submission that is to be sent to this rank now; None if there is none."""
         with self._lock:
             waiting = self._waiting.get(rank)
             if not waiting or rank in waiting[0].messages or not self._may_go(waiting[0], rank):
@@ -294,15 +367,15 @@ class WorkQueue:
     def _sent(self, submission: Submission, rank: int) -> bool:
         with self._lock:
             waiting = self._waiting.get(rank)
-            # Taken back meanwhile, or something goes before it, or it has to wait.
+            # It was removed, overtaken by a `first` submission, or the rank is held.
             if not waiting or waiting[0] is not submission or not self._may_go(submission, rank):
                 return False
-            submission.messages[rank] = ""  # From here on an interrupt finds it begun.
+            submission.messages[rank] = ""  # From here on, an interrupt treats it as begun.
         try:
             self._journal.sending(submission, rank)
             task: Any = self._send(rank, submission.work)
         except Exception as error:
-            gone = isinstance(error, IndexError)  # ipyparallel's word for an engine that it does not know.
+            gone = isinstance(error, IndexError)  # ipyparallel raises this for an unknown engine.
             text = _DIED_TEXT if gone else str(error)
             self._end_of(
                 submission, rank, b"", RemoteFailure(kind=DIED if gone else type(error).__name__, message=text)
@@ -314,7 +387,7 @@ class WorkQueue:
         return True
 
     def _came(self, submission: Submission, rank: int, task: Future[Any]) -> None:
-        self.take(submission, rank, task)  # Not on this thread: it serves the engines' messages.
+        self.take(submission, rank, task)  # Leave this thread, which receives the messages of the engines.
 
     def _take(self, submission: Submission, rank: int, task: Future[Any]) -> None:
         error = task.exception()
@@ -337,7 +410,7 @@ class WorkQueue:
             self._on_failure(submission)
 
     def _forget(self, submission: Submission, ranks: Iterable[int]) -> None:
-        """Take it out of the line of these ranks. Called with the lock."""
+        """Remove it from the queue of these ranks. Call with the lock."""
         for rank in ranks:
             waiting = self._waiting.get(rank)
             if waiting is not None:
@@ -346,12 +419,12 @@ class WorkQueue:
 
 
 def _failure_of(error: BaseException) -> RemoteFailure:
-    """What ipyparallel says of a task that brought no answer of ours."""
+    """Return an exception of ipyparallel as a failure."""
     if isinstance(error, TaskAborted):
         return RemoteFailure(kind=INTERRUPTED, message=_TAKEN_BACK_TEXT)
     if isinstance(error, RemoteError) and has_ended(error):
         return RemoteFailure(kind=DIED, message=_DIED_TEXT)
     if isinstance(error, RemoteError):
-        # For example an engine that cannot find what it is to call. ipyparallel colours its tracebacks; ours are plain.
+        # For example, the engine cannot import the function. Leave out ipyparallel's traceback, which has colour codes.
         return RemoteFailure(kind=error.ename or "RemoteError", message=error.evalue or "")
     return RemoteFailure(kind=type(error).__name__, message=str(error))
