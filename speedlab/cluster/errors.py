@@ -207,7 +207,6 @@ class RankError(RuntimeError):
 _TRANSPORT = (
     "speedlab/cluster/worker/remote.py",
     "speedlab/cluster/worker/cells.py",
-    "speedlab/cluster/worker/cells.py",
     "IPython/core/interactiveshell.py",
 )
 

@@ -30,7 +30,10 @@ _FULL = 0.8
 """Share of its memory that a rank held last, from which on its process's sudden end is put down to memory."""
 _CATEGORY_OF = (
     (("_gather", "all_gather", "borrow", "reduce_scatter", "all_reduce"), "communication_buffers"),
-    (("exp_avg", "init_state", "adamw", "step/optimizer.py", "step/fused.py", "torch/optim/"), "optimizer_moments"),
+    (
+        ("exp_avg", "init_state", "adamw", "optim/sharded_optimizer.py", "optim/fused.py", "torch/optim/"),
+        "optimizer_moments",
+    ),
     (("accumulate_grad", ".grad", "gradient_"), "gradients"),
     (("materialise", "to_empty", "reset_parameters", "build_"), "parameters"),
 )

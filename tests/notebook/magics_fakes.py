@@ -238,11 +238,11 @@ def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     messages = FakeMessages()
     monkeypatch.setattr(FakeCluster, "messages", messages, raising=False)
     shown: list[tuple[Any, ...]] = []
-    for name in ("panel", "dashboard"):
-        module: Any = types.ModuleType(f"speedlab_notebook.{name}")
+    for name, file in (("panel", "panel"), ("dashboard", "widget")):
+        module: Any = types.ModuleType(f"speedlab_notebook.{name}.{file}")
         module.show = lambda *what, name=name: shown.append((name, *what))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(f"speedlab_notebook.{name}", module, raising=False)
+        monkeypatch.setattr(module.__name__, module, raising=False)
     config = Config()
     config.HistoryManager.enabled = False
     config.InteractiveShell.colors = "nocolor"

@@ -21,8 +21,11 @@ from typing import Any
 import psutil
 import pytest
 
+import speedlab
 from speedlab import hardware
+from speedlab.cluster import errors, oom_report
 from speedlab.cluster.cluster import Cluster
+from speedlab.cluster.debug import rank_debugger
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files import file_locks, processes
 from speedlab.cluster.files.cluster_dir import ClusterDir, ClusterState, EngineEntry, running_clusters
@@ -354,3 +357,13 @@ def test_what_goes_is_this_hosts_folder_alone(monkeypatch: pytest.MonkeyPatch) -
     ClusterDir("box").remove()
     assert older.is_dir()
     assert not own.exists()
+
+
+def test_files_that_are_known_by_their_names_are_there() -> None:
+    """Interrupts, the debugger and errors recognise frames by the end of a file's name."""
+    packages = Path(speedlab.__file__).parents[1]
+    own = {str(path.relative_to(packages)) for path in packages.glob("speedlab/**/*.py")}
+    signs = {sign for signs, _ in oom_report._CATEGORY_OF for sign in signs if sign.endswith(".py")}
+    ends = {*remote._WHOLE, *rank_debugger._ABOVE, *errors._TRANSPORT, *signs}
+    missing = {end for end in ends if not any(path.endswith(end) for path in own)}
+    assert missing == {os.path.join("distributed", "distributed_c10d.py"), "IPython/core/interactiveshell.py"}

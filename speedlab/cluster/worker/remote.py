@@ -29,9 +29,9 @@ FAILED = "__speedlab_failed__"
 
 _WHOLE = {
     os.path.join("distributed", "distributed_c10d.py"): {"init_process_group", "new_group", "destroy_process_group"},
-    os.path.join("comm", "lifted_limits.py"): {"__enter__", "__exit__"},
-    os.path.join("cluster", "debugging.py"): {"__enter__", "__exit__"},
-    os.path.join("cluster", "cells.py"): {"__enter__", "__exit__"},
+    os.path.join("comm", "breakpoint_timeouts.py"): {"__enter__", "__exit__"},
+    os.path.join("debug", "rank_debugger.py"): {"__enter__", "__exit__"},
+    os.path.join("worker", "cells.py"): {"__enter__", "__exit__"},
 }
 """Functions that have to be left to end, by the end of their file's name."""
 
