@@ -1,5 +1,7 @@
-"""Pure rank arithmetic: the mesh of named axes, its peers, who owns which part of a flat, how blocks are cut into
-pipeline stages. No torch, no processes."""
+"""Rank arithmetic: the mesh of named axes, peers, partitions of flats, and cuts into pipeline stages.
+
+Pure functions without torch and without processes.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +13,26 @@ from math import lcm, prod
 
 _HALVINGS = 60
 ALWAYS_NAMED = ("pp", "dp", "tp")
-"""Axes that everybody knows; others are named where they are used."""
+"""Axes that messages always name. Other axes are named only if their size is above 1."""
 
 
 class LayoutError(ValueError):
-    """A layout that cannot exist; the message holds the equation with its numbers."""
+    """A layout that cannot exist. The message contains the equation with its numbers."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the message says all, and the frames would be ours."""
+        """Return what IPython shows: the message without frames, because all frames would be ours."""
         return [f"{type(self).__name__}: {self}", "more: speedlab guide trouble layout"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """What ranks have in common, and what not, that differ along one axis only."""
+    """What ranks share, or do not share, that differ along this axis only."""
 
     name: str
     sees_other_data: bool
-    """Whether they read other sequences of the global batch."""
+    """Whether the ranks read different sequences of the global batch."""
     holds_other_parameters: bool
-    """Whether they compute with other parameters, or other parts of them."""
+    """Whether the ranks compute with different parameters, or with different shards of a layer."""
     meaning: str
 
 
@@ -50,18 +52,19 @@ KINDS: dict[str, Axis] = {
         Axis(name="tp", sees_other_data=False, holds_other_parameters=True, meaning="other parts of the same layers"),
     )
 }
-"""Every axis that a mesh may have, slow to fast: ranks along the last ones are neighbours and so stay within a host.
-A mesh has those for which Layout has a field of that name."""
+"""All possible axes of a mesh, slow to fast. Ranks along the last axes are neighbours, so they stay inside one host. A
+mesh has those axes for which Layout has a field of the same name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The mesh of ranks. Which data a rank sees (`data_index`) and its index in a group (`index`) are two things.
+    """The mesh of ranks. A rank has two numbers that differ: its share of the data (`data_index`), and its index in a
+    group (`index`).
 
-    `islands` are equal groups of neighbours (arXiv:2311.08105 calls them workers): each trains parameters of its own,
-    which meet every few steps, so that the slowest links lie between them.
+    `islands` are equal groups of neighbours (arXiv:2311.08105 calls them workers). Each island trains its own
+    parameters, and islands average them every few steps. So the slowest links are those between islands.
 
-    rank = sum of index × stride over the axes; the stride of an axis is the product of the sizes of the faster ones
+    rank = sum of index × stride over the axes. The stride of an axis is the product of the sizes of the faster axes.
     """
 
     dp: int = 1
@@ -77,11 +80,19 @@ class Layout:
 
     @classmethod
     def for_world(cls, world_size: int, *, dp: int | None = None, **others: int) -> Layout:
-        """The layout of `world_size` ranks; `dp` follows from the others when it is None.
+        """Return the layout of `world_size` ranks.
 
-        Raises LayoutError when the product is not the number of ranks. What would be one is for who knows the model.
+        Args:
+            world_size: Number of ranks.
+            dp: Size of the dp axis; None: computed from the other axes.
+            **others: Sizes of the other axes.
+
+        Raises:
+            LayoutError: The product of the sizes is not `world_size`. The caller, which knows the model, can suggest
+                another layout.
         """
-        layout = cls(dp=1 if dp is None else dp, **others)  # Each axis by itself first: what follows divides by them.
+        # Checks each size first, because the code below divides by them.
+        layout = cls(dp=1 if dp is None else dp, **others)
         if world_size < 1:
             raise LayoutError(f"{world_size} engines hold no rank; start at least one")
         model_ranks = layout.world_size // layout.dp
@@ -106,21 +117,23 @@ class Layout:
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """The sizes alone, as torch's DeviceMesh takes them; its dimensions are named AXES."""
+        """Sizes of the axes, as torch's DeviceMesh takes them. Its dimensions are named AXES."""
         return tuple(self.sizes.values())
 
     def size(self, axis: str) -> int:
-        """Number of ranks along an axis."""
+        """Return the number of ranks along an axis. Raises LayoutError for an unknown axis."""
         self._check_names((axis,))
         return self.sizes[axis]
 
     def stride(self, axis: str) -> int:
-        """By how much the ranks of neighbours along an axis differ."""
+        """Return the difference between the ranks of two neighbours along an axis. Raises LayoutError for an unknown
+        axis.
+        """
         self._check_names((axis,))
         return prod(self.mesh_shape[list(self.sizes).index(axis) + 1 :])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Index of a rank along each axis, slow to fast."""
+        """Return the index of a rank along each axis, slow to fast. Raises LayoutError for a rank outside the mesh."""
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is not in 0..{self.world_size - 1}")
         found = {}
@@ -129,12 +142,27 @@ class Layout:
         return {axis: found[axis] for axis in self.sizes}
 
     def index(self, rank: int, axis: str) -> int:
-        """Index of a rank in its group along an axis."""
+        """Return the index of a rank in its group along an axis.
+
+        Args:
+            rank: Global rank.
+            axis: Name of the axis.
+
+        Raises:
+            LayoutError: The rank or the axis does not exist.
+        """
         self._check_names((axis,))
         return self.coordinates(rank)[axis]
 
     def rank(self, **coordinates: int) -> int:
-        """The rank at these coordinates; axes left out are 0. Raises LayoutError when they are outside the mesh."""
+        """Return the rank at these coordinates.
+
+        Args:
+            **coordinates: Index along each axis; 0 for axes that are left out.
+
+        Raises:
+            LayoutError: An axis is unknown, or an index is outside the mesh.
+        """
         self._check_names(coordinates)
         rank = 0
         for axis, size in self.sizes.items():
@@ -145,7 +173,15 @@ class Layout:
         return rank
 
     def peers(self, rank: int, *axes: str) -> list[int]:
-        """The ranks that differ from `rank` only along these axes, itself among them, in rank order."""
+        """Return the ranks that differ from `rank` only along these axes, in rank order.
+
+        Args:
+            rank: Global rank; included in the result.
+            *axes: Names of axes.
+
+        Raises:
+            LayoutError: The rank or an axis does not exist.
+        """
         self._check_names(axes)
         own = self.coordinates(rank)
         spans = [range(size) if axis in axes else (own[axis],) for axis, size in self.sizes.items()]
@@ -153,23 +189,29 @@ class Layout:
 
     @property
     def data_size(self) -> int:
-        """Of how many shares the global batch consists."""
+        """Number of shares into which the global batch is split."""
         return prod(size for axis, size in self.sizes.items() if KINDS[axis].sees_other_data)
 
     @property
     def shares_words(self) -> str:
-        """Those shares by axis: 'dp 4', or 'dp 4 × islands 2'."""
+        """The shares of the global batch by axis: 'dp 4', or 'dp 4 × islands 2'."""
         islands = f" × islands {self.islands}" if self.islands > 1 else ""
         return f"dp {self.dp}{islands}"
 
     @property
     def replicas(self) -> int:
-        """How many ranks compute with the same parameters: ZeRO partitions the states of those over them, inside each
-        island."""
+        """Number of ranks that compute with the same parameters. ZeRO partitions states over these ranks, inside each
+        island.
+        """
         return prod(size for axis, size in self.sizes.items() if axis in REPLICATED)
 
     def data_index(self, rank: int) -> int:
-        """Which share of the global batch a rank sees: the same for all that differ along the other axes only."""
+        """Return the share of the global batch that a rank reads. Ranks that differ only along model axes read the
+        same share.
+
+        Args:
+            rank: Global rank.
+        """
         share = 0
         for axis, index in self.coordinates(rank).items():
             if KINDS[axis].sees_other_data:
@@ -195,49 +237,69 @@ AXES = _axes_of(Layout)
 """The axes that a layout has today, slow to fast."""
 
 REPLICATED: tuple[str, ...] = tuple(axis for axis in AXES if not KINDS[axis].holds_other_parameters)
-"""Those along which ranks hold the same parameters."""
+"""Axes along which ranks hold the same parameters."""
 
 
 def _product(sizes: dict[str, int]) -> str:
-    """'pp 1 × dp 4 × tp 2'."""
+    """Return 'pp 1 × dp 4 × tp 2'."""
     return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis in ALWAYS_NAMED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRange:
-    """The slice of a whole parameter that a rank holds: `ranges` [start, end) along dimension `dim`, in the
-    order in which they lie in that tensor. Several where one tensor packs several matrices (queries, keys, values)."""
+    """The slice of a full parameter that a rank holds.
+
+    `ranges` are [start, end) pairs along dimension `dim`, in the order in which they appear in the rank's tensor.
+    There are several if one tensor packs several matrices (queries, keys, values).
+    """
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the full parameter."""
     dim: int
     ranges: tuple[tuple[int, int], ...]
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """Of the rank's own tensor."""
+        """Shape of the rank's own tensor."""
         held = sum(end - start for start, end in self.ranges)
         return (*self.shape[: self.dim], held, *self.shape[self.dim + 1 :])
 
 
 def share_of(count: int, size: int, index: int) -> tuple[int, int]:
-    """[start, end) of the share of `count` things that rank `index` of `size` has: none differs by more than one."""
+    """Return the [start, end) share of one rank. Shares differ by at most one item.
+
+    Args:
+        count: Number of items to split.
+        size: Number of ranks.
+        index: The rank, from 0 to `size` - 1.
+    """
     return count * index // size, count * (index + 1) // size
 
 
 def sequence_multiple(cp: int, heads: int, block: int = 1) -> int:
-    """What a sequence's length has to be a multiple of, to be cut over `cp` ranks of which `heads` share heads, and so
-    that the chunks of a ring are whole blocks of `block` tokens."""
+    """Return the number of which a sequence length must be a multiple, so that cp ranks can split it.
+
+    Args:
+        cp: Number of context-parallel ranks.
+        heads: Number of these ranks that share heads (Ulysses).
+        block: Tokens per block; chunks of a ring are full blocks.
+    """
     return cp if heads == cp else lcm(cp, 2 * (cp // heads) * block)
 
 
 def own_positions(length: int, cp: int, heads: int, index: int) -> list[range]:
-    """The positions that rank `index` along cp has of a sequence of `length` tokens, a `sequence_multiple`.
+    """Return the token positions of one rank, as ranges.
 
-    Under a causal mask late tokens look at more than early ones. A ring of R = cp / `heads` therefore cuts the sequence
-    into 2 R chunks, of which the r-th has the chunks r and 2 R - 1 - r, so that all have equally much to do (zig-zag;
-    arXiv:2407.21783, section 3.3.2). Ranks that share heads are one of the ring together: each has an even share of its
-    tokens.
+    Under a causal mask, late tokens attend to more tokens than early ones. So a ring of R = cp / `heads` ranks splits
+    the sequence into 2 R chunks. Rank r takes the chunks r and 2 R - 1 - r, so that all ranks have equal work
+    (zig-zag; arXiv:2407.21783, section 3.3.2). Ranks that share heads act as one rank of the ring, and each takes an
+    equal share of its tokens.
+
+    Args:
+        length: Tokens of the sequence; a multiple of `sequence_multiple`.
+        cp: Number of context-parallel ranks.
+        heads: Number of these ranks that share heads.
+        index: This rank's index along cp.
     """
     ring, place = divmod(index, heads)
     size = cp // heads
@@ -254,34 +316,57 @@ def own_positions(length: int, cp: int, heads: int, index: int) -> list[range]:
 
 
 def padded_numel(numel: int, dp: int) -> int:
-    """Length of a flat of `numel` elements once it divides by `dp`, the ranks that share it."""
+    """Return the length of a flat, rounded up to a multiple of `dp`.
+
+    Args:
+        numel: Elements without padding.
+        dp: Number of ranks that share the flat, or another divisor.
+    """
     return -(-numel // dp) * dp
 
 
 MESSAGE_BLOCKS = {8: 256, 4: 64}
-"""By the bits of integers that travel: how many values share a scale. What is less than a fourteenth of the largest in
-its block travels as int4 zero, in every step, and is not trained: in blocks of 256 that were so many that a training
-ended up to 5 % above its plain one."""
+"""Values per scale, by the bits of the integers that are sent.
+
+A value below one fourteenth of the largest value of its block becomes an int4 zero. In blocks of 256, so many values
+became zero in every step that the loss ended up to 5 % above that of unquantized training."""
 
 
 def message_bytes(numel: int, bits: int) -> int:
-    """Bytes of so many values as integers of `bits` bits, and of a scale in float32 for each block, which begins at a
-    multiple of its size."""
+    """Return the bytes of a message of quantized values and their float32 scales.
+
+    Args:
+        numel: Number of values.
+        bits: Bits per integer: 8 or 4.
+    """
+    # Each scale is a float32, so the scales start at a multiple of 4 bytes.
     return padded_numel(-(-numel * bits // 8), 4) + 4 * -(-numel // MESSAGE_BLOCKS[bits])
 
 
 def partition_range(padded: int, dp: int, index: int) -> tuple[int, int]:
-    """[start, end) of the partition that rank `index` of `dp` owns of a flat of `padded` elements."""
+    """Return the [start, end) partition of a flat that one rank owns.
+
+    Args:
+        padded: Elements of the flat; a multiple of `dp`.
+        dp: Number of ranks that share the flat.
+        index: This rank's index among them.
+    """
     size = padded // dp
     return index * size, (index + 1) * size
 
 
 def layer_counts(costs: Sequence[float], stages: int, *, first: float = 0, last: float = 0) -> tuple[int, ...]:
-    """How many of the blocks, in order, each pipeline stage takes, so that the most expensive stage is as cheap as can
-    be; of all such cuts, the most even one.
+    """Return how many blocks each pipeline stage takes, so that the most expensive stage costs as little as possible.
+    Among equal cuts, return the most even one.
 
-    `first`, `last`: costs of what stands before and after the blocks. Every stage takes at least one block.
-    Raises ValueError when there are fewer blocks than stages.
+    Args:
+        costs: Cost of each block, in model order.
+        stages: Number of pipeline stages; each takes at least one block.
+        first: Cost of the modules before the blocks.
+        last: Cost of the modules after the blocks.
+
+    Raises:
+        ValueError: `stages` is below 1, or there are fewer blocks than stages.
     """
     if stages < 1:
         raise ValueError(f"{stages} pipeline stages; there is at least 1")
@@ -294,8 +379,9 @@ def layer_counts(costs: Sequence[float], stages: int, *, first: float = 0, last:
     weights[0] += first
     weights[-1] += last
     sums = [0.0, *accumulate(weights)]
+    # Prefix sums round differently from the running sums of the bisection, so the limit gets a tolerance.
     most = _smallest_maximum(weights, stages) * (1 + 1e-9)
-    # best[i]: (sum of the squares of the stages' costs, where the last of them begins) for the first i blocks.
+    # best[i], for the first i blocks: (sum of squared stage costs, start of the last stage).
     best: list[tuple[float, int] | None] = [(0.0, 0), *[None] * len(weights)]
     begins: list[list[int]] = []
     for _ in range(stages):
@@ -319,8 +405,11 @@ def layer_counts(costs: Sequence[float], stages: int, *, first: float = 0, last:
 
 
 def _smallest_maximum(weights: Sequence[float], stages: int) -> float:
-    """The cost of the most expensive stage in the best cut. More stages never cost more, so stages are filled one by
-    one and counted."""
+    """Return the cost of the most expensive stage in the best cut.
+
+    More stages never cost more. So a bisection over the cost limit works: fill stages one after the other and count
+    them.
+    """
 
     def needed(most: float) -> int:
         count, held = 1, 0.0

@@ -1,9 +1,14 @@
-"""The placement table: a row for each parameter that a rank holds. Pure data, no torch, no processes.
+"""The placement table: one row per parameter that a rank holds. Pure data without torch and without processes.
 
-A row says which part of the whole the rank has, over which axes the parameter is cut and its gradient is summed, with
-which scale, who answers for it in norms and checkpoints, and for each of its states who holds it, where, and as what.
-Flats are the classes of rows that are equal in that. A ZeRO stage is a `ZeroPolicy` (arXiv:1910.02054, section 5),
-which fills the columns of who and where; nothing else asks for the stage.
+A row answers four questions:
+
+- Which shard of the parameter does the rank hold, and over which axes is the parameter cut?
+- Over which axes is the gradient summed, and with which scale?
+- Which rank counts the parameter in norms and writes it to checkpoints?
+- For each state: which ranks hold it, in which memory, and in which format?
+
+Rows with equal answers form a flat. A ZeRO stage becomes a `ZeroPolicy` (arXiv:1910.02054, section 5), which fills the
+columns for holders and memory. No other code asks for the stage.
 """
 
 from __future__ import annotations
@@ -18,13 +23,14 @@ from typing import Any
 from speedlab.layout import ShardRange
 
 EIGHT_BITS = "8bit"
-"""The form of states in blocks of 256 codes of a byte, with a scale in float32 each (`cuda_ops.blockwise8`)."""
+"""Format of optimizer states: blocks of 256 one-byte codes, with one float32 scale per block (`cuda_ops.blockwise8`).
+"""
 INT8, INT4 = "int8 blocks", "int4 blocks"
-"""What values may be sent as: blocks of 256 integers with a scale in float32 each
+"""Formats of values in transfers: blocks of 256 integers, with one float32 scale per block
 (`speedlab.comm.quantized_collectives`)."""
 ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 ITEM_BYTES |= {EIGHT_BITS: 1 + 4 / 256, INT8: 1 + 4 / 256, INT4: 1 / 2 + 4 / 256}
-"""Of an element of each form."""
+"""Bytes per element of each format, scales included."""
 _QUANTIZABLE = ("float32", "bfloat16", "float16")
 
 STATE_CATEGORIES = {
@@ -34,38 +40,43 @@ STATE_CATEGORIES = {
     "moments": "optimizer_moments",
     "secondary": "parameters",
 }
-"""States of a row → categories of the ledger. What is kept beside gradients counts as theirs."""
+"""Maps states of a row to categories of the memory ledger. States that an optimizer keeps with gradients count as
+gradients."""
 
 
 class Replication(Enum):
-    """Who holds a state."""
+    """How a state is distributed over ranks."""
 
     REPLICATED = "replicated"
-    """Every dp rank holds the whole flat."""
+    """Every dp rank holds the full flat."""
     PARTITIONED = "partitioned"
-    """Each dp rank holds the contiguous 1/dp that it owns."""
+    """Each dp rank holds the contiguous 1/dp shard that it owns."""
     OWN = "each its own"
-    """Every dp rank holds a whole flat that differs from its peers'."""
+    """Every dp rank holds a full flat whose values differ between ranks."""
     OWN_PART = "a part each"
-    """Each dp rank holds the 1/dp that it sums, at every stage; in all islands the same."""
+    """Each dp rank holds the 1/dp shard that it reduces, at every ZeRO stage. All islands hold the same values."""
     ISLANDS_PART = "a part each, in each island another"
-    """The same, where islands differ."""
+    """As `OWN_PART`, but each island holds different values."""
     SECONDARY = "partitioned again"
-    """The ranks of a secondary partition, all on one host, hold a flat together."""
+    """The ranks of a secondary partition, all on one host, together hold a full flat."""
 
     def share(self, count: int, dp: int) -> int:
-        """How many of `count` elements, or bytes, each of `dp` ranks (a secondary partition's own) holds; a part of one
-        counts whole."""
+        """Return how many elements (or bytes) each rank holds, rounded up.
+
+        Args:
+            count: Elements or bytes of the full flat.
+            dp: Number of ranks that share the flat. For `SECONDARY`: the ranks of the secondary partition.
+        """
         return count if self in (Replication.REPLICATED, Replication.OWN) else -(-count // dp)
 
     @property
     def optimizers(self) -> bool:
-        """Whether it says so of what an optimizer keeps beside the gradient, which no zero_policy moves."""
+        """Whether this is state that an optimizer keeps next to the gradient. No ZeRO policy moves such state."""
         return self in (Replication.OWN, Replication.OWN_PART, Replication.ISLANDS_PART)
 
 
 class MemoryKind(Enum):
-    """In which memory a state lies between two uses."""
+    """The memory that holds a state between two uses."""
 
     DEVICE = "device"
     HOST = "host"
@@ -73,14 +84,27 @@ class MemoryKind(Enum):
 
     @classmethod
     def of_choice(cls, chosen: str) -> MemoryKind:
-        """Of a word of a configuration's `offload`: 'none', 'host' or 'disk'."""
+        """Return the memory for a value of `offload` in a configuration.
+
+        Args:
+            chosen: 'none', 'host' or 'disk'.
+
+        Raises:
+            ValueError: `chosen` is another word.
+        """
         return cls.DEVICE if chosen == "none" else cls(chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlacement:
-    """Who holds a state of a parameter, where, and as what: `form` is a dtype, or the name of a codec. `sent`: as what
-    it travels between ranks, where that is something else."""
+    """Which ranks hold a state of a parameter, in which memory, and in which format.
+
+    Attributes:
+        holders: How the state is distributed over ranks.
+        where: Its memory between two uses.
+        form: A dtype name, or the name of a codec.
+        sent: The format in transfers between ranks; "" if it is `form`.
+    """
 
     holders: Replication
     where: MemoryKind = MemoryKind.DEVICE
@@ -90,28 +114,29 @@ class StatePlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroPolicy:
-    """Who holds parameters, gradients and optimizer states (masters and moments) of all flats, and where."""
+    """Holders and memory of parameters, gradients and optimizer states (masters and moments), for all flats."""
 
     parameters: Replication
     gradients: Replication
     optimizer_states: Replication
     parameters_at: MemoryKind = MemoryKind.DEVICE
     gradients_at: MemoryKind = MemoryKind.DEVICE
-    """Of gradients that are summed."""
+    """Memory of reduced gradients."""
     states_at: MemoryKind = MemoryKind.DEVICE
     separate_masters: bool = False
-    """Whether parameters as wide as their masters have one apart, because the update is computed elsewhere."""
+    """Whether a parameter that is as wide as its master keeps a separate master, because the update is computed in
+    another memory."""
     update_in_backward: bool = False
-    """Whether the gradient of a unit is used as soon as it is summed, and is gone then."""
+    """Whether each unit is updated as soon as its gradient is reduced. The gradient is freed after this update."""
     grads_double_buffered: bool = False
-    """Whether there is room for the gradients of a step that is over, beside the optimizer states, from which masters
-    are updated while the next step's forward and backward use the parameters as they are."""
+    """Whether gradients of the previous step have a second buffer, in the memory of the optimizer states. Masters are
+    updated from this buffer while the next forward and backward use the current parameters."""
     parameters_sent: str = ""
-    """As what parameters are gathered: INT8, or as they are."""
+    """Format of parameters in gathers: INT8, or "" for the format of the shard."""
     gradients_sent: str = ""
-    """As what gradients are exchanged, to be summed: INT4, or as they are."""
+    """Format of gradients in reductions: INT4, or "" for the format of the gradient."""
     secondary_ranks: int = 0
-    """How many ranks hold partitioned parameters together once more; 0: there is one partition."""
+    """Number of ranks in each secondary partition of the parameters; 0: there is no secondary partition."""
 
     @classmethod
     def of_stage(
@@ -128,15 +153,22 @@ class ZeroPolicy:
         quantized_gradients: bool = False,
         secondary_ranks: int = 0,
     ) -> ZeroPolicy:
-        """The row of ZeRO's table. With one rank the partition is the whole, so nothing is gathered or copied.
+        """Return the policy of a ZeRO stage. With one rank, nothing is partitioned, gathered or quantized.
 
-        `optimizer`, `parameters`: where optimizer states and parameters lie between two uses. Summed gradients go with
-        the former, unless every rank has all of them. `in_backward`: each unit is updated there, so that its gradient
-        goes nowhere. `delayed`: an update may run beside the next step. `device`: its kind; on a CPU the host's memory
-        is the device's. `quantized_weights`, `quantized_gradients`, `secondary_ranks`: ZeRO++ (arXiv:2306.10209), of
-        which nothing is there with one rank. Parameters that stay whole are, quantised, no masters any more.
+        Args:
+            stage: 0 to 3.
+            dp: Number of ranks over which states are partitioned.
+            optimizer: Memory of optimizer states. Reduced gradients use this memory too if each element has one owner.
+            parameters: Memory of parameters between two uses; other than the device only at stage 3.
+            in_backward: Update each unit in backward, so that gradients stay on the device.
+            delayed: An update may run at the same time as the next step.
+            device: Device type. On "cpu", host memory is device memory.
+            quantized_weights: Gather parameters as INT8 (ZeRO++, arXiv:2306.10209).
+            quantized_gradients: Reduce gradients as INT4 (ZeRO++).
+            secondary_ranks: Ranks of each secondary partition (ZeRO++); used only if parameters are partitioned.
 
-        Raises ValueError for a stage that is none, and for parameters away from the device below stage 3.
+        Raises:
+            ValueError: The stage is unknown, or parameters are offloaded below stage 3.
         """
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"ZeRO stage {stage!r} is not one of 0, 1, 2, 3")
@@ -147,6 +179,8 @@ class ZeroPolicy:
         ]
         on_host = optimizer is not MemoryKind.DEVICE and parameters is MemoryKind.DEVICE and device != "cpu"
         one_each = reached[1] is Replication.PARTITIONED or dp == 1
+        # Quantized parameters that stay on every rank lose bits, so they cannot serve as masters: see
+        # `separate_masters`.
         rounded = quantized_weights and reached[0] is Replication.PARTITIONED
         return cls(
             optimizer_states=reached[0],
@@ -164,33 +198,47 @@ class ZeroPolicy:
         )
 
     def of(self, state: str) -> Replication:
-        """Who holds a state, by its name in a row."""
+        """Return how a state is distributed.
+
+        Args:
+            state: Name of the state in a row ("parameter", "gradient", "master", ...).
+        """
         return {"parameter": self.parameters, "gradient": self.gradients}.get(state, self.optimizer_states)
 
     def place_of(self, state: str) -> MemoryKind:
-        """Where it lies between two uses."""
+        """Return the memory of a state between two uses.
+
+        Args:
+            state: Name of the state in a row.
+        """
         return {"parameter": self.parameters_at, "gradient": self.gradients_at}.get(state, self.states_at)
 
     def sent_as(self, state: str, form: str) -> str:
-        """As what a state of this form travels, step by step; '' as it is."""
+        """Return the format of a state in the transfers of each step; "" if it is sent unchanged.
+
+        Args:
+            state: Name of the state in a row.
+            form: Its format. Only floating-point formats up to float32 can be quantized.
+        """
         sent = {"parameter": self.parameters_sent, "gradient": self.gradients_sent}.get(state, "")
         return sent if form in _QUANTIZABLE else ""
 
     @property
     def params_unsharded_on_demand(self) -> bool:
-        """Whether the parameters of a unit are here only while it is used."""
+        """Whether parameters of a unit are gathered only while the unit is used."""
         return self.parameters is Replication.PARTITIONED or self.parameters_at is not MemoryKind.DEVICE
 
     @property
     def shards_stay(self) -> bool:
-        """Whether what a rank holds of parameters is what others gather, and stays as it is until all have used it:
-        ranks of one host need no copies of it then."""
+        """Whether peers can read this rank's shards in place, because a shard stays unchanged until all ranks have
+        used it. Ranks of one host then need no copies.
+        """
         partitioned = self.parameters is Replication.PARTITIONED and self.parameters_at is MemoryKind.DEVICE
         return partitioned and not (self.parameters_sent or self.secondary_ranks)
 
     @property
     def grads_sharded(self) -> bool:
-        """Whether a rank's whole gradient of a unit is there only until it is summed."""
+        """Whether the full gradient of a unit exists only until it is reduced."""
         return (
             self.gradients is Replication.PARTITIONED
             or self.gradients_at is not MemoryKind.DEVICE
@@ -200,46 +248,54 @@ class ZeroPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamPlacement:
-    """One parameter on one rank."""
+    """One parameter on one rank: a row of the placement table."""
 
     name: str
-    """Full name in the whole model."""
+    """Full name in the full model."""
     unit: str
-    """The unit with which it is gathered and released."""
+    """The unit with which the parameter is gathered and released."""
     group: int
     """Index of its optimizer parameter group."""
     shape: tuple[int, ...]
-    """Of the rank's own tensor."""
+    """Shape of the rank's own tensor."""
     part: ShardRange | None = None
-    """Which part of the whole parameter that is; None: all of it."""
+    """The slice of the full parameter that the rank holds; None: all of it."""
     cut_over: tuple[str, ...] = ()
-    """Axes over which the parameter itself is cut, beside the partition of its flat."""
+    """Axes over which the parameter itself is cut, in addition to the partition of its flat."""
     summed_over: tuple[str, ...]
-    """Axes over which the ranks' terms of its gradient are summed, in turn; the last one is that of its flat."""
+    """Axes over which gradients are summed, in this order. The last one is the axis of the flat."""
     scale: float = 1.0
-    """Factor on each term of the gradient, so that its sum is the mean over the global batch."""
+    """Factor on each rank's gradient, so that the sum is the mean over the global batch."""
     optimizer_reduces: bool = False
-    """Whether the last of these sums may be the optimizer's own to take."""
+    """Whether the optimizer may do the last of these sums itself."""
     answered_by: int
-    """The rank whose dp peers count it in norms and write it to checkpoints."""
+    """The rank whose dp peers count the parameter in norms and write it to checkpoints."""
     answers: bool
-    """Whether this rank is one of them."""
+    """Whether this rank is one of those dp peers."""
     trainable: bool = True
     states: Mapping[str, StatePlacement]
-    """`parameter`; of trainable ones `gradient` and `moments`, `master` where it is not the parameter itself, `waiting`
-    where a gradient waits for its update while there is the next one, `secondary` where parameters are partitioned
-    twice, and by their own names what an optimizer keeps beside the gradient."""
+    """Placement of each state:
+
+    - `parameter`: always.
+    - `gradient`, `moments`: trainable parameters.
+    - `master`: if it is not the parameter itself.
+    - `waiting`: a gradient that waits for its update while the next gradient is computed.
+    - `secondary`: if parameters have a secondary partition.
+    - Other names: state that an optimizer keeps next to the gradient."""
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the full parameter."""
         return self.shape if self.part is None else self.part.shape
 
     @property
     def _class(self) -> tuple[Any, ...]:
-        """What rows of a flat have in common. Where a state depends on the place in the flat (blocks of 8 bits, masters
-        that are left out, what is sent with a scale for each block), what several ranks hold alike is apart from what
-        they do not, or their copies would part."""
+        """What all rows of one flat have in common.
+
+        Some states depend on the position in the flat: blocks of 8 bits, missing masters, formats with one scale per
+        block. Such flats keep parameters that several ranks replicate separate from parameters that are cut. Otherwise
+        the replicas would diverge.
+        """
         shared = (bool(self.cut_over), self.summed_over) if self._depends_on_place else ()
         return self.unit, self.trainable, self.optimizer_reduces, shared, tuple(self.states.items())
 
@@ -255,7 +311,7 @@ class ParamPlacement:
         return narrow and "master" not in self.states
 
     def described(self) -> dict[str, Any]:
-        """The row as what JSON can hold."""
+        """Return the row as JSON-compatible data."""
         return {
             "name": self.name,
             "unit": self.unit,
@@ -285,9 +341,16 @@ def state_placements(
     moments: str = "",
     kept: Mapping[str, StatePlacement] | None = None,
 ) -> dict[str, StatePlacement]:
-    """The states of a parameter under `zero_policy`, from their forms. Without `gradient` it is frozen; without
-    `master` it is its own; without `moments` these have its master's form. `kept`: what an optimizer has beside the
-    gradient."""
+    """Return the placement of all states of one parameter under a policy.
+
+    Args:
+        zero_policy: Holders and memory of each state.
+        parameter: Format of the parameter.
+        gradient: Format of the gradient; "" for a frozen parameter.
+        master: Format of the master; "": the parameter is its own master.
+        moments: Format of the moments; "": the format of the master.
+        kept: State that an optimizer keeps next to the gradient, by name.
+    """
     forms = {"parameter": parameter}
     if gradient:
         forms |= {"gradient": gradient, "moments": moments or master or parameter}
@@ -296,14 +359,18 @@ def state_placements(
 
 
 def _placed(forms: Mapping[str, str], zero_policy: ZeroPolicy) -> dict[str, StatePlacement]:
-    """The states of these forms where `zero_policy` has them; a master as wide as its parameter is there where those
-    are apart, and on the way of an update where parameters are read and written. `waiting` is there where gradients do,
-    and `secondary` where parameters are partitioned twice."""
+    """Return the states of these formats, placed by `zero_policy`.
+
+    1. A master that is as wide as its parameter exists only with `separate_masters`.
+    2. `waiting` exists only with `grads_double_buffered`.
+    3. `secondary` exists only if parameters have a secondary partition.
+    """
     forms = dict(forms)
     if forms.get("master") == forms["parameter"]:
         del forms["master"]
     if zero_policy.separate_masters and "gradient" in forms and ITEM_BYTES[forms["parameter"]] >= 4:
         forms.setdefault("master", forms["parameter"])
+    # Both depend on the policy alone, so the old entries are dropped and derived again below.
     for made_anew in ("waiting", "secondary"):
         forms.pop(made_anew, None)
     if zero_policy.grads_double_buffered and "gradient" in forms:
@@ -324,7 +391,7 @@ def _placed(forms: Mapping[str, str], zero_policy: ZeroPolicy) -> dict[str, Stat
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """All rows of one rank, in the order of units and, within a unit, of the model."""
+    """All rows of one rank, in the order of units and, inside a unit, of the model."""
 
     rank: int
     zero_policy: ZeroPolicy
@@ -338,8 +405,7 @@ class Placement:
 
     @cached_property
     def flats(self) -> dict[str, list[ParamPlacement]]:
-        """The classes of equal rows by name: those that travel and live together. Rows of one optimizer group lie side
-        by side."""
+        """Rows grouped into flats, by flat name. Rows of one optimizer group are neighbours."""
         classes: dict[tuple[Any, ...], list[ParamPlacement]] = {}
         for row in self.rows:
             classes.setdefault(row._class, []).append(row)
@@ -347,13 +413,17 @@ class Placement:
         for rows in classes.values():
             first = rows[0]
             name = f"{first.unit}/{first.states['parameter'].form}" + ("" if first.trainable else "-frozen")
-            while name in found:  # Equal in name and form, but with other states.
+            while name in found:  # Same unit and format, but different states.
                 name += "+"
             found[name] = sorted(rows, key=lambda row: row.group)
         return found
 
     def moved(self, zero_policy: ZeroPolicy) -> Placement:
-        """The same parameters where `zero_policy` has them."""
+        """Return the table of the same parameters under another policy.
+
+        Args:
+            zero_policy: Holders and memory of each state. State of the optimizer next to gradients keeps its placement.
+        """
 
         def move(states: Mapping[str, StatePlacement]) -> dict[str, StatePlacement]:
             own = {state: home for state, home in states.items() if home.holders.optimizers}
@@ -364,7 +434,11 @@ class Placement:
 
     @classmethod
     def joined(cls, placements: Iterable[Placement]) -> Placement:
-        """The table of a rank that holds several parts of the model."""
+        """Return one table for a rank that holds several parts of the model.
+
+        Args:
+            placements: The tables of the parts; at least one.
+        """
         several = list(placements)
         if len(several) == 1:
             return several[0]
@@ -372,8 +446,13 @@ class Placement:
         return cls(rank=several[0].rank, zero_policy=several[0].zero_policy, rows=rows)
 
     def bytes_at(self, where: MemoryKind, *, dp: int, moments: int) -> int:
-        """Bytes of all states that this rank has at a place, without padding; `moments`: how many an optimizer keeps of
-        each element."""
+        """Return the bytes of all states that this rank holds in one memory, without padding.
+
+        Args:
+            where: The memory.
+            dp: Number of ranks over which flats are partitioned.
+            moments: Number of moments that the optimizer keeps per element.
+        """
         total = 0
         for row in self.rows:
             for state, home in row.states.items():
@@ -384,7 +463,7 @@ class Placement:
         return total
 
     def described(self) -> list[dict[str, Any]]:
-        """All rows as what JSON can hold."""
+        """Return all rows as JSON-compatible data."""
         return [row.described() for row in self.rows]
 
     def __str__(self) -> str:
@@ -402,9 +481,14 @@ _STATES = ("parameter", "gradient", "master", "moments")
 
 
 def cells(row: Mapping[str, Any], rank: int) -> tuple[str, ...]:
-    """A row, as `ParamPlacement.described` gives it, of what `rank` holds, as text in the order of HEAD."""
+    """Return one row of a printed table, as text in the order of HEAD.
+
+    Args:
+        row: A row, as `ParamPlacement.described` returns it.
+        rank: The rank that holds the row.
+    """
     cut = f" by {', '.join(row['cut_over'])}" if row["cut_over"] else ""
-    by = " by the optimizer" if row.get("optimizer_reduces") else ""  # Tables of before do not say.
+    by = " by the optimizer" if row.get("optimizer_reduces") else ""  # Older tables lack this key.
     states = [_placement_text(row["states"].get(state)) for state in _STATES]
     for state, home in row["states"].items():
         if state not in _STATES:
@@ -430,5 +514,5 @@ def _placement_text(home: Mapping[str, str] | None) -> str:
     if home is None:
         return ""
     where = "" if home["where"] == "device" else f" on {home['where']}"
-    sent = f", sent as {home['sent']}" if home.get("sent") else ""  # Tables of before do not say.
+    sent = f", sent as {home['sent']}" if home.get("sent") else ""  # Older tables lack this key.
     return f"{home['form']} {home['holders']}{where}{sent}"
