@@ -1,4 +1,4 @@
-"""ZeRO: units, flats, zero_policy, and the hooks that move them."""
+"""ZeRO: units, flat parameters, policies, and the hooks that gather and reduce."""
 
 from speedlab.parallel.zero.comm_groups import ZeroCommGroups
 from speedlab.parallel.zero.flat_param import FlatParam

@@ -1,20 +1,19 @@
-"""When units with partitioned parameters are gathered and released.
+"""Schedule the all-gathers of units: when partitioned or offloaded parameters are gathered and released.
 
-Every pass gathers every unit once. Where transfers are offered by their owners (`Group.ordered` is False), a rank takes
-a unit when it needs it, and those that it did not need at the end of the pass; so ranks may take different branches. A
-collective of its own for each gather has to be started in one order by all: there a rank takes part in the gathers that
-come before the unit it needs, and lets go of them at once.
+Every pass gathers every unit once. There are two modes:
 
-Parameters that lie away from the device are read before they are sent, so that nothing can be offered ahead: there,
-too, each gather is a collective of its own.
+- Offered shards (`Group.ordered` is False): each rank reads a unit when it needs the unit, and reads the skipped units
+  at the end of the pass. So ranks may take different branches.
+- Collectives: all ranks must start the gathers in the same order. So a rank takes part in all gathers before the unit
+  that it needs, and releases those units at once. Offloaded parameters use this mode too: they are read before they
+  are sent, so they cannot be offered ahead.
 
-Peers wait, before parameters change, until all that they offered was taken. A pass that nobody ends (a forward that was
-entered below the root, or that an exception has left) would hold up whoever else trains on the same ranks: there it is
-over (`_resting`).
+Before parameters change, each rank waits until its peers have read everything that it offered. A pass may stay open: a
+submodule was called directly, or an exception interrupted a forward. An open pass would block another engine on the
+same ranks. So the next `wait_until_all_read` of any engine ends it (`_resting`).
 
-The order is that in which the first step met the units. Until it is known, units are gathered when they are needed and
-nothing is gathered ahead, so that a model which calls its blocks in another order than it registers them never stands
-there whole.
+Units are gathered in the order in which the first step called them. In the first step itself nothing is prefetched. So
+a model that calls its blocks in another order than it registers them is never gathered as a whole.
 """
 
 from __future__ import annotations
@@ -33,45 +32,49 @@ from speedlab.parallel.zero.units import Unit, UnitPhase
 from speedlab.placement import MemoryKind, ZeroPolicy
 
 _resting: dict[weakref.ref[UnshardScheduler], list[Group]] = {}
-"""Passes that are open and may never be ended, with the groups over which they have offers: these count though the
-engine is gone."""
+"""Open passes that may never end, with the groups on which they have offers. The groups stay listed even if the engine
+is gone."""
 
 
 class UnshardScheduler:
-    """The units of a module in the order of a forward pass, and which of them are here."""
+    """Gathers and releases the units of one module, in the order of a pass."""
 
     def __init__(self, units: list[Unit], ways: ZeroCommGroups) -> None:
         self.units = units
-        """The root first, then in the order in which the model registers them."""
+        """The root first, then blocks in the order in which the model registers them."""
         self.order = list(units)
-        """In the order of a forward pass, the root first: the order of gathers; reductions go the other way."""
+        """Units in the order of a forward pass, root first. Gathers use this order; reductions use the reverse."""
         self.order_is_known = False
         self.params_unsharded_on_demand = False
-        """Whether there is anything to gather."""
+        """Whether parameters have to be gathered."""
         self._offered = True
-        """Whether shards lie where peers can take them, so that they are offered at the start of a pass."""
+        """Whether peers can read shards from memory, so that shards are offered at the start of a pass."""
         self.current = UnitPhase.IDLE
         self.forwards = 0
-        """Forwards with gradients that have begun."""
+        """Number of forwards with gradients so far."""
         self._group, self._groups = ways.gather, ways.of_parameters
         self._seen: list[Unit] = []
-        """Units in the order in which the present or last forward pass with gradients met them."""
+        """Units in the order in which the current or last forward with gradients called them."""
         self._left: list[Unit] = []
-        """Units whose gather of this pass has not been started, in the order of the pass."""
+        """Units that this pass has not started to gather, in the order of the pass."""
         self._following: dict[Unit, Unit] = {}
-        """The unit behind each in the present pass: its gather is started while that one computes."""
+        """Maps each unit to the next one of the pass, which is prefetched while the unit computes."""
         self._for_part: Unit | None = None
-        """Came in this pass for a part that was called without its block, after which nothing tells that it may go."""
+        """A unit that was gathered for a submodule called without its block. No hook signals the end of its use."""
         self._this: weakref.ref[UnshardScheduler] = weakref.ref(self)
 
     def place(self, zero_policy: ZeroPolicy) -> None:
-        """Parameters are where `zero_policy` says from now on."""
+        """Use a new policy from now on.
+
+        Args:
+            zero_policy: The policy of the flats.
+        """
         self.params_unsharded_on_demand = zero_policy.params_unsharded_on_demand
         self._offered = zero_policy.parameters_at is MemoryKind.DEVICE
 
     @property
     def ordered(self) -> bool:
-        """Whether every gather is one that all ranks start in one order."""
+        """Whether all ranks must start all gathers in the same order."""
         return not self._offered or any(group.ordered for group in self._groups)
 
     @property
@@ -80,21 +83,26 @@ class UnshardScheduler:
 
     @property
     def backward_order(self) -> list[Unit]:
-        """Blocks as backward meets them; the root last, because it holds what several blocks share."""
+        """Units in the order of backward. The root is last, because several blocks share its parameters."""
         return [*self.order[:0:-1], self.root]
 
     def begin(self, which: UnitPhase) -> None:
+        """Start a pass, and offer the shards of all units that it will gather.
+
+        Args:
+            which: FORWARD or BACKWARD.
+        """
         self.close()
         self.current, self._for_part = which, None
         for unit in self.units:
-            unit.calls = 0  # Whatever has raised is over.
+            unit.calls = 0  # Forwards that raised are over.
         if which is UnitPhase.FORWARD and torch.is_grad_enabled():
             self._seen = []
             self.forwards += 1
         if self.params_unsharded_on_demand:
             # The root comes first in both directions: it is needed at both ends of a pass.
             order = self.order if which is UnitPhase.FORWARD else [self.root, *self.order[:0:-1]]
-            # What stays gathered does so on all ranks, so all offer the same.
+            # All ranks keep the same units gathered, so all ranks offer the same shards.
             self._left = [unit for unit in order if unit.gathers is None]
             self._following = dict(pairwise(order))
             if self._offered:
@@ -102,21 +110,30 @@ class UnshardScheduler:
                     flat.offer()
 
     def rest(self) -> None:
-        """The pass that is open may never be ended."""
+        """Note that the open pass may never end."""
         _resting[self._this] = list(self._groups)
 
     def end(self) -> None:
-        """The pass is over."""
+        """End the pass."""
         self.current = UnitPhase.IDLE
         _resting.pop(self._this, None)
 
     def met(self, unit: Unit) -> None:
-        """A forward pass has come to this unit."""
+        """Record that a forward pass called this unit.
+
+        Args:
+            unit: The unit that is called.
+        """
         if self.current is UnitPhase.FORWARD and torch.is_grad_enabled() and unit not in self._seen:
             self._seen.append(unit)
 
     def enter(self, unit: Unit, *, alone: bool) -> None:
-        """A block of the unit is called now, or a part of one `alone`: what came for a part of another unit may go."""
+        """Release the unit of an earlier submodule call, because another unit is called now.
+
+        Args:
+            unit: The unit that is called.
+            alone: Whether a submodule is called without its block.
+        """
         if unit is self.root or self.current is not UnitPhase.FORWARD:
             return
         other, self._for_part = self._for_part, unit if alone else None
@@ -124,7 +141,15 @@ class UnshardScheduler:
             other.release()
 
     def require(self, unit: Unit) -> None:
-        """The unit's parameters are there when this returns; the next unit's are on their way."""
+        """Gather a unit, and start to prefetch the next one.
+
+        Args:
+            unit: On return, its parameters have values.
+
+        Raises:
+            OffloadError: This rank's shard cannot be read.
+            PeerLost: A peer is gone.
+        """
         if not self.params_unsharded_on_demand:
             return
         if unit in self._left:
@@ -142,17 +167,18 @@ class UnshardScheduler:
             following.start_gather()
 
     def is_ahead(self, unit: Unit) -> bool:
-        """Return whether the present pass has not reached the unit yet."""
+        """Return whether the current pass has not started to gather the unit yet."""
         return unit in self._left
 
     def stays(self, unit: Unit) -> bool:
-        """Whether a forward pass leaves the unit gathered, because backward begins with it."""
+        """Return whether a forward pass leaves the unit gathered, because backward starts with it."""
         last = self.order_is_known and unit is self.order[-1]
         return torch.is_grad_enabled() and (unit is self.root or last)
 
     def end_forward(self) -> None:
-        """The root module has returned: take part in the gathers that this rank skipped, and release what backward
-        does not need first."""
+        """End the forward pass: take part in gathers that this rank skipped, and release all units that backward does
+        not need first.
+        """
         self._take_rest()
         if self.params_unsharded_on_demand:
             for unit in self.units:
@@ -161,7 +187,7 @@ class UnshardScheduler:
         self.end()
 
     def end_backward(self) -> None:
-        """Take part in what is left, and release everything. Whoever called this calls `end`."""
+        """Take part in the remaining gathers, and release all units. The caller then calls `end`."""
         self._take_rest()
         self.release_all()
 
@@ -169,31 +195,34 @@ class UnshardScheduler:
         left, self._left = self._left, []
         for unit in left:
             if self._group.size == 1 and not self.stays(unit):
-                continue  # Nobody waits for this rank's part.
+                continue  # No peer needs this rank's shard.
             unit.start_gather()
-            unit.finish_gather()  # Whoever looks at one that stays shall see its values.
+            unit.finish_gather()  # The caller may read parameters of a unit that stays gathered.
             if not (self.current is UnitPhase.FORWARD and self.stays(unit)):
                 unit.release()
 
     def release_all(self) -> None:
-        """Nothing stays gathered, and a pass that somebody entered below the root and never ended is over."""
+        """End an open forward pass, and release all units."""
         self.close()
         self.free_all()
 
     def free_all(self) -> None:
-        """Release what is here, and speak to nobody."""
+        """Release all units without communication."""
         if self.params_unsharded_on_demand:
             for unit in self.units:
                 unit.release()
 
     def leave(self, *, lost: bool) -> None:
-        """The last word: release what is here. Of a pass that an exception in the bare module has left open, peers wait
-        for nothing of this rank any more. `lost`: nothing comes from peers any more."""
+        """Release all units when the engine ends, and withdraw the offers of an open pass.
+
+        Args:
+            lost: Whether peers are lost, so that no pending transfer will end.
+        """
         for unit in self.units if self.params_unsharded_on_demand else ():
             if not (lost or unit.cut_off):
                 try:
                     unit.release()
-                except (PeerLost, OffloadError):  # Nobody needs the values.
+                except (PeerLost, OffloadError):  # The values are not needed any more.
                     lost = True
             if unit.gathers is not None:
                 unit.forget_gather()
@@ -204,7 +233,7 @@ class UnshardScheduler:
                 group.withdraw()
 
     def wait_until_all_read(self) -> None:
-        """Wait until peers need nothing more of this rank's parameters."""
+        """Wait until peers have read all offered shards of this rank."""
         _end_resting()
         for group in self._groups:
             group.wait_until_all_read()
@@ -213,13 +242,13 @@ class UnshardScheduler:
         self._group.wait_until_let_go([flat.shard for flat in self._flats if flat.is_used_in_place])
 
     def before_change(self) -> None:
-        """Parameters are about to change."""
+        """Prepare for a change of the parameters: release all units, and wait for peers that still read."""
         self.release_all()
         self.wait_until_all_read()
         self.invalidate()
 
     def invalidate(self) -> None:
-        """What ranks hold beside their shards is not to be used any more."""
+        """Mark secondary partitions as stale."""
         for flat in self._flats:
             flat.invalidate()
 
@@ -228,12 +257,13 @@ class UnshardScheduler:
         return [flat for unit in self.units for flat in unit.flats]
 
     def close(self) -> None:
+        """End an open forward pass, if any."""
         if self.current is UnitPhase.FORWARD:
             self._take_rest()
             self.end()
 
     def agree_on_order(self) -> None:
-        """Adopt the order in which rank 0's last forward pass with gradients met the units. Collective."""
+        """Adopt the order of units of rank 0's last forward with gradients. Collective."""
         names = [unit.name for unit in self._seen] + [unit.name for unit in self.units if unit not in self._seen]
         by_name = {unit.name: unit for unit in self.units}
         order = [by_name[name] for name in self._group.share(names)]
@@ -241,26 +271,26 @@ class UnshardScheduler:
         self.order_is_known = True
 
     def abandon(self) -> None:
-        """After an exception in a pass: release everything and count on no offer of it."""
+        """Clean up after an exception in a pass: release all units, and withdraw this rank's offers."""
         self._left = []
         self.end()
         for unit in self.units if self.params_unsharded_on_demand else ():
-            with contextlib.suppress(OffloadError):  # Whoever needed the values has been told.
+            with contextlib.suppress(OffloadError):  # The caller that needed the values already got this error.
                 unit.release()
         self.release_all()
         for group in self._groups:
             group.withdraw()
-        self.invalidate()  # Ranks may have come to the exception with other units filled.
+        self.invalidate()  # Ranks may have filled different units before the exception.
 
     def abandon_alone(self) -> None:
-        """As `abandon`, where other ranks' engine may be gone: no collective is begun."""
+        """Clean up as `abandon` does, but without starting a collective: the peers' engines may be gone."""
         for unit in self.units:
             if any(isinstance(pending, ReadThenGathered) for pending in unit.gathers or ()):
                 unit.forget_gather()
         self.abandon()
 
     def forget(self) -> None:
-        """After the world was left in the middle of a pass: nothing arrives any more."""
+        """Drop the pass after the world was left, because no pending transfer will end."""
         for unit in self.units:
             unit.forget_calls()
             unit.forget_gather()
@@ -272,7 +302,7 @@ class UnshardScheduler:
 def _end_resting() -> None:
     for this, groups in list(_resting.items()):
         gathers = this()
-        with contextlib.suppress(PeerLost, OffloadError):  # Nobody needs what does not come.
+        with contextlib.suppress(PeerLost, OffloadError):  # The values are not needed any more.
             if gathers is not None:
                 gathers.abandon_alone()
             for group in groups:

@@ -1,6 +1,7 @@
-"""Flats: the classes of equal rows of the placement table, each end to end in one piece of memory.
+"""Flat parameters: one FlatParam per class of equal rows of the placement table, and the memory of its states.
 
-Where the states of a flat lie: room for them where its zero_policy says, and the way there when that changes.
+`FlatParam` owns the parameters of a unit as views of one flat tensor. `FlatParamStates` allocates each state in the
+memory that the `ZeroPolicy` names, and moves states when the policy changes.
 """
 
 from __future__ import annotations
@@ -31,15 +32,21 @@ from speedlab.placement import EIGHT_BITS, MemoryKind, ParamPlacement, Replicati
 
 
 class FlatParamStates:
-    """The states of one flat, by name: "parameter", "master", an optimizer's own for moments.
+    """The states of one flat, by name: "parameter", "master", and the optimizer's names for moments.
 
-    One that simply lies on the device is a tensor, and its owner's. One that *comes*, because it lies away from the
-    device or is coded there, is in `away`, and has values during a visit only.
+    A state that stays on the device, uncoded, is a plain tensor that its user keeps. An offloaded or 8-bit state is in
+    `offloaded`, and has values only during a visit.
     """
 
     def __init__(self, stores: StoreRegistry, group: Group, *, padded: int, coded: bool) -> None:
-        """`stores`: the places beside the device. `group`: over which the flat's `padded` elements are partitioned.
-        `coded`: whether moments are kept in blocks of 8 bits."""
+        """Create no memory yet.
+
+        Args:
+            stores: The host and disk stores.
+            group: Ranks over which the flat is partitioned.
+            padded: Elements of the flat, padding included.
+            coded: Whether moments are kept in blocks of 8 bits.
+        """
         self._stores, self._group, self._padded, self._coded = stores, group, padded, coded
         self._start, self._end = partition_range(padded, group.size, group.index)
         self.zero_policy = ZeroPolicy.of_stage(0, 1)
@@ -47,27 +54,40 @@ class FlatParamStates:
 
     @property
     def range(self) -> tuple[int, int]:
-        """[start, end) of the flat for which this rank holds master weights and moments."""
+        """[start, end) of the flat for which this rank holds masters and moments."""
         if self.zero_policy.optimizer_states is Replication.PARTITIONED:
             return self._start, self._end
         return 0, self._padded
 
     def comes(self, name: str, dtype: torch.dtype) -> bool:
-        """Whether a state of this name and dtype has values during a visit only."""
+        """Return whether a state has values only during a visit: it is offloaded, or kept in 8 bits.
+
+        Args:
+            name: Name of the state.
+            dtype: Its dtype during a visit.
+        """
         return self.zero_policy.place_of(name) is not MemoryKind.DEVICE or self._is_coded(name, dtype)
 
     def _is_coded(self, name: str, dtype: torch.dtype) -> bool:
         return self._coded and name not in ("parameter", "master") and dtype is torch.float32
 
     def room(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A new state over the present `range`, zeros, where optimizer states lie."""
+        """Return a new state of zeros over `range`, in the memory of optimizer states.
+
+        Args:
+            name: Name of the state.
+            dtype: Its dtype during a visit.
+
+        Returns:
+            A tensor (end - start,); without values until a visit if the state is offloaded or coded.
+        """
         low, high = self.range
         if not self.comes(name, dtype):
             return torch.zeros(high - low, dtype=dtype, device=self._group.device)
         return self._keep(name, high - low, dtype).tensor
 
     def _keep(self, name: str, numel: int, dtype: torch.dtype) -> OffloadedTensor:
-        """Room for a state that comes."""
+        """Allocate an offloaded or coded state."""
         where = self.zero_policy.place_of(name)
 
         def keep() -> OffloadedState:
@@ -79,24 +99,38 @@ class FlatParamStates:
         return self.offloaded[name]
 
     def widen(self, narrow: Tensor) -> Tensor:
-        """What stands for the masters of parameters that have none, of the `narrow` parameters over `range`."""
+        """Return masters that are computed from low-precision parameters during each visit.
+
+        Args:
+            narrow: The parameters over `range`, in the compute dtype.
+        """
         kept = self._stores.widened(narrow, self.zero_policy.states_at)
         self.offloaded["master"] = OffloadedTensor(lambda: kept)
         return self.offloaded["master"].tensor
 
     def put(self, name: str, values: Tensor) -> Tensor:
-        """`values` of a state in memory of their own, where the zero_policy has it."""
+        """Return a copy of a state in the memory that the policy names.
+
+        Args:
+            name: Name of the state.
+            values: Its values, 1-D.
+        """
         if self.comes(name, values.dtype):
             state = self._keep(name, values.numel(), values.dtype)
             state.kept.write(values.contiguous()).wait()
             return state.tensor
-        if name == "parameter":  # Where peers read it.
+        if name == "parameter":  # Peers read this memory, so the group allocates it.
             return self._group.empty(values.numel(), values.dtype, place=self._start).copy_(values)
         return torch.empty_like(values, device=self._group.device).copy_(values)
 
     def moved(self, name: str, state: Tensor, before: ZeroPolicy) -> Tensor:
-        """A state over the `range` of `before`, where it was then, as one over the present range (cut, gathered or as
-        it was), where it is now. Collective when it comes together."""
+        """Return a state over the current `range`, in its current memory. Collective if the state has to be gathered.
+
+        Args:
+            name: Name of the state.
+            state: The state over the `range` of `before`.
+            before: The previous policy.
+        """
         was, now = before.optimizer_states, self.zero_policy.optimizer_states
         if was is now and before.states_at is self.zero_policy.states_at:
             return state
@@ -115,7 +149,12 @@ class FlatParamStates:
         return own
 
     def drop(self, name: str, state: OffloadedTensor | None = None) -> None:
-        """Give up what lay away: a `state` that has gone elsewhere, or the present one of that name."""
+        """Free an offloaded state.
+
+        Args:
+            name: Name of the state.
+            state: An object that was replaced under this name; None: the current one.
+        """
         state = state or self.offloaded.get(name)
         if state is not None:
             state.kept.drop()
@@ -124,26 +163,28 @@ class FlatParamStates:
 
 
 _ALIGNMENT_BYTES = 16
-"""Parameters start at multiples of this inside a flat: matrix kernels on GPUs need it."""
+"""Offset of each parameter in a flat is a multiple of this, because matrix kernels on GPUs need aligned addresses."""
 
 
 class FlatParam:
-    """The parameters of one unit that share a dtype and whether they train, with their float32 master and `gradient`.
+    """The parameters of one unit that share dtype and trainability, with their float32 master and `gradient`.
 
-    | tensor     | parameters stay (`ZeroPolicy`)   | parameters come: partitioned, or away              |
-    |------------|---------------------------------|----------------------------------------------------|
-    | `shard`    | this rank's slice of `full`     | memory of its own, or what stands for it           |
-    | `full`     | always there                    | without memory unless gathered (`RepinnableTensor`)          |
-    | `master`   | float32 of the whole or of the partition, as optimizer states are; shares memory with       |
-    |            | `full` or `shard` when the parameters are float32 (or wider) themselves; where narrow ones  |
-    |            | have none, it is them, widened for a visit                                                  |
+    | tensor   | parameters stay on every rank    | parameters on demand: partitioned or offloaded        |
+    |----------|----------------------------------|-------------------------------------------------------|
+    | `shard`  | this rank's slice of `full`      | its own memory, or an offloaded tensor                |
+    | `full`   | always has values                | no memory unless gathered (`RepinnableTensor`)        |
 
-    What does not lie on the device, or is coded there, is in `away`, by its name ("parameter", "master", an optimizer's
-    own for moments); `shard`, `master` and moments then have values during a visit only.
+    `master` is float32, of the full flat or of the partition, like the other optimizer states:
 
-    Parameters are views of `full`, whose Storage stays the same object when it is released and gathered again: tensors
-    that autograd saved (a transposed weight, say) then see the gathered values. What a released parameter shows is in
-    `ParamViews`.
+    - It shares memory with `full` or `shard` if the parameters are float32 or wider.
+    - Low-precision parameters may have no stored master; then each visit computes it from the parameters.
+
+    States that are offloaded, or kept in 8 bits, are in `offloaded` under their names ("parameter", "master", the
+    optimizer's names for moments). Then `shard`, `master` and moments have values only during a visit.
+
+    Parameters are views of `full`. Its Storage object stays the same when `full` is released and gathered again. So
+    tensors that autograd saved (a transposed weight, for example) see the gathered values. `ParamViews` says what a
+    released parameter shows.
     """
 
     def __init__(
@@ -157,12 +198,16 @@ class FlatParam:
         stores: StoreRegistry,
         alike: Group | None = None,
     ) -> None:
-        """`rows`: of one class of the placement table, in the order in which their parameters shall lie; `parameters`:
-        by full name. `ways`: the groups they travel over. `axes`: the groups over which a gradient is summed before
-        each reduction, by the names in `summed_over`. `stores`: the places beside the device. `alike`: all ranks that
-        begin with the same values, where those of the gather group are not all.
+        """Create the flat with the values of rank 0. Collective.
 
-        Rank 0's values count. Collective.
+        Args:
+            name: Name of the flat.
+            rows: Rows of one class of the placement table, in the order of their parameters in the flat.
+            parameters: Parameters by full name.
+            ways: The groups for gathers and reductions.
+            axes: Groups over which gradients are summed before each reduction, by the names in `summed_over`.
+            stores: The host and disk stores.
+            alike: All ranks that start with the same values; None: the gather group.
         """
         first, group = rows[0], ways.gather
         self.name, self.trainable = name, first.trainable
@@ -170,7 +215,7 @@ class FlatParam:
         self.dtype = dtype = getattr(torch, self._form)
         self._narrow = trainable_in_low_precision(dtype) and self.trainable
         self._rounded = self._narrow and "master" not in first.states
-        """Whether there are no masters beside the parameters, which are rounded stochastically."""
+        """Whether no masters are stored. Updates then round the parameters stochastically."""
         self._coded = self.trainable and first.states["moments"].form == EIGHT_BITS
         """Whether moments are kept in blocks of 8 bits."""
         self.gather_group, self._ways, self._stores = group, ways, stores
@@ -182,36 +227,36 @@ class FlatParam:
         self.padded = padded_numel(self.numel, group.size * (CODES if self._coded else step))
         self.start, self.end = partition_range(self.padded, group.size, group.index)
         self.states = FlatParamStates(stores, group, padded=self.padded, coded=self._coded)
-        """Where its states lie."""
+        """Allocates and moves the states."""
         self.full = self._new_full()
         self._coming: RepinnableTensor | MappedShards | None = None
-        """Whose tensor `full` is, where parameters come."""
+        """The owner of the memory of `full`, if parameters are gathered on demand."""
         self._joins = False
-        """Whether that is a `MappedShards` one, where the link between the ranks has such."""
+        """Whether parameters are gathered by mapping the peers' memory (`MappedShards`), if the link supports this."""
         self.master: Tensor = self.full
         self._take_values(alike or group)
         self._sent = ""
-        """As what it is gathered, where that is a codec's."""
+        """Codec of parameters in gathers; "" for none."""
         self.gathering = ways.gathering(self._sent)
         self.secondary: SecondaryPartition | None = None
-        """A second partition, where parameters have one."""
+        """The secondary partition, if the policy has one."""
         self._shown = ParamViews(self.parameters, self.slots, dtype, group.device)
         self._shown.use_unsharded_views(self.full)
         self._shown.count_from_now()
         self.shard = self.full[self.start : self.end]
         self.gradient: Gradient | None = None
-        """None when the flat does not train."""
+        """None if the flat is frozen."""
         if self.trainable:
             self.gradient = gradient_of(
                 rows, self.slots, padded=self.padded, partition=(self.start, self.end), ways=ways, axes=axes
             )
         self.ahead = False
-        """Whether masters are, or become, an update newer than the parameters."""
+        """Whether masters already have, or are getting, an update that the parameters do not have yet."""
 
     def _take_values(self, alike: Group) -> None:
-        """The parameters' values, as the group's first rank has them, are the masters' and those of `full`."""
+        """Copy the parameters' values, from the first rank of the group, into `master` and `full`."""
         if self._narrow:
-            # Made from the values given, before they are rounded to the compute dtype.
+            # Masters keep the original values, before these are rounded to the compute dtype.
             self.master = torch.zeros(self.padded, dtype=torch.float32, device=self.gather_group.device)
         for parameter, slot in zip(self.parameters, self.slots, strict=True):
             with torch.no_grad():
@@ -224,57 +269,60 @@ class FlatParam:
 
     @property
     def zero_policy(self) -> ZeroPolicy:
-        """Where its states are now."""
+        """The current policy."""
         return self.states.zero_policy
 
     @property
     def state_range(self) -> tuple[int, int]:
-        """[start, end) of the flat for which this rank holds master weights and moments."""
+        """[start, end) of the flat for which this rank holds masters and moments."""
         return self.states.range
 
     @property
     def offloaded(self) -> dict[str, OffloadedTensor]:
-        """What does not lie on the device, or is coded there, by name."""
+        """States that are offloaded or kept in 8 bits, by name."""
         return self.states.offloaded
 
     @property
     def own_master(self) -> Tensor:
-        """The masters of this rank's partition, at every stage; of what lies away, during a visit."""
+        """Masters of this rank's partition, at every stage. If they are offloaded, only during a visit."""
         low = self.state_range[0]
         return self.master[self.start - low : self.end - low]
 
     @property
     def lies_away(self) -> bool:
-        """Whether some of its states lie away from the device, or are coded there."""
+        """Whether some states are offloaded or need decoding."""
         at_home = self.zero_policy.states_at is self.zero_policy.parameters_at is MemoryKind.DEVICE
         return not at_home or self._rounded or self._coded
 
     @property
     def gathered(self) -> bool:
-        """Whether `full` holds memory now."""
+        """Whether `full` has memory now."""
         return self._coming is None or self._coming.here
 
     @property
     def _own_master(self) -> bool:
-        """Whether the master is something else than the parameters' memory."""
+        """Whether the master has memory of its own, separate from the parameters."""
         return self._narrow or (self.trainable and self.zero_policy.separate_masters)
 
     @torch.no_grad()
     def place(self, zero_policy: ZeroPolicy) -> None:
-        """Move this rank's part of the flat to where `zero_policy` says. Between two steps only; gathers wait for all
-        ranks.
+        """Move this rank's states to the memory and partition of a new policy. Call it between two steps only.
+        Collective.
 
-        1. Parameters come together, are cut, or change their place; those that a codec has rounded are made anew.
-        2. Masters are cut, come together, or change their place.
-        3. Gradients are allocated anew.
-        4. Parameters that are sent otherwise from now on, and stay, are sent.
+        1. Gather, partition, offload or fetch parameters. Recompute parameters that a codec has rounded.
+        2. Gather, partition, offload or fetch masters.
+        3. Allocate gradients again.
+        4. Send parameters that stay on every rank, if they now use a codec.
+
+        Args:
+            zero_policy: The new policy.
         """
         if self.rounded:  # 1
             self._narrow_down(self.shard, 0)
             self.gather_group.all_gather(self.full, self.shard).wait()
         before, had_own = self.zero_policy, self._own_master
         self.states.zero_policy = zero_policy
-        # What is frozen and stays on every rank travels once, as it is.
+        # Frozen parameters that stay on every rank are sent only once, so a codec would only lose bits.
         travels = self.trainable or zero_policy.params_unsharded_on_demand
         self._sent = zero_policy.sent_as("parameter", self._form) if travels else ""
         self.gathering = self._ways.gathering(self._sent)
@@ -284,13 +332,14 @@ class FlatParam:
             self._place_parameters(before)
         if self._rounded:  # 2
             narrow = self.narrow
-            assert narrow is not None  # A master is something else, see `_own_master`.
+            assert narrow is not None  # `_own_master` is True for rounded parameters.
             self.master = self.states.widen(narrow)
         elif self._own_master:
             low, high = self.state_range
             if had_own:
                 self.master = self.states.moved("master", self.master, before)
-            else:  # It has the parameters' values, which are this rank's part where they come.
+            # A new master starts with the parameters' values. On-demand parameters are already this rank's shard.
+            else:
                 with visit([self.offloaded["parameter"]] if "parameter" in self.offloaded else []):
                     values = self.shard if zero_policy.params_unsharded_on_demand else self.full[low:high]
                     self.master = self.states.put("master", values)
@@ -306,11 +355,13 @@ class FlatParam:
 
     @property
     def rounded(self) -> bool:
-        """Whether parameters that stay are what came of a codec, other values than their masters."""
+        """Whether parameters stay on every rank with values that a codec rounded. They then differ from their
+        masters.
+        """
         return bool(self._sent) and not self.zero_policy.params_unsharded_on_demand
 
     def _place_parameters(self, before: ZeroPolicy) -> None:
-        """Parameters go from where they were `before` to where they shall be now."""
+        """Move the parameters from their memory and partition under `before` to those of the current policy."""
         old = self.offloaded.get("parameter")
         with visit([] if old is None else [old]):
             if self.zero_policy.params_unsharded_on_demand:
@@ -328,7 +379,8 @@ class FlatParam:
             self.states.drop("parameter", old)
         self.secondary = None
         if self.zero_policy.secondary_ranks:
-            assert self._ways.secondary is not None  # Made where the configuration asks for it.
+            # The group exists if the configuration asks for secondary partitions.
+            assert self._ways.secondary is not None
             self.secondary = SecondaryPartition(self._ways.secondary, self.padded, self.dtype)
         if self.zero_policy.params_unsharded_on_demand:
             self._shown.use_placeholder_views()
@@ -336,21 +388,30 @@ class FlatParam:
             self._shown.use_unsharded_views(self.full)
 
     def _room(self) -> RepinnableTensor | MappedShards:
-        """For parameters that come. Not where peers read: it is emptied and filled, or mapped."""
+        """Return memory for gathered parameters: a private buffer, or a mapping of the peers' shards. Peers never read
+        it.
+        """
         group = self.gather_group
         joined = group.joined(self.padded, self.dtype) if self._joins else None
         return joined or self._stores.pages.room(self.padded, self.dtype, group.device)
 
     @property
     def is_used_in_place(self) -> bool:
-        """Whether peers may use this rank's shard where it lies, whatever this one does with theirs."""
+        """Whether peers read this rank's shard in place, without a copy."""
         return self._joins
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def gather(self) -> Work:
-        """Start to fill `full` from all shards. Parameters that come only."""
+        """Start to gather `full` from all shards. Only for parameters on demand.
+
+        Returns:
+            Pending work; `full` has its values after `wait`.
+
+        Raises:
+            RuntimeError: The caller changed a released parameter.
+        """
         self.take_changes()
         assert self._coming is not None  # Parameters come.
         self._coming.materialize()
@@ -368,55 +429,60 @@ class FlatParam:
             gather = self.gathering.all_gather(self.full, self.shard)
             return gather if secondary is None else TakenBySecondary(gather, secondary, self.full)
         except BaseException:
-            self.release()  # Nothing is on its way.
+            self.release()  # No transfer is pending, so the memory can be freed.
             raise
 
     def offer(self) -> None:
-        """Announce what the next gather takes of this rank, as `Group.offer`."""
+        """Announce this rank's shard for the next gather; see `Group.offer`."""
         if self.secondary is not None and self.secondary.fresh:
             self.secondary.group.offer([self.secondary.shard])
         else:
             self.gathering.offer([self.shard])
 
     def all_read(self) -> None:
-        """Peers need nothing more of what was offered."""
+        """Free the coded copies of the offered shard, because all peers have read them."""
         if isinstance(self.gathering, CodedGathers):
             self.gathering.all_read()
 
     def invalidate(self) -> None:
-        """What ranks hold beside their shards is of other parameters, or not of all ranks."""
+        """Mark the secondary partition as stale: its values are of older parameters, or missing on some ranks."""
         if self.secondary is not None:
             self.secondary.fresh = False
 
     @property
     def at_hand(self) -> bool:
-        """Whether parameters that lie on disk are gathered on the host, from where they need not be read again."""
+        """Whether parameters that are offloaded to disk are gathered in host memory now, so that reading the disk
+        again is not necessary.
+        """
         on_disk = self.zero_policy.parameters_at is MemoryKind.DISK and not self._sent
         return on_disk and self.gathered and self.full.device.type == "cpu"
 
     def take_gathered(self) -> None:
-        """Give `shard`, which is visited, the values of its part of `full`."""
+        """Copy this rank's part of `full` into `shard`. Call it during a visit of `shard`."""
         self.shard.copy_(self.full[self.start : self.end])
 
     def release(self) -> None:
-        """Free `full`; only the partition stays. Parameters that come only."""
+        """Free `full`; only the shard remains. Only for parameters on demand."""
         self.buffers.add(-self.full.nbytes)
         self._shown.use_placeholder_views()
         assert self._coming is not None  # Parameters come.
         self._coming.free()
 
     def _new_full(self) -> Tensor:
-        """Memory for the whole, in which peers may read this rank's slice."""
+        """Return memory for the full flat. Peers may read this rank's slice of it."""
         return self.gather_group.empty(self.padded, self.dtype).zero_()
 
     @torch.no_grad()
     def take_changes(self) -> None:
-        """What the caller has written into parameters, or put in their place (`.data`), are their values from now on,
-        the masters' too. Call before masters are read.
+        """Copy values that the caller wrote into parameters, or assigned through `.data`, into the masters. Call it
+        before masters are read.
 
-        Writes through `parameter.data` to values narrower than their masters cannot be seen, and are lost, as all are
-        while an update is under way (`ahead`).
-        Raises RuntimeError for a partitioned parameter, where the values were written to nowhere.
+        Two kinds of changes are lost: in-place writes through `parameter.data` to low-precision parameters, because no
+        version counter sees them; and all writes while an update is under way (`ahead`).
+
+        Raises:
+            RuntimeError: The caller changed the shape of a parameter, or wrote to a parameter whose values are
+                partitioned or offloaded.
         """
         replaced, changed = False, list[tuple[slice, Tensor]]()
         written = set(self._shown.written())
@@ -426,10 +492,10 @@ class FlatParam:
             if parameter.shape != slot.shape:
                 refuse_shape(slot.name, slot.shape, parameter.shape)
             moved = self._shown.is_replaced(index)
-            self._shown.told(index)  # Once: whoever destroys the engine then can.
+            self._shown.told(index)  # Raise only once, so that engine.destroy still works afterwards.
             self._refuse_change(slot.name)
             replaced = replaced or moved
-            if self.ahead:  # Values that come take its place, of which `TrainingState` tells.
+            if self.ahead:  # The update under way overwrites these values; `TrainingState` reports the loss.
                 continue
             value = parameter.detach().reshape(-1)
             if moved:
@@ -441,8 +507,9 @@ class FlatParam:
             self._shown.use_unsharded_views(self.full)
 
     def refuse_old_graphs(self) -> None:
-        """Parameters that stay are about to change, by more than what the caller wrote: see `ParamViews`. (Graphs of
-        those that come are refused by their saved tensors.)"""
+        """Invalidate autograd graphs that saved these parameters, before the engine changes the values. See
+        `ParamViews`. Graphs of parameters on demand are refused by their saved tensors instead.
+        """
         if self.trainable and not self.zero_policy.params_unsharded_on_demand:
             self._shown.refuse_old_graphs()
 
@@ -455,14 +522,17 @@ class FlatParam:
             )
 
     def written(self) -> list[str]:
-        """Names of the parameters that `take_changes` would take."""
+        """Return the names of the parameters that `take_changes` would copy."""
         return [self.slots[index].name for index in self._shown.written()]
 
     def is_written(self, index: int) -> bool:
+        """Return whether the caller wrote to the parameter at this index of `slots`."""
         return self._shown.is_written(index)
 
     def _change_masters(self, changed: Sequence[tuple[slice, Tensor]]) -> None:
-        """Elements that show something else than the value they are given take it, the others keep all their bits."""
+        """Copy new values into masters, but only for elements whose displayed value changed. Other elements keep all
+        bits of their masters.
+        """
         low, high = self.state_range
         with visit(self._master_away, changed=True):
             shown = self.master.to(self.dtype)
@@ -478,25 +548,31 @@ class FlatParam:
 
     @property
     def _master_away(self) -> list[OffloadedTensor]:
-        """What a visit of the masters visits, parameters first where they are made of these."""
+        """The offloaded states that a visit of the masters needs. Parameters are first if masters are computed from
+        them.
+        """
         names = ["parameter", "master"] if self._rounded else ["master" if self._own_master else "parameter"]
         return [self.offloaded[name] for name in names if name in self.offloaded]
 
     @property
     def lasting_master(self) -> Tensor:
-        """The masters, or the parameters where there are none beside them: what a checkpoint keeps."""
+        """The values that a checkpoint stores: the masters, or the parameters if there are no masters."""
         narrow = self.narrow if self._rounded else None
         return self.master if narrow is None else narrow
 
     def kept(self, state: str) -> OffloadedState | None:
-        """What keeps `lasting_master` ("master") or an optimizer's state away from the device, or coded there; None
-        where it simply lies there."""
+        """Return the store entry of `lasting_master` or of a moment; None if the state is a plain tensor on the
+        device.
+
+        Args:
+            state: "master", or the optimizer's name of a moment.
+        """
         if state == "master" and (self._rounded or not self._own_master):
             state = "parameter"
         return self.offloaded[state].kept if state in self.offloaded else None
 
     def whole_master(self) -> Tensor:
-        """The master values whole, on every rank. Collective where they are partitioned."""
+        """Return the full master values on every rank, (padded,). Collective if masters are partitioned."""
         self.take_changes()
         away = self._master_away
         with visit(away):
@@ -508,13 +584,15 @@ class FlatParam:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Give every parameter memory of its own with its whole master value. Collective where they are partitioned."""
+        """Replace every parameter's view by its own copy of the full master values. Collective if masters are
+        partitioned.
+        """
         whole = self.whole_master()
         self._shown.show([whole[slot.range].view(slot.shape).clone() for slot in self.slots])
 
     @property
     def narrow(self) -> Tensor | None:
-        """The parameters of `state_range` in the compute dtype, where masters are apart."""
+        """Parameters over `state_range` in the compute dtype; None if the parameters are their own masters."""
         if not self._own_master:
             return None
         cut = (
@@ -524,10 +602,16 @@ class FlatParam:
 
     @torch.no_grad()
     def publish(self, *, copied: bool = False, update: int = 0) -> Work | None:
-        """After an update of `master`: bring the parameters of all ranks up to date. None when nothing has to be sent.
+        """Copy updated masters to the parameters, and start the gather that updates the other ranks. Visit offloaded
+        states before.
 
-        `copied`: `narrow` holds the new values already. `update`: its number, for what is rounded at random; values
-        that parameters hold as they are stay, whatever it is. What lies away has to be visited.
+        Args:
+            copied: Whether `narrow` already holds the new values.
+            update: Number of the update; part of the random key of stochastic rounding. Values that are exact in the
+                compute dtype do not depend on it.
+
+        Returns:
+            The pending gather; None if there is nothing to send.
         """
         narrow = self.narrow
         if narrow is not None and (self.rounded or not copied):
@@ -545,23 +629,24 @@ class FlatParam:
         return None
 
     def _narrow_down(self, out: Tensor, update: int) -> None:
-        """The masters in the parameters' dtype."""
+        """Write the masters to `out` in the parameters' dtype."""
         if not self._rounded:
             out.copy_(self.master)
             return
-        # Another key for each flat; the same on all ranks that hold its parameters, of which each rounds elements by
-        # their place in the whole.
+        # Each flat has its own key. Ranks that hold shards of one flat use the same key, and random numbers depend on
+        # the position in the full flat. So the result does not depend on the partition.
         seed = zlib.crc32(self.slots[0].name.encode())
         round_stochastically(self.master, out, seed=seed, step=update, offset=self.state_range[0])
 
     @property
     def written_by_update(self) -> Tensor | None:
-        """The narrow parameters, where a kernel that updates masters can write them on its way. (A codec puts others
-        in the place of those that it sends, so that these are made of the masters each time.)"""
+        """Low-precision parameters that the update kernel can write directly; None if it cannot. Parameters that a
+        codec replaces after a gather are always computed from the masters.
+        """
         narrow = None if self._rounded or self.rounded or self.zero_policy.grads_double_buffered else self.narrow
         return narrow if narrow is not None and narrow.device == self.master.device else None
 
 
 def trainable_in_low_precision(dtype: torch.dtype) -> bool:
-    """Whether parameters of this dtype need float32 master weights to be trained."""
+    """Return whether parameters of this dtype need float32 masters for training."""
     return dtype in (torch.float16, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The gradient of one flat on one rank: this rank's own terms, and their sum over the ranks."""
+"""The gradient of one flat on one rank: the local gradient, and its sum over the ranks."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from speedlab.placement import MemoryKind, ParamPlacement, Replication, ZeroPoli
 
 
 class Gradient:
-    """Owner of a flat's gradient.
+    """Owns the gradient of a flat.
 
-    | tensor      | gradients stay (`ZeroPolicy`)               | gradients go: partitioned, or away                 |
-    |-------------|--------------------------------------------|----------------------------------------------------|
-    | `own`       | always there; summed where it is           | borrowed while terms of a pass are here, else None |
-    | `partition` | this rank's slice of `own`                 | memory of its own; of what is away, during a visit |
-    | `waiting`   | away, where an update may run beside the next step: of the step that is over, over the state    |
-    |             | range, during a visit                                                                           |
+    | tensor      | gradients stay (`ZeroPolicy`)   | gradients are sharded: partitioned or offloaded             |
+    |-------------|---------------------------------|-------------------------------------------------------------|
+    | `own`       | always has values; reduced in place | borrowed while a pass has local gradients, else None    |
+    | `partition` | this rank's slice of `own`      | its own memory; if offloaded, values only during a visit    |
+
+    With delayed updates there is also `waiting`: the offloaded gradient of the previous step over the state range. It
+    has values only during a visit.
     """
 
     def __init__(
@@ -37,41 +38,50 @@ class Gradient:
         summed_first: dict[tuple[Group, ...], list[ParamSlot]],
         kept: dict[str, Tensor],
     ) -> None:
-        """`padded`: elements of the flat; `partition`: [start, end) of it that this rank sums. `ways`: over which,
-        and as what, terms travel. `summed_first`: slots
-        whose terms are summed over the same groups before those of `group`; they travel together. `kept`: what an
-        optimizer has on this rank beside the gradient."""
+        """Create the gradient without memory; call `place` before any other method.
+
+        Args:
+            slots: The parameters' positions in the flat.
+            padded: Elements of the flat, padding included.
+            partition: [start, end) of the flat that this rank reduces.
+            dtype: Dtype of the gradient.
+            ways: Groups and codecs of the reductions.
+            summed_first: Slots by the groups over which their gradients are summed before the main reduction. Slots of
+                one entry are sent together.
+            kept: State that an optimizer keeps next to the gradient, by name.
+        """
         self.slots, self.dtype, self.summed_first = slots, dtype, summed_first
         self.used = [False] * len(slots)
         """Which parameters got a gradient from this rank in this step."""
         self.own: Tensor | None = None
         self.optimizer_reduces = False
-        """Whether the sum over `group` of the present step is the optimizer's to take, from whole gradients."""
+        """Whether the optimizer does the last sum of this step itself, from full gradients."""
         self.offloaded: OffloadedTensor | None = None
-        """`partition`, where it lies away from the device."""
+        """`partition`, if it is offloaded."""
         self.waiting: OffloadedTensor | None = None
-        """What the present update uses, where backward fills the rest meanwhile."""
+        """The gradient that a delayed update reads, while backward fills the other buffer."""
         self.look: Callable[[int, Tensor], None] | None = None
-        """What is told of each gradient that this rank adds, and of which parameter."""
+        """Called with (parameter index, gradient) for each local gradient."""
         self.measure: Callable[[int, Tensor], Tensor] | None = None
-        """What tells the squared norm of `counted`, given that place and tensor, while a sum that goes away is here."""
+        """Returns the squared norm of `counted`, given its offset and tensor. Called before a reduced gradient is
+        offloaded."""
         self.use: Callable[[], None] | None = None
-        """What uses the sum as soon as it is here, where none stays; it is measured before."""
+        """Applies the update as soon as the gradient is reduced, with `update_in_backward`. Called after `measure`."""
         self.squares: Tensor | None = None
-        """What it told of the present sum."""
+        """Squared norm of the current sum, from `measure`."""
         self.kept = kept
-        """What the optimizer keeps beside the gradient from step to step, over the whole flat or this rank's partition
-        (an error feedback)."""
+        """State that the optimizer keeps from step to step (error feedback), over the full flat or this rank's
+        partition."""
         self.group, self._ways, self._padded = ways.reduce, ways, padded
         self._summing = ways.summing("")
         self._start, self._end = partition
         self._residency = ZeroPolicy.of_stage(0, 1)
         self._borrowed: Tensor | None = None
-        """`own`, where gradients are partitioned and some of this pass are here."""
+        """`own`, while it is borrowed."""
         self._earlier: Tensor | None = None
-        """What was summed by an earlier pass of this step, where the present one writes over it."""
+        """The sum of earlier passes of this step, if the current pass overwrites it."""
         self._filled = [False] * len(slots)
-        """Which parameters have a gradient of this pass in `own`."""
+        """Which parameters already have a gradient of this pass in `own`."""
         ends = [0] + [slot.offset + slot.numel for slot in slots]
         starts = [slot.offset for slot in slots] + [padded]
         self._gaps = [(low, high) for low, high in zip(ends, starts, strict=True) if low < high]
@@ -79,13 +89,21 @@ class Gradient:
         self._stores: StoreRegistry
 
     def place(self, zero_policy: ZeroPolicy, stores: StoreRegistry) -> None:
-        """Allocate anew where `zero_policy` says; to be called before anything else. What stays accumulates where it is
-        summed; what goes needs a passing whole."""
+        """Allocate memory for a new policy. Gradients that stay accumulate in place; sharded ones borrow a full buffer
+        per pass.
+
+        Args:
+            zero_policy: The new policy.
+            stores: The host and disk stores.
+
+        Raises:
+            OffloadError: A store has no room.
+        """
         self.clear()
         self._residency, self._stores, self.own = zero_policy, stores, None
         form = str(self.dtype).removeprefix("torch.")
         self._summing = self._ways.summing(zero_policy.sent_as("gradient", form))
-        self.partition = torch.empty(0)  # The old memory is free before there is new one.
+        self.partition = torch.empty(0)  # Frees the old memory before the new memory is allocated.
         for state in filter(None, (self.offloaded, self.waiting)):
             state.kept.drop()
         self.offloaded = self.waiting = None
@@ -94,7 +112,7 @@ class Gradient:
             self.offloaded = OffloadedTensor(lambda: stores.of(zero_policy.gradients_at).keep(numel, self.dtype))
             self.partition = self.offloaded.tensor
         elif zero_policy.update_in_backward:
-            pass  # It is borrowed, whole, until it was used.
+            pass  # `own` is borrowed until the update has used it.
         elif zero_policy.gradients is Replication.REPLICATED:
             self.own = self.group.empty(self._padded, self.dtype).zero_()
             self.partition = self.own[self._start : self._end]
@@ -107,31 +125,35 @@ class Gradient:
 
     @property
     def own_range(self) -> tuple[int, int]:
-        """[start, end) of the flat that this rank sums."""
+        """[start, end) of the flat that this rank reduces."""
         return self._start, self._end
 
     @property
     def update(self) -> Tensor:
-        """The sum over the state range of the flat: what the optimizer uses."""
+        """The reduced gradient over the state range: the input of the optimizer."""
         return self._sum if self.waiting is None else self.waiting.tensor
 
     @property
     def used_by_update(self) -> OffloadedTensor | None:
-        """What `update` is, where it lies away from the device."""
+        """The offloaded tensor of `update`, if it is offloaded."""
         return self.offloaded if self.waiting is None else self.waiting
 
     def lay_by(self) -> Transfer | None:
-        """The step's sum waits for its update, where the next backward does not touch it, once this is over."""
-        assert self.waiting is not None  # Updates of this zero_policy have room for it.
+        """Move the reduced gradient to `waiting`, so that the next backward does not overwrite it.
+
+        Returns:
+            The pending copy; None if the two buffers were swapped.
+        """
+        assert self.waiting is not None  # Only policies with `grads_double_buffered` get here.
         if self.offloaded is None:
             return self.waiting.kept.write(self._sum)
-        # At once, so that Ctrl-C finds all of it or nothing.
+        # One statement, so that Ctrl-C leaves either the old or the new state.
         self.offloaded, self.waiting, self.partition = self.waiting, self.offloaded, self.waiting.tensor
         return None
 
     @property
     def _sum(self) -> Tensor:
-        """The present step's sum over the state range."""
+        """The reduced gradient of the current step over the state range."""
         partly = self._residency.optimizer_states is Replication.PARTITIONED or self._residency.grads_sharded
         if partly and not self._residency.update_in_backward:
             return self.partition
@@ -140,8 +162,9 @@ class Gradient:
 
     @property
     def counted(self) -> tuple[int, Tensor]:
-        """What this rank counts in norms, and the place in the flat where that begins: the partition, or all of its own
-        terms, where nobody has summed them yet."""
+        """(offset in the flat, tensor) that this rank counts in norms: its partition, or its full local gradient if no
+        reduction has happened.
+        """
         if self.optimizer_reduces or self._residency.update_in_backward:
             assert self.own is not None  # See `optimizer_reduces`; what is used is whole.
             return 0, self.own
@@ -149,7 +172,7 @@ class Gradient:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What it holds now, the borrowed whole included."""
+        """All tensors with memory now, the borrowed buffer included."""
         here = [] if self.offloaded is not None else [self.partition]
         return [*here, *self.kept.values(), *([] if self.own is None else [self.own])]
 
@@ -157,7 +180,12 @@ class Gradient:
 
     @torch.no_grad()
     def receive(self, index: int, gradient: Tensor) -> None:
-        """Add the gradient of parameter `index` of this backward pass to this rank's own terms."""
+        """Add a parameter's gradient of this backward pass to the local gradient.
+
+        Args:
+            index: Index of the parameter in `slots`.
+            gradient: Dense gradient with the parameter's shape.
+        """
         if self.look is not None:
             self.look(index, gradient)
         slot = self.slots[index]
@@ -170,9 +198,13 @@ class Gradient:
 
     @torch.no_grad()
     def reduce(self, *, accumulate: bool) -> Work | None:
-        """Start to sum the ranks' own terms; parameters without one count as zero. None when nothing is under way.
+        """Start to reduce the local gradients. Parameters without a gradient count as zero.
 
-        `accumulate` adds to partitions summed earlier in this step.
+        Args:
+            accumulate: Whether to add to the sum of earlier passes of this step.
+
+        Returns:
+            The pending reduction; None if the optimizer reduces.
         """
         own = self._whole()
         for slot, filled in zip(self.slots, self._filled, strict=True):
@@ -189,7 +221,9 @@ class Gradient:
         return self.group.all_reduce(own)
 
     def _summed_into(self, accumulate: bool) -> Tensor:
-        """Memory for the sum on the device; with `accumulate` it holds that of earlier passes."""
+        """Return the output buffer of the reduction on the device. With `accumulate`, it contains the sum of earlier
+        passes.
+        """
         away = self.offloaded
         if away is None:
             return self.partition
@@ -203,7 +237,7 @@ class Gradient:
 
     @staticmethod
     def _sum_first(own: Tensor, groups: tuple[Group, ...], slots: list[ParamSlot]) -> None:
-        """Sum the gradients of `slots` over `groups`, one after the other, and wait."""
+        """Sum the gradients of `slots` over each of `groups`, one after the other, and wait."""
         pieces = [own[slot.range] for slot in slots]
         total = sum(slot.numel for slot in slots)
         for group in groups:
@@ -216,7 +250,11 @@ class Gradient:
             group.give_back(together)
 
     def reduced(self, *, wanted: bool = True) -> None:
-        """The sum is here: the passing whole is freed, if there is one. Unless it is `wanted`, nothing uses it."""
+        """Finish a reduction: measure, offload or use the sum, and return the borrowed buffer.
+
+        Args:
+            wanted: Whether an update may use the sum. False after an exception.
+        """
         self._filled = [False] * len(self.slots)
         if self._earlier is not None:
             assert self.own is not None
@@ -235,19 +273,21 @@ class Gradient:
             self.squares = self.measure(*self.counted)
 
     def _send_away(self, away: OffloadedTensor) -> None:
-        """The sum goes to its place, and is measured before."""
+        """Measure the reduced gradient, then offload it."""
         self._measure()
         if self.group.device.type == "cpu":
             away.leave(changed=True)
             return
-        # What comes next to this place waits for it.
+        # Later operations on this state wait for this write.
         self._stores.hold(away.kept.write(self.partition))
         self.partition = away.tensor
 
     def set_aside(self) -> None:
-        """Before another backward of a step that was summed already: keep that sum from being written over.
+        """Save the sum before another backward of a step that was already reduced. Sharded gradients need no copy,
+        because they accumulate in memory of their own.
 
-        Gradients that go have a place of their own and accumulate there. Raises RuntimeError where that sum was used.
+        Raises:
+            RuntimeError: The update in backward already used the sum.
         """
         if self.use is not None:
             raise RuntimeError(
@@ -258,27 +298,32 @@ class Gradient:
             self._earlier = self._summed.clone()
 
     def clear(self) -> None:
-        """Forget everything of this step. What comes next writes over it, so nothing needs zeroing."""
+        """Drop all gradients of this step. The next pass overwrites the memory, so no zeroing is needed."""
         self._earlier = None
         self._filled = [False] * len(self.slots)
         self.used = [False] * len(self.slots)
         self.squares = None
         if self.offloaded is not None:
-            self.offloaded.leave(changed=False)  # Where an exception came between a sum and its way.
+            self.offloaded.leave(changed=False)  # An exception may have interrupted the visit.
         self._give_back()
 
     @property
     def _summed(self) -> Tensor:
-        """Where a pass leaves its sum, of replicated gradients."""
+        """The tensor that holds the sum of a pass, for replicated gradients."""
         return self._sum if not self.optimizer_reduces else self._whole()
 
     def zero_gaps(self, tensor: Tensor, start: int = 0) -> None:
-        """Zero the elements of `tensor`, which begins at element `start` of the flat, that are of no parameter."""
+        """Zero the padding elements of a tensor.
+
+        Args:
+            tensor: A contiguous part of a flat, 1-D.
+            start: Its offset in the flat.
+        """
         for low, high in self._gaps:
             tensor[max(0, low - start) : max(0, high - start)].zero_()
 
     def forget_kept(self) -> None:
-        """The parameters are others now: what was kept for the old ones would mislead."""
+        """Reset the optimizer's state next to the gradient, because the parameters were replaced."""
         for tensor in self.kept.values():
             tensor.zero_()
 
@@ -304,8 +349,16 @@ def gradient_of(
     ways: ZeroCommGroups,
     axes: Mapping[str, Group],
 ) -> Gradient:
-    """The gradient of a flat that has these rows of the placement table in these slots, with zeros in what is kept
-    beside it. `axes`: the groups by the names in the rows' `summed_over`; the rest as of `Gradient`."""
+    """Return the gradient of a flat, with zeros in the optimizer's state next to the gradient.
+
+    Args:
+        rows: The flat's rows of the placement table.
+        slots: Their positions in the flat.
+        padded: Elements of the flat, padding included.
+        partition: [start, end) of the flat that this rank reduces.
+        ways: Groups and codecs of the reductions.
+        axes: Groups by the names in the rows' `summed_over`.
+    """
     states, group = rows[0].states, ways.gather
     summed_first: dict[tuple[Group, ...], list[ParamSlot]] = {}
     for row, slot in zip(rows, slots, strict=True):
@@ -330,8 +383,13 @@ def gradient_of(
 
 
 def used_by_any(gradients: Sequence[Gradient], also: Group | None = None) -> list[list[bool]]:
-    """Which parameters of each flat got a gradient in this step from any rank whose terms are summed, or of the group
-    `also`. Collective over the ranks of all those groups, in one exchange for each."""
+    """Return which parameters of each flat got a gradient from any rank in this step. Collective; one exchange per
+    group.
+
+    Args:
+        gradients: The gradients of all flats.
+        also: One more group whose ranks count.
+    """
     if not gradients:
         return []
     counts = torch.tensor([used for gradient in gradients for used in gradient.used], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""When gradients of units are summed over the ranks: each unit once in a backward pass, in one order on all ranks."""
+"""Schedule the reductions of gradients: each unit once per backward pass, in the same order on all ranks."""
 
 from __future__ import annotations
 
@@ -15,22 +15,28 @@ from speedlab.placement import ZeroPolicy
 
 
 class ReduceScheduler:
-    """The reductions of one module's gradients."""
+    """Reduces the gradients of one module, unit by unit."""
 
     def __init__(self, gathers: UnshardScheduler, group: Group, *, in_flight: int | None) -> None:
-        """`in_flight`: units whose reduction may be under way while the next unit computes, each of which holds a whole
-        gradient of a unit where gradients go; None takes what suits device and gradients."""
+        """Start with no reduction pending.
+
+        Args:
+            gathers: The scheduler of the same units; it knows their order.
+            group: Ranks over which gradients are reduced.
+            in_flight: Units whose reduction may be pending while the next unit computes. Sharded gradients hold a full
+                buffer per pending unit. None: a value that suits the device and policy.
+        """
         self.around: Callable[[], AbstractContextManager[object]] = nullcontext
-        """Entered around what reductions take of this rank's time; a pipeline's timeline hangs here."""
+        """A context entered around the time that reductions take on this rank, for the timeline of a pipeline."""
         self.optimizer_reduces: Callable[[], bool] = lambda: False
-        """Whether the optimizer sums the gradients of the present step over the ranks; asked before each backward."""
+        """Whether the optimizer reduces the gradients of this step itself; called before each backward."""
         self.sync = True
-        """Whether the present backward pass is summed over the ranks, or leaves its gradients with each rank."""
+        """Whether the current backward pass reduces gradients; otherwise they stay local."""
         self.unsummed = False
-        """Whether gradients of the last backward are still with each rank."""
+        """Whether gradients of the last backward are not reduced yet."""
         self._gathers, self._group, self._in_flight = gathers, group, in_flight
         self._reduced_before = False
-        """Whether gradients of an earlier backward pass of this step are summed already."""
+        """Whether gradients of an earlier backward pass of this step are already reduced."""
         self._order: list[Unit] = []
         self._turn: dict[Unit, int] = {}
         self._cursor = 0
@@ -41,8 +47,15 @@ class ReduceScheduler:
         return not self._under_way
 
     def begin(self, *, sync: bool) -> None:
-        """A backward pass begins. Without `sync` its gradients stay with each rank."""
-        self._group.wait_until_all_read()  # Replicated gradients are about to be written over.
+        """Start a backward pass.
+
+        Args:
+            sync: Whether to reduce its gradients. If not, they stay local.
+
+        Raises:
+            RuntimeError: An update in backward already used the gradients of this step.
+        """
+        self._group.wait_until_all_read()  # This pass overwrites replicated gradients, which peers may still read.
         left = self.optimizer_reduces()
         for gradient in (each for unit in self._gathers.units for each in unit.gradients):
             gradient.optimizer_reduces = left
@@ -56,14 +69,22 @@ class ReduceScheduler:
             unit.missing = unit.trainable_count
 
     def is_over(self, unit: Unit) -> bool:
-        """Whether the unit's gradients of this pass are summed, or on their way: none may come any more."""
+        """Return whether the unit's gradients of this pass are already being reduced, so that no further gradient is
+        allowed.
+        """
         return self.sync and self._cursor > self._turn[unit]
 
     def advance(
         self, zero_policy: ZeroPolicy, *, everything: bool = False, leave_root: bool = False, wanted: bool = True
     ) -> None:
-        """Start the reductions that are due: of units whose gradients are all here, or of all that are left. Unless
-        they are `wanted`, nothing uses them."""
+        """Start the reductions that are due: units with all gradients ready, or all remaining units.
+
+        Args:
+            zero_policy: The current policy.
+            everything: Whether to reduce all remaining units.
+            leave_root: Whether to leave the root unit for `end_root`.
+            wanted: Whether an update may use the sums. False after an exception.
+        """
         if not self.sync:
             return
         while self._cursor < len(self._order) and (everything or self._order[self._cursor].missing <= 0):
@@ -78,7 +99,12 @@ class ReduceScheduler:
             self._finish(self._limit(zero_policy), wanted=wanted)
 
     def end(self, zero_policy: ZeroPolicy, *, leave_root: bool) -> None:
-        """The backward pass is over; `leave_root`: those of the root unit wait for `end_root`."""
+        """Finish the reductions of a backward pass.
+
+        Args:
+            zero_policy: The current policy.
+            leave_root: Whether to leave the root unit for `end_root`.
+        """
         if self.sync:
             self.advance(zero_policy, everything=True, leave_root=leave_root)
             self._finish(0)
@@ -86,20 +112,25 @@ class ReduceScheduler:
         self.unsummed = not self.sync or leave_root
 
     def end_root(self, zero_policy: ZeroPolicy) -> None:
-        """Sum what `end(leave_root=True)` has left."""
+        """Reduce the root unit that `end(leave_root=True)` left.
+
+        Args:
+            zero_policy: The current policy.
+        """
         self.advance(zero_policy, everything=True)
         self._finish(0)
         self._reduced_before, self.unsummed = True, False
 
     def _limit(self, zero_policy: ZeroPolicy) -> int:
-        """How many reductions may be under way when the next unit computes."""
+        """Return how many reductions may be pending while the next unit computes."""
         if zero_policy.update_in_backward:
-            return 0  # What uses gradients takes most of a unit's time: there is nothing to hide behind it.
+            return 0  # The update takes most of a unit's time, so a reduction has nothing to overlap with.
         if self._in_flight is not None:
             return self._in_flight
         if self._group.device.type != "cpu":
-            return 2  # A GPU computes on while two are under way.
-        # Nothing overlaps, but ranks that are not quite abreast need not wait where a second one takes no memory.
+            return 2  # A GPU continues to compute while two reductions are pending.
+        # No overlap on CPUs. But two pending reductions let slightly slower ranks catch up, so use two if the second
+        # one takes no memory.
         return 2 if self._group.at_hand and not zero_policy.grads_sharded else 1
 
     def _finish(self, leave: int, *, wanted: bool = True) -> None:
@@ -113,25 +144,30 @@ class ReduceScheduler:
                     gradient.reduced(wanted=wanted)
 
     def clear(self) -> None:
-        """The step is over, or given up: its gradients are forgotten."""
+        """Drop the gradients of the step, after an update or an exception."""
         for unit in self._gathers.units:
             for gradient in unit.gradients:
                 gradient.clear()
         self._reduced_before = self.unsummed = False
 
     def abandon(self, zero_policy: ZeroPolicy) -> None:
-        """After an exception in a backward pass: finish what is under way, and forget the gradients of the step.
+        """Finish pending reductions after an exception in backward, and drop the gradients of the step.
 
-        Ranks may have come to their exceptions, or to the end, by different ways: this one takes part in what is left,
-        so that all have started the same reductions. (Where each gather is a collective of its own, peers may wait for
-        one of this rank's, and it must not wait for them.)"""
-        self._finish(0, wanted=False)  # Before: where a peer was lost, others must not be drawn into what is left.
+        Ranks may have stopped at different units. So this rank takes part in all remaining reductions, until all ranks
+        have started the same ones. If gathers are collectives, it must not do so: peers may wait for a gather of this
+        rank.
+
+        Args:
+            zero_policy: The current policy.
+        """
+        # First wait for pending reductions: if a peer is lost, this raises before this rank starts new ones.
+        self._finish(0, wanted=False)
         if not self._gathers.ordered:
             self.advance(zero_policy, everything=True, wanted=False)
         self._finish(0, wanted=False)
         self.clear()
 
     def forget(self) -> None:
-        """After the world was left: nothing that is under way ends any more."""
+        """Drop pending reductions after the world was left, because they will never end."""
         self._under_way.clear()
         self.clear()

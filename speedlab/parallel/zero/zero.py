@@ -1,22 +1,23 @@
-"""ZeRO on a plain nn.Module: gathers and reductions driven by hooks (arXiv:1910.02054).
+"""ZeRO on a plain nn.Module: hooks drive the gathers and the reductions (arXiv:1910.02054).
 
-The way of one step, with the numbers used below:
+One step, with the numbers that the code uses:
 
-1. Before a unit's forward its parameters are gathered, and the gather of the next unit is started.
-2. After it, they are released; the root unit and the last block stay, because backward begins with them.
-3. When backward reaches a unit's output its parameters are gathered again, and the unit before it is started.
-4. When the last gradient of a unit is there, its own gradients are summed over the ranks and, where gradients are
-   partitioned, freed; its parameters are released.
-5. At the end of backward the units that are left are reduced, those without gradients as zeros.
+1. Before a unit's forward: gather its parameters, and start the gather of the next unit.
+2. After a unit's forward: release its parameters. The root unit and the last block stay, because backward starts with
+   them.
+3. When backward reaches a unit's output: gather its parameters again, and start the gather of the previous unit.
+4. When the last gradient of a unit is ready: release its parameters and reduce its gradients. Partitioned gradients
+   are freed after the reduction.
+5. At the end of backward: reduce the remaining units. Missing gradients count as zeros.
 
-Where a step has several passes (accumulation, a pipeline's micro-batches), each rank's own gradients may stay where
-they are until the last one. Gradients that copies of a parameter have in other places of the layout (`summed_over`) are
-summed over those places first, so that all copies stay the same.
+A step may have several passes (gradient accumulation, micro-batches of a pipeline). Then each rank's gradients can
+stay local until the last pass. Gradients of a parameter that other axes replicate are summed over those axes
+(`summed_over`) first, so that all replicas stay equal.
 
-Every pass gathers every unit once (`gathers.py`), and every backward reduces every unit once (`reductions.py`), in one
-order on all ranks. A unit that is needed again after its release is gathered again: there all ranks must do alike.
+Every pass gathers every unit once (`all_gather.py`), and every backward reduces every unit once (`reduce_scatter.py`),
+in the same order on all ranks. A unit that is needed after its release is gathered again; all ranks must do so.
 
-What would train, or be read, wrongly without a word, and is refused where it is met.
+The `refuse_…` functions raise errors for uses that would otherwise silently train or read wrong values.
 """
 
 from __future__ import annotations
@@ -54,8 +55,14 @@ _ONLY_IN_BACKWARD = (
 
 
 def refuse_transforms(name: str) -> None:
-    """Raises RuntimeError where tensors are now those of torch.func (grad, vmap, jvp, …) or of forward-mode
-    differentiation, whose graphs no hook on an output sees. `name`: of the unit whose parameters come and go."""
+    """Refuse a forward inside torch.func or forward-mode differentiation. No hook on an output sees such graphs.
+
+    Args:
+        name: Name of a unit whose parameters are gathered on demand.
+
+    Raises:
+        RuntimeError: A transform of torch.func (grad, vmap, jvp, …) or forward-mode differentiation is active.
+    """
     if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         raise RuntimeError(
             f"{name}: a forward inside torch.func or forward-mode differentiation keeps graphs that nobody gathers its "
@@ -64,7 +71,7 @@ def refuse_transforms(name: str) -> None:
 
 
 def refuse_gradient_elsewhere(name: str) -> NoReturn:
-    """A graph of the unit `name` is gone through that would read what was released."""
+    """Raise RuntimeError: a backward outside the engine would read released parameters of the unit `name`."""
     raise RuntimeError(
         f"{name}: a gradient was asked for outside engine.backward (by torch.autograd.grad, or by another engine), and "
         f"its parameters are not here; {_ONLY_IN_BACKWARD}. A loss through modules of two engines: one engine over a "
@@ -73,7 +80,7 @@ def refuse_gradient_elsewhere(name: str) -> NoReturn:
 
 
 def refuse_loose_gradient(name: str) -> NoReturn:
-    """The parameter `name` has a gradient that no `engine.backward` has asked for."""
+    """Raise RuntimeError: the parameter `name` got a gradient outside `engine.backward`."""
     raise RuntimeError(
         f"{name} received a gradient outside engine.backward, which scales and sums them over the ranks; call "
         "engine.backward(loss) instead of loss.backward(). Where a loss goes through modules of two engines: to train "
@@ -83,7 +90,7 @@ def refuse_loose_gradient(name: str) -> NoReturn:
 
 
 def refuse_taken_gradient(name: str) -> NoReturn:
-    """A hook that was there before `initialize` has cleared the gradient of the parameter `name`."""
+    """Raise RuntimeError: a hook from before `initialize` cleared the gradient of the parameter `name`."""
     raise RuntimeError(
         f"{name}: a post-accumulate hook of before initialize has taken its gradient, so that the engine would never "
         "train it. Remove the hook; to update in backward, set optimizer.in_backward in the configuration"
@@ -91,7 +98,7 @@ def refuse_taken_gradient(name: str) -> NoReturn:
 
 
 def refuse_state_dict() -> NoReturn:
-    """The module's own is asked for, and parameters are not here."""
+    """Raise RuntimeError: `module.state_dict()` would return released parameters."""
     raise RuntimeError(
         "module.state_dict(): the parameters are partitioned (ZeRO stage 3) or away from the device, so that they are "
         "not here; engine.state_dict() or engine.module_state_dict(), on all ranks, puts them together"
@@ -99,9 +106,16 @@ def refuse_state_dict() -> NoReturn:
 
 
 def refuse_thawed(flats: Iterable[FlatParam]) -> None:
-    """Raises RuntimeError for a parameter that shall be trained now and was frozen when its flat was made, and for one
-    that has another shape than then."""
-    with torch._C.DisableTorchFunctionSubclass():  # Released ones look at every question otherwise.
+    """Check that frozen parameters are still frozen and that shapes are unchanged.
+
+    Args:
+        flats: The flats to check.
+
+    Raises:
+        RuntimeError: A parameter requires a gradient now but was frozen at initialize, or its shape changed.
+    """
+    # Released parameters otherwise run Python code on every attribute read.
+    with torch._C.DisableTorchFunctionSubclass():
         for flat in flats:
             for slot, parameter in zip(flat.slots, flat.parameters, strict=True):
                 if parameter.shape != slot.shape:
@@ -114,7 +128,15 @@ def refuse_thawed(flats: Iterable[FlatParam]) -> None:
 
 
 def refuse_other_parameters(module: nn.Module, flats: Iterable[FlatParam]) -> None:
-    """Raises RuntimeError for a parameter to train that is in no flat. Walks through all modules."""
+    """Check that every trainable parameter of the module is in a flat. Visits all modules.
+
+    Args:
+        module: The engine's module.
+        flats: All flats of the engine.
+
+    Raises:
+        RuntimeError: A trainable parameter was added or replaced after initialize.
+    """
     known = {id(parameter) for flat in flats for parameter in flat.parameters}
     for name, parameter in module.named_parameters():
         if id(parameter) not in known and parameter.requires_grad:
@@ -125,7 +147,7 @@ def refuse_other_parameters(module: nn.Module, flats: Iterable[FlatParam]) -> No
 
 
 class Zero:
-    """The units of one module, and the hooks that drive them. `detach` takes the hooks off again."""
+    """The units of one module, and the hooks that drive them. `detach` removes the hooks."""
 
     def __init__(
         self,
@@ -140,19 +162,21 @@ class Zero:
         materialize: Callable[[UnitPlan], None] | None = None,
         alike: Group | None = None,
     ) -> None:
-        """`placement`: a row for each parameter of `plans`; its flats are made, and placed where it says, which may be
-        in `stores`.
+        """Create the flats, place them, and attach the hooks. Collective.
 
-        `ways`: the groups over which flats come together and gradients are summed.
-
-        `axes`: groups of ranks that hold some parameters too, and have other terms of their gradients, by the names in
-        `summed_over`. A group that is on other pipeline stages only goes with parameters of the root unit and
-        `end_backward(leave_root=True)`.
-
-        `reductions_in_flight`: units whose gradients may be summed at once, see `ReduceScheduler`.
-
-        `materialize` gives a unit that stands on `meta` its values; it is called unit by unit, so that one unit at a
-        time is whole. `alike`: all ranks that begin with the same values; None: those of `gather_group`.
+        Args:
+            module: The module to train.
+            plans: Its units, root first.
+            placement: One row per parameter of `plans`. Flats are created and placed accordingly.
+            ways: Groups for gathers and reductions.
+            stores: The host and disk stores.
+            axes: Groups that hold replicas of some parameters but different gradients, by the names in `summed_over`.
+                If such a group spans pipeline stages, its parameters must be in the root unit, and the caller must use
+                `end_backward(leave_root=True)`.
+            reductions_in_flight: Units whose gradients may be reduced at the same time; see `ReduceScheduler`.
+            materialize: Initializes a unit that is on the `meta` device. Called unit by unit, so that only one full
+                unit is in memory.
+            alike: All ranks that start with the same values; None: the gather group.
         """
         self.module, self.placement = module, placement
         self._ways = ways
@@ -180,19 +204,19 @@ class Zero:
         self.gathers.place(placement.zero_policy)
         self.reductions = ReduceScheduler(self.gathers, ways.reduce, in_flight=reductions_in_flight)
         self.finish_update: Callable[[], None] = lambda: None
-        """Makes an update that is late the parameters', where whoever looks at one stands on all ranks."""
+        """Apply the delayed update so that every rank reads current parameters. Collective."""
         self._saved = SavedTensors(self._before_read)
-        """What autograd saves while parameters come and go."""
+        """Unshards units before autograd reads saved tensors."""
         self._broken = False
-        """Whether a peer was lost in the middle of a pass, or connections were let go of: what was under way keeps its
-        memory until `reconnect`, and is never waited for."""
+        """Whether a peer was lost during a pass, or connections were closed. Pending transfers keep their memory until
+        `reconnect` and are never waited for."""
         self._hooks: list[Any] = []
         self._part_hooks = PartHooks(self._before_part, self._after_part)
         self._attach()
         self._watch()
 
     def _watch(self) -> None:
-        """Hook what is needed only while parameters come and go."""
+        """Attach the hooks that only parameters on demand need."""
         come = self.units if self.params_unsharded_on_demand else ()
         self._part_hooks.attach(come)
         self._saved.watch(come)
@@ -211,17 +235,17 @@ class Zero:
 
     @property
     def params_unsharded_on_demand(self) -> bool:
-        """Whether parameters of a unit are here only while it is used."""
+        """Whether parameters of a unit are gathered only while the unit is used."""
         return self.gathers.params_unsharded_on_demand
 
     @property
     def current(self) -> UnitPhase:
-        """The pass that is under way."""
+        """The current pass."""
         return self.gathers.current
 
     @property
     def unsummed(self) -> bool:
-        """Whether gradients of the last backward are still with each rank."""
+        """Whether gradients of the last backward are not reduced yet."""
         return self.reductions.unsummed
 
     # ---- hooks -------------------------------------------------------------------------------------------------------
@@ -229,7 +253,8 @@ class Zero:
     def _attach(self) -> None:
         this = weakref.ref(self)  # The module must not keep a destroyed engine alive.
 
-        # Hooks hold indices, not units: a hook on a parameter lives in C++, where the garbage collector sees no cycle.
+        # Hooks hold indices instead of units: a hook on a parameter is a C++ object, so the garbage collector does not
+        # see cycles through it.
         def before(unit_index: int, hooked: nn.Module) -> Callable[..., None]:
             def hook(zero: Zero, module: nn.Module, args: Any, kwargs: Any) -> None:
                 zero._before_forward(unit_index, module, (args, kwargs))
@@ -248,7 +273,7 @@ class Zero:
         def after_all(zero: Zero, module: nn.Module, args: Any, output: Any) -> None:
             zero._saved.leave(module)
             if zero.current is UnitPhase.FORWARD:
-                zero.gathers.rest()  # It has raised.
+                zero.gathers.rest()  # Still FORWARD: the forward raised an exception.
 
         def arrived(unit_index: int, flat_index: int, index: int) -> Callable[[Tensor], None]:
             def hook(parameter: Tensor) -> None:
@@ -266,7 +291,7 @@ class Zero:
                 refuse_state_dict()
 
         self._hooks.append(self.module.register_state_dict_pre_hook(hook_of(self, self.module, before_state_dict)))
-        # A caller may enter below the root module (generate, an encoder alone).
+        # A caller may call a submodule directly (generate, or only an encoder).
         for part in parts_of(self.units[0]):
             self._hooks.append(part.register_forward_pre_hook(before(0, part), with_kwargs=True))
             self._hooks.append(part.register_forward_hook(hook_of(self, part, leave), always_call=True))
@@ -286,7 +311,7 @@ class Zero:
         self._hooks.append(self.module.register_forward_hook(hook, always_call=True))
 
     def detach(self) -> None:
-        """Take all hooks off the module, and let go of the units."""
+        """Remove all hooks from the module."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -301,7 +326,7 @@ class Zero:
         gathers, unit = self.gathers, self.units[unit_index]
         if self.params_unsharded_on_demand and torch.is_grad_enabled():
             refuse_transforms(unit.name)
-        # Whoever entered below the root has left a pass open, which the next one ends.
+        # A direct call of a submodule leaves its pass open, so the next call of the root ends that pass.
         entered = module is self.module and self.current is UnitPhase.FORWARD
         if entered or (unit is gathers.root and self.current is UnitPhase.IDLE):
             if not torch.is_grad_enabled():
@@ -333,10 +358,11 @@ class Zero:
                 if tensor.grad_fn is not None:
                     tensor.register_hook(partial(self._before_backward, unit, self._saved.version))
                     if self.params_unsharded_on_demand:
-                        # Not on the tensor, whose own gradient somebody may want who goes no further.
+                        # The hook is on the node, not on the tensor: asking for the tensor's own gradient reads no
+                        # parameters and is allowed.
                         tensor.grad_fn.register_prehook(partial(self._refuse_elsewhere, unit))
         if self.current is UnitPhase.BACKWARD:
-            return  # Recomputation inside backward: the parameters are needed at once.
+            return  # Recomputation in backward: backward needs the parameters next.
         if unit is self.gathers.root:
             self.gathers.end_forward()
         elif (
@@ -348,18 +374,24 @@ class Zero:
             unit.release()  # 2
 
     def _is_needed_after(self, unit: Unit, output: Any) -> bool:
-        """Return whether the unit has to stay after its forward: backward begins with it, its forward is a generator,
-        which has not run yet, or it returned a parameter, as Megatron's `skip_bias_add` does."""
+        """Return whether the unit must stay gathered after its forward. There are three cases:
+
+        - Backward starts with this unit.
+        - Its forward is a generator, which has not run yet.
+        - It returned a parameter, as Megatron's `skip_bias_add` does.
+        """
         if self.gathers.stays(unit) or isinstance(output, Generator):
             return True
         return any(self._saved.index_of(tensor) is not None for tensor in tensors_of(output))
 
     def _before_part(self, unit_index: int, part: nn.Module, inputs: Any) -> bool:
-        """Whether the part was called alone, so that its output has to be looked at."""
+        """Prepare a call of a submodule of a block. Return whether it was called without its block, so that its output
+        needs hooks.
+        """
         unit = self.units[unit_index]
         if unit.calls:
             return False
-        if self.current is UnitPhase.BACKWARD:  # Its block is computed again, without its hooks.
+        if self.current is UnitPhase.BACKWARD:  # Recomputation runs the block's forward without its hooks.
             self.gathers.require(unit)
             return False
         self._before_forward(unit_index, part, inputs, alone=True)
@@ -373,15 +405,20 @@ class Zero:
     # ---- backward ----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, *, sync: bool) -> None:
-        """Call before `loss.backward()`. Without `sync` the gradients stay with each rank.
+        """Start a backward pass. Call it before `loss.backward()`.
 
-        Raises RuntimeError where a frozen parameter shall be trained now, or one that came after initialize."""
-        if sync:  # Once a step: all modules are walked through.
+        Args:
+            sync: Whether this pass reduces gradients. If not, gradients stay local.
+
+        Raises:
+            RuntimeError: A parameter was frozen or did not exist at initialize, and should be trained now.
+        """
+        if sync:  # Only once per step, because the check visits all modules.
             refuse_other_parameters(self.module, self.flats)
         refuse_thawed(self.flats)
         self.reductions.begin(sync=sync)
         self.gathers.begin(UnitPhase.BACKWARD)
-        self.gathers.require(self.gathers.root)  # Its parts have no hooks of their own on what they gave.
+        self.gathers.require(self.gathers.root)  # Submodules of the root have no hooks on their outputs.
 
     def _before_backward(self, unit: Unit, version: int, gradient: Tensor | None = None) -> None:
         if version != self._saved.version:
@@ -393,11 +430,11 @@ class Zero:
             self.gathers.require(unit)  # 3
 
     def _before_read(self, index: int, version: int, *, reads_parameters: bool) -> None:
-        """Autograd is about to read parameters of a unit, or may: see `SavedTensors`."""
+        """Unshard a unit before autograd reads, or may read, its parameters; see `SavedTensors`."""
         if index >= len(self.units):  # The engine was destroyed.
             raise RuntimeError("backward: the engine of this loss was destroyed; run the forward again")
         unit = self.units[index]
-        here = unit.gathers is not None  # Or coming.
+        here = unit.gathers is not None  # Gathered, or its gather is pending.
         if reads_parameters or (self.current is UnitPhase.BACKWARD and (here or self.gathers.is_ahead(unit))):
             self._before_backward(unit, version)
         if reads_parameters and self.current is not UnitPhase.BACKWARD:
@@ -407,8 +444,12 @@ class Zero:
 
     @contextmanager
     def checkpointed(self, unit: Unit, module: nn.Module) -> Iterator[None]:
-        """Around a forward of the unit's `module` inside torch.utils.checkpoint, which runs it again in backward,
-        without its hooks."""
+        """Wrap a forward inside torch.utils.checkpoint. Backward runs such a forward again without the module's hooks.
+
+        Args:
+            unit: The unit of the module.
+            module: The module whose forward runs.
+        """
         recomputing = self.current is UnitPhase.BACKWARD
         if recomputing:
             self.gathers.require(unit)
@@ -419,7 +460,7 @@ class Zero:
             self._saved.leave(module)
 
     def _refuse_elsewhere(self, unit: Unit, gradients: Any) -> None:
-        """Raises RuntimeError where a graph of the unit is gone through that would read what was released."""
+        """Raise RuntimeError if a backward outside the engine would read released parameters of the unit."""
         if self.current is not UnitPhase.BACKWARD and unit.gathers is None:
             refuse_gradient_elsewhere(unit.name)
 
@@ -438,18 +479,23 @@ class Zero:
                 f"reduced; "
                 "use torch.utils.checkpoint with use_reentrant=False, or put the module in a unit of its own"
             )
-        assert flat.gradient is not None  # Only what trains has hooks.
+        assert flat.gradient is not None  # Only trainable flats have gradient hooks.
         flat.gradient.receive(index, gradient)
         unit.missing -= 1
         if unit.missing == 0 and unit is not self.gathers.root:
-            if self.zero_policy.update_in_backward:  # The update takes the parameters as they stand here.
+            # Reduce before the release: the update in backward needs the gathered parameters.
+            if self.zero_policy.update_in_backward:
                 self.reductions.advance(self.zero_policy)
             if self.params_unsharded_on_demand and not unit.has_frozen:
                 unit.release()
             self.reductions.advance(self.zero_policy)  # 4
 
     def _watch_call(self, unit: Unit, inputs: list[Tensor]) -> None:
-        """Release the unit when gradients of all inputs of all its calls, and those of its parameters, are there."""
+        """Release the unit after the gradients of all inputs of all its calls, and of its parameters, are computed.
+
+        A unit with frozen parameters needs this hook: counting parameter gradients does not tell when backward has
+        left the unit.
+        """
         handles: list[RemovableHandle] = []
 
         def closed(gradients: Any) -> None:
@@ -462,7 +508,13 @@ class Zero:
         unit.open_calls.append(handles[0])
 
     def backward_by_unit(self, compute: Callable[[Unit], None], *, sync: bool, leave_root: bool = False) -> None:
-        """A whole backward pass that no hook drives: `compute(unit)` leaves gradients in `.grad` of its parameters."""
+        """Run a full backward pass without hooks.
+
+        Args:
+            compute: Called per unit; leaves gradients in `.grad` of the unit's parameters.
+            sync: Whether this pass reduces gradients.
+            leave_root: Whether gradients of the root unit wait for `reduce_root`.
+        """
         self.begin_backward(sync=sync)
         for unit in self.backward_order:
             self.gathers.require(unit)
@@ -471,7 +523,7 @@ class Zero:
         self.end_backward(leave_root=leave_root)
 
     def collect(self) -> None:
-        """Inside a backward pass: take the gradients that stand in `.grad`, which no hook has seen."""
+        """Take the gradients in `.grad` that no hook has seen. Call it inside a backward pass."""
         for unit in self.units:
             self._collect(unit)
 
@@ -481,36 +533,43 @@ class Zero:
                 self._receive(unit, flat, index, parameter)
 
     def end_backward(self, *, leave_root: bool = False) -> None:
-        """Call after `loss.backward()`: gradients of all units are summed over the ranks when this returns.
+        """Finish the backward pass. Call it after `loss.backward()`. On return, the gradients of all units are
+        reduced.
 
-        `leave_root`: those of the root unit wait for `reduce_root`, for a caller whose ranks may not wait here.
+        Args:
+            leave_root: Gradients of the root unit wait for `reduce_root`. For callers whose ranks must not wait here.
         """
         if self.zero_policy.update_in_backward:
             self.reductions.end(self.zero_policy, leave_root=leave_root)
         self.gathers.end_backward()
         self._forget_calls()
         self.reductions.end(self.zero_policy, leave_root=leave_root)  # 5
-        self.gathers.wait_until_all_read()  # The next thing may be an update of the shards.
+        self.gathers.wait_until_all_read()  # An update of the shards may follow, so all peers must have read them.
         self.gathers.end()
 
     def reduce_root(self) -> None:
-        """Sum over the ranks what `end_backward(leave_root=True)` has left of a pass that was to be summed."""
+        """Reduce the gradients that `end_backward(leave_root=True)` left."""
         self.reductions.end_root(self.zero_policy)
 
     @property
     def backward_order(self) -> list[Unit]:
-        """Blocks as backward meets them; the root last, because it holds what several blocks share."""
+        """Units in the order of backward. The root is last, because several blocks share its parameters."""
         return self.gathers.backward_order
 
     def around_reductions(self, context: Callable[[], AbstractContextManager[object]]) -> None:
-        """Enter `context()` around what reductions take of this rank's time."""
+        """Enter a context around the time that reductions take on this rank.
+
+        Args:
+            context: Returns a new context manager for each entry.
+        """
         self.reductions.around = context
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 
     def before_change(self) -> None:
-        """Parameters are about to change: nothing that was gathered for a pass may be taken for the new values, and no
-        loss of before can be differentiated any more. Call on all ranks."""
+        """Prepare for a change of the parameters: release gathered values and invalidate graphs of earlier losses.
+        Call it on all ranks.
+        """
         self._forget_calls()
         self.gathers.before_change()
         for flat in self.flats:
@@ -519,8 +578,14 @@ class Zero:
         self._saved.version += 1
 
     def refuse_late(self, what: str) -> None:
-        """Raises RuntimeError where an update is under way, after which the parameters will be others, and no step that
-        goes on with those of before."""
+        """Refuse an action while a delayed update is under way and no step has used the old parameters yet.
+
+        Args:
+            what: The action, for the message.
+
+        Raises:
+            RuntimeError: The parameters are older than the last update.
+        """
         unused = not any(used for flat in self.flats if flat.gradient is not None for used in flat.gradient.used)
         if unused and any(flat.ahead for flat in self.flats):
             raise RuntimeError(
@@ -534,19 +599,23 @@ class Zero:
             unit.forget_calls()
 
     def learn_order(self) -> None:
-        """After a step: from now on units are gathered ahead, in the order in which it met them. Collective the first
-        time, and free afterwards."""
+        """Adopt the order in which the step called the units; later passes prefetch in this order. Call it after a
+        step. Collective the first time, free afterwards.
+        """
         if not self.gathers.order_is_known:
             self.gathers.agree_on_order()
 
     def clear_gradients(self) -> None:
-        """Forget the gradients of the step, and free buffers beyond those that the next one begins with."""
+        """Drop the gradients of the step, and free buffers that the next step does not need at its start."""
         self.reductions.clear()
         self._ways.reduce.trim_buffers()
 
     def abandon_pass(self) -> None:
-        """After an exception in forward or backward: finish what is under way. Gradients that earlier micro-batches of
-        the step have left stay after a forward; after a backward, which may have added to them, they are forgotten."""
+        """Clean up after an exception in forward or backward: finish pending transfers.
+
+        After a forward, gradients of earlier micro-batches of the step stay. After a backward, which may have changed
+        them, they are dropped.
+        """
         was = self.current
         for flat in self.flats:
             for parameter in flat.parameters:
@@ -560,32 +629,38 @@ class Zero:
             self._broken = True
 
     def leave_forwards(self) -> None:
-        """After an exception: no forward is running, and the caller's own hooks on saved tensors are the innermost."""
+        """Mark all forwards as ended after an exception, so that the caller's hooks on saved tensors are the innermost
+        again.
+        """
         self._saved.reset()
 
     def disconnect(self) -> None:
-        """Let go of the connections. Transfers under way keep their memory until `reconnect`."""
+        """Close the connections. Pending transfers keep their memory until `reconnect`."""
         self._broken = True
         for group in self._ways.all:
             group.disconnect()
 
     def reconnect(self) -> None:
-        """Use the present world's connections, after forgetting a pass that was cut off. Collective."""
+        """Use the connections of the current world, and drop a pass that was cut off. Collective."""
         for group in self._ways.all:
             group.reconnect()
         under_way = any(unit.gathers for unit in self.units) or not self.reductions.idle
         if self._broken or self.current is not UnitPhase.IDLE or under_way:
             self.gathers.forget()
             self.reductions.forget()
-        self.gathers.invalidate()  # On all ranks alike, though only some were cut off.
+        self.gathers.invalidate()  # All ranks must agree, even if only some were cut off.
         self._broken = False
 
     def leave(self) -> None:
-        """The engine ends: release what is here, and wait for nothing that cannot come."""
+        """Release gathered parameters when the engine ends, without waiting for lost peers."""
         self.gathers.leave(lost=self._broken)
 
     def place(self, zero_policy: ZeroPolicy) -> None:
-        """Move every flat to where `zero_policy` says. Between two steps only."""
+        """Move every flat to the memory and partition of a new policy. Call it between two steps only.
+
+        Args:
+            zero_policy: The new policy.
+        """
         self.before_change()
         self._ways.reduce.wait_until_all_read()
         for flat in self.flats:
