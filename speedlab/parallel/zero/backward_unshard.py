@@ -1,23 +1,22 @@
 """Unshard a unit before autograd reads a tensor that a forward saved.
 
-Hooks on outputs see only what a module returns. Backward can also enter a unit through a side output: a view that was
-modified in place, an activation that a user's hook kept, a loss stored on the module, a tensor inside an object, a list
-or a generator. So, while parameters are partitioned or offloaded, every tensor that autograd saves in a forward passes
-through a pack hook and an unpack hook (torch.autograd.graph.saved_tensors_hooks):
+Hooks on outputs see only what a module returns. But backward can also enter a unit through a side output:
 
-1. pack notes the unit whose memory the tensor shares, if any; unpack unshards it.
-2. torch does not look for in-place modifications if there are hooks, so unpack does.
-3. A custom autograd function can keep a parameter as an attribute, which no hook sees: `functions.py`.
+- a view that was modified in place, or an activation that a user's hook kept;
+- a loss stored on the module;
+- a tensor inside an object, a list or a generator.
+
+So, while parameters are gathered on demand, every tensor that autograd saves in a forward passes through a pack hook
+and an unpack hook (torch.autograd.graph.saved_tensors_hooks):
+
+1. pack notes the unit whose memory the tensor shares, if any. unpack unshards this unit.
+2. With hooks, torch does not check for in-place modifications. So unpack does.
+3. A torch.autograd.Function can keep a parameter, or a view of one, as an attribute of its context. No hook on saved
+   tensors sees this. So each node that a custom function adds to the graph gets a hook. The hook unshards the units of
+   the parameters that the function was called with, and the unit whose forward called the function.
 
 Hooks that the caller entered before (save_on_cpu, torch.utils.checkpoint around the whole module) get every tensor, as
-they would without these.
-
-Unshard a unit before the backward of a custom autograd function that can read its parameters.
-
-A torch.autograd.Function can keep a parameter, or a view of one, as an attribute of its context, and read it in
-backward. No hook on saved tensors sees that. So, while parameters are partitioned or offloaded, each node that such a
-function adds to the graph has a hook: it unshards the units of the parameters that the function was called with, and
-the unit whose forward called it.
+they would without the hooks of this file.
 """
 
 from __future__ import annotations
@@ -41,7 +40,8 @@ _watching: weakref.WeakSet[SavedTensors] = weakref.WeakSet()
 def watch_functions(saved: SavedTensors) -> None:
     """Call `saved.read` before the backward of each custom function, as long as `saved` lives."""
     _watching.add(saved)
-    # torch has no hook for it. Function.apply, which torch.compile knows by its identity, calls this method.
+    # torch has no hook for custom functions. torch.compile compares Function.apply by identity, so we patch the method
+    # that it calls.
     _SingleLevelFunction.apply = classmethod(_apply)  # type: ignore[method-assign]
 
 
@@ -71,8 +71,11 @@ _Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class Unshard(Protocol):
-    """Called with a unit's index before autograd reads its parameters; unless `reads_parameters`, before a custom
-    function of its forward runs, which may read them. `version` is `SavedTensors.version` at the forward."""
+    """Unshards a unit before autograd reads its parameters.
+
+    With `reads_parameters` False, a custom function of its forward runs next and may read them. `index` is the unit;
+    `version` is `SavedTensors.version` at the time of the forward.
+    """
 
     def __call__(self, index: int, version: int, *, reads_parameters: bool) -> None: ...
 
@@ -84,19 +87,27 @@ class SavedTensors:
     """
 
     def __init__(self, unshard: Unshard) -> None:
-        """`unshard`: a method, whose object is not kept alive."""
+        """Watch nothing yet.
+
+        Args:
+            unshard: A bound method; its object is referenced only weakly.
+        """
         self._unshard: Callable[[], Unshard | None] = weakref.WeakMethod(unshard)  # type: ignore[arg-type]  # a method
         self._indices: dict[int, int] = {}
-        """Of units, by the storage of their flat parameters."""
+        """Unit index by the storage of its flats."""
         self._entered: list[tuple[nn.Module, _Hooks | None]] = []
-        """Modules whose forwards are running, and the hooks that each entered."""
+        """Modules whose forwards are running, each with the hooks that it entered."""
         self.running: list[int] = []
-        """The indices of the units whose forwards are running, one inside the other."""
+        """Indices of the units whose forwards are running, outer ones first."""
         self.version = 0
-        """Raised with every change of the parameters."""
+        """Counts the changes of the parameters."""
 
     def watch(self, units: Sequence[Unit]) -> None:
-        """Watch the parameters of `units` and no others. Their flats keep their storages until the next call."""
+        """Watch the parameters of these units and of no others.
+
+        Args:
+            units: All units with parameters on demand. Their flats must keep their storages until the next call.
+        """
         self._indices = {
             flat.full.untyped_storage()._cdata: index for index, unit in enumerate(units) for flat in unit.flats
         }
@@ -111,11 +122,15 @@ class SavedTensors:
             return None
 
     def enter(self, module: nn.Module, *, recomputing: bool) -> None:
-        """A forward of `module` begins: enter the hooks, unless they are the innermost ones. Below hooks that the model
-        entered itself (torch.utils.checkpoint around a block) they are entered again.
+        """Enter the hooks at the start of a forward, unless they are already the innermost hooks.
 
-        `recomputing`: the forward runs inside a backward. There torch.utils.checkpoint has hooks of its own, which must
-        see the same tensors as in the first forward.
+        If the model itself entered hooks (torch.utils.checkpoint around a block), the hooks are entered again below
+        them.
+
+        Args:
+            module: The module whose forward starts.
+            recomputing: Whether the forward runs inside a backward. There, the hooks of torch.utils.checkpoint must
+                see the same tensors as in the first forward.
         """
         if not self._indices:
             return
@@ -129,19 +144,23 @@ class SavedTensors:
         return hooks is not None and any(own == hooks for _, own in reversed(self._entered))
 
     def leave(self, module: nn.Module) -> None:
-        """A forward of `module` is over: leave the hooks if it entered them."""
+        """Leave the hooks at the end of a forward of `module`, if this forward entered them."""
         if self._entered and self._entered[-1][0] is module:
             _, hooks = self._entered.pop()
             if hooks is not None:
                 _leave(hooks)
 
     def ended(self, index: int) -> None:
-        """The forward of a unit has returned; one inside it may have raised."""
+        """Note that the forward of a unit returned. Nested forwards that raised end too.
+
+        Args:
+            index: Index of the unit.
+        """
         while self.running and self.running.pop() != index:
             pass
 
     def reset(self) -> None:
-        """Leave the hooks, if any: no forward is running. Ctrl-C ends a forward without calling its modules' hooks."""
+        """Leave all hooks, because no forward is running. Ctrl-C ends a forward without calling its modules' hooks."""
         outermost = next((hooks for _, hooks in self._entered if hooks is not None), None)
         self._entered.clear()
         self.running.clear()
@@ -155,7 +174,7 @@ class SavedTensors:
             own = self.index_of(tensor)
             if outer is not None:
                 return outer[0](tensor), None, own, self.version
-            # An output of the node itself would keep its own graph alive, so the graph is left out.
+            # A saved output of the node would keep its own graph alive, so it is detached.
             kept = tensor.detach()
             return kept, kept._version, own, self.version
 
@@ -172,7 +191,16 @@ class SavedTensors:
         return pack, unpack
 
     def read(self, index: int, version: int, *, reads_parameters: bool) -> None:
-        """Autograd is about to read what `Unshard` says."""
+        """Unshard a unit before a read; see `Unshard`.
+
+        Args:
+            index: Index of the unit.
+            version: `version` at the time of the forward.
+            reads_parameters: Whether parameters are certainly read.
+
+        Raises:
+            RuntimeError: The engine is gone.
+        """
         unshard = self._unshard()
         if unshard is not None:
             unshard(index, version, reads_parameters=reads_parameters)

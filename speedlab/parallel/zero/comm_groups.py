@@ -1,5 +1,6 @@
-"""The groups that flats travel over, and as what: the columns `sent` and `secondary` of the placement table, carried
-out (ZeRO++, arXiv:2306.10209)."""
+"""Groups and codecs of ZeRO transfers: the columns `sent` and `secondary` of the placement table (ZeRO++,
+arXiv:2306.10209).
+"""
 
 from __future__ import annotations
 
@@ -15,46 +16,46 @@ from speedlab.layout import partition_range
 from speedlab.placement import INT4, INT8
 
 CODECS: dict[str, Codec] = {INT8: Blocks(8), INT4: Blocks(4)}
-"""By the names that the placement table has for them."""
+"""Codecs by their names in the placement table."""
 
 _FLOAT32 = 4
 
 
 class Work(Protocol):
-    """What is under way until `wait` has returned."""
+    """A pending operation; `wait` returns after its end."""
 
     def wait(self) -> None: ...
 
 
 class AllGather(Protocol):
-    """How the shards of a flat come together."""
+    """Gathers the shards of a flat."""
 
     def offer(self, shards: Sequence[Tensor]) -> None: ...
     def all_gather(self, full: Tensor, shard: Tensor) -> Work: ...
 
 
 class Summing(Protocol):
-    """How the ranks' terms of a flat's gradient are summed where each rank owns a part."""
+    """Reduces gradients so that each rank gets the sum of its own partition."""
 
     def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Work: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ZeroCommGroups:
-    """The groups of the ranks that hold the same part of the model."""
+    """The groups of ranks that hold the same part of the model."""
 
     gather: Group
-    """All of them: parameters come together over it."""
+    """All of these ranks; parameters are gathered over this group."""
     reduce: Group
-    """All of them: gradients are summed over it."""
+    """All of these ranks; gradients are reduced over this group."""
     hosts: HierarchicalGroups[Group] | None = None
-    """Where gradients are exchanged host by host: how `reduce` lies on hosts."""
+    """The ranks of `reduce` by host, for hierarchical exchanges of quantized gradients; None: not configured."""
     secondary: Group | None = None
-    """Where parameters are partitioned a second time: the ranks of this one's secondary partition."""
+    """The ranks of this rank's secondary partition; None: not configured."""
 
     @property
     def of_parameters(self) -> list[Group]:
-        """Over which parameters come together."""
+        """All groups over which parameters are gathered."""
         return [self.gather] if self.secondary is None else [self.gather, self.secondary]
 
     @property
@@ -63,56 +64,84 @@ class ZeroCommGroups:
         return [*self.of_parameters, self.reduce, *inside]
 
     def gathering(self, sent: str) -> Group | CodedGathers:
-        """How a flat comes together that is sent as `sent`."""
+        """Return the object that gathers flats in this format.
+
+        Args:
+            sent: Name of a codec; "" for none.
+        """
         return CodedGathers(self.gather, CODECS[sent]) if sent else self.gather
 
     def summing(self, sent: str) -> Group | CodedSums:
-        """How gradients are summed that are sent as `sent`."""
+        """Return the object that reduces gradients in this format.
+
+        Args:
+            sent: Name of a codec; "" for none.
+        """
         if not sent:
             return self.reduce
-        assert self.hosts is not None  # Made where the configuration asks for it.
+        assert self.hosts is not None  # The groups exist if the configuration asks for quantized gradients.
         return CodedSums(self.reduce, self.hosts, CODECS[sent])
 
 
 class SecondaryPartition:
-    """A second partition of a flat's parameters, over ranks of one host (section 4.2): the first gather after an update
-    fills it, the others take it from there, so that nothing of theirs leaves the host."""
+    """A secondary partition of a flat's parameters over ranks of one host (section 4.2 of ZeRO++).
+
+    The first gather after an update fills the partition. Later gathers read from the partition, so they send nothing
+    between hosts.
+    """
 
     def __init__(self, group: Group, padded: int, dtype: torch.dtype) -> None:
         self.group = group
         self._start, self._end = partition_range(padded, group.size, group.index)
         self.shard = group.empty(self._end - self._start, dtype).zero_()
         self.fresh = False
-        """Whether it has the values of the present parameters; the same on all ranks between two passes."""
+        """Whether `shard` has the current parameters. All ranks agree on this between two passes."""
 
     def gather(self, full: Tensor, *, in_place_of: Group) -> Work:
-        """Start to fill `full` from the ranks of this partition, in the place of all."""
+        """Start to gather the full flat from this partition.
+
+        Args:
+            full: Output, (padded,).
+            in_place_of: The group of the primary gather, for the count of saved bytes.
+        """
         others = in_place_of.size - 1
         sent = (self.group.size - 1) * self.shard.nbytes
         self.group.traffic.compressed(sent, others * _FLOAT32 * (full.numel() // in_place_of.size))
         return self.group.all_gather(full, self.shard)
 
     def take(self, full: Tensor) -> None:
-        """Keep this rank's part of `full`, which has been gathered."""
+        """Copy this rank's shard from a gathered flat.
+
+        Args:
+            full: The gathered flat, (padded,).
+        """
         self.shard.copy_(full[self._start : self._end])
         self.fresh = True
 
 
 class ReadThenGathered:
-    """A gather whose own shard has to come from its place first."""
+    """A gather that first reads this rank's shard from host or disk."""
 
     def __init__(self, reading: Work, gathering: AllGather, full: Tensor, own: Tensor) -> None:
-        """`own`: this rank's part of `full`, which is read."""
+        """Store the parts; the read has already started.
+
+        Args:
+            reading: The pending read of this rank's shard.
+            gathering: Gathers the shards afterwards.
+            full: Output, (padded,).
+            own: This rank's part of `full`, the target of the read.
+        """
         self.reading, self._gathering, self._full, self._own = reading, gathering, full, own
 
     def wait(self) -> None:
+        """Wait for the read, then gather from the other ranks, if there are any."""
         self.reading.wait()
-        if self._own.numel() < self._full.numel():  # There are others.
+        if self._own.numel() < self._full.numel():  # Otherwise this rank is alone.
             self._gathering.all_gather(self._full, self._own).wait()
 
 
 class TakenBySecondary:
-    """A gather over all ranks, which fills a secondary partition."""
+    """A gather over all ranks that also fills the secondary partition."""
 
     def __init__(self, gather: Work, secondary: SecondaryPartition, full: Tensor) -> None:
         self._gather, self._secondary, self._full = gather, secondary, full

@@ -1,4 +1,4 @@
-"""Looking at a parameter that lives in a flat: its true shape, who owns which part, and the whole of it."""
+"""Inspect a parameter that is a view of a flat: its true shape, the owner of each part, and its full value."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from speedlab.parallel.zero.zero import Zero
 
 
 def name_of(parameter: Tensor) -> tuple[Zero, str] | None:
-    """What partitions this parameter, and its full name; None when nothing does."""
+    """Return the Zero that partitions a parameter, and the parameter's full name; None for any other tensor."""
     place = find(parameter)
     return None if place is None else (place.zero, place.slot.name)
 
 
 def remember(zero: Zero) -> None:
-    """Make the parameters of `zero` print with their owners and known to `gather`, as long as `zero` lives."""
+    """Register the parameters of `zero`, so that they print their owners and `gather` finds them. Lasts as long as
+    `zero` lives.
+    """
     this = weakref.ref(zero)
     ids = []
     for unit_index, unit in enumerate(zero.units):
@@ -50,9 +52,15 @@ def forget(zero: Zero) -> None:
 
 
 def agree_on_gather(parameters: Sequence[Tensor]) -> None:
-    """Find out whether all ranks that have to gather these `parameters` do so. Collective over them.
+    """Check that all ranks that must gather these parameters do so. Collective over these ranks.
 
-    Raises RuntimeError where they gather different ones, PeerLost where a rank does not come."""
+    Args:
+        parameters: The tensors that this rank gathers.
+
+    Raises:
+        RuntimeError: The ranks gather different parameters.
+        PeerLost: A rank does not answer.
+    """
     known = [place for place in map(find, parameters) if place is not None]
     absent = [place for place in known if place.zero.params_unsharded_on_demand and place.unit.gathers is None]
     if not absent:
@@ -70,16 +78,22 @@ def agree_on_gather(parameters: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def gather_partitions(parameter: Tensor) -> Tensor:
-    """The value of a parameter whole over the dp ranks, as a new tensor. Collective over them where it is partitioned;
-    one that nothing partitions is simply copied. Its last update is in it; RuntimeError says where that takes
-    ranks that may not be here."""
+    """Return the full value of a parameter as a new tensor, with its last update. Collective if the parameter is
+    partitioned. A tensor that no engine has is copied.
+
+    Args:
+        parameter: Any tensor.
+
+    Raises:
+        RuntimeError: A delayed update is under way and needs other ranks.
+    """
     place = find(parameter)
     if place is not None:
         place.zero.finish_update()
         place.zero.refuse_late("gather")
     if place is None or not place.flat.zero_policy.params_unsharded_on_demand:
         return parameter.detach().clone()
-    if place.unit.gathers is not None:  # A pass has left it here, or on its way.
+    if place.unit.gathers is not None:  # A pass left the unit gathered, or its gather is pending.
         place.unit.finish_gather()
         return parameter.detach().clone()
     place.flat.gather().wait()

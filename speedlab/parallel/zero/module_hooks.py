@@ -1,11 +1,10 @@
-"""Parts of a block that a model calls without the block: `block.mlp(x)`, or all of them by `block.forward(x)`.
+"""Hooks on modules: calls of submodules without their block, weak references to owners, and tensors in arguments.
 
-No hook of the block sees such a call. So modules that hold parameters inside a block have hooks of their own; these
-cost a microsecond a call, and are there only while parameters come and go.
-
-Hooks on modules, for as long as somebody lives.
-
-Finding the tensors in whatever a module takes or returns.
+1. A model may call `block.mlp(x)`, or `block.forward(x)`. No hook of the block sees such a call. So submodules that
+   hold parameters get their own hooks (`PartHooks`). They cost a microsecond per call, and exist only while parameters
+   are gathered on demand.
+2. `hook_of` wraps a hook so that it keeps neither its owner nor its module alive.
+3. `tensors_of` and `map_tensors` find the tensors in nested arguments and outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from speedlab.parallel.zero.units import Unit, takes_hooks
 
 
 def parts_of(unit: Unit) -> list[nn.Module]:
-    """Modules inside the unit's that hold its parameters themselves."""
+    """Return the submodules of a unit's modules that hold parameters of the unit themselves."""
     held = {id(parameter) for flat in unit.flats for parameter in flat.parameters}
     inside = dict.fromkeys(part for module in unit.modules for part in module.modules())
     return [
@@ -35,23 +34,33 @@ def parts_of(unit: Unit) -> list[nn.Module]:
 
 
 class PartHooks:
-    """The hooks of all parts.
-
-    `before` gets the number of the unit, the part and its inputs, and returns whether it was called alone; `after` gets
-    the number, the part and the output of a part that was, from then on (None if it raised). The hooks do not keep the
-    object of these methods alive.
+    """The hooks of all submodules that hold parameters. They keep the object of the two methods below alive only
+    weakly.
     """
 
     def __init__(
         self, before: Callable[[int, nn.Module, Any], bool], after: Callable[[int, nn.Module, Any], None]
     ) -> None:
+        """Attach nothing yet.
+
+        Args:
+            before: Method called with (unit index, submodule, inputs). Returns whether the submodule was called
+                without its block.
+            after: Method called with (unit index, submodule, output) after such a call, and after all later calls of
+                this submodule. The output is None if the call raised.
+        """
         self._before, self._after = weakref.WeakMethod(before), weakref.WeakMethod(after)
         self._handles: list[RemovableHandle] = []
 
     def attach(self, units: Sequence[Unit]) -> None:
-        """To the parts of these units and no others."""
+        """Hook the submodules of these units, and remove all other hooks.
+
+        Args:
+            units: All units, root first.
+        """
         self.detach()
-        for number, unit in enumerate(units[1:], start=1):  # The root stays for the whole of a pass.
+        # The root stays gathered during the whole pass, so it needs no hooks.
+        for number, unit in enumerate(units[1:], start=1):
             for part in parts_of(unit):
                 self._attach(number, part)
 
@@ -60,7 +69,8 @@ class PartHooks:
 
         def before(part: nn.Module, args: Any, kwargs: Any) -> None:
             nonlocal called_alone
-            if torch.compiler.is_compiling() or part is not mine():  # Inside a block that is compiled whole; a copy.
+            # Skip blocks that are compiled as a whole, and copies of the module.
+            if torch.compiler.is_compiling() or part is not mine():
                 return
             told = self._before()
             if told is not None and told(number, part, (args, kwargs)) and not called_alone:
@@ -75,16 +85,22 @@ class PartHooks:
         self._handles.append(hooked.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
 
     def detach(self) -> None:
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
 
 def hook_of(owner: object, hooked: nn.Module, hook: Callable[..., Any]) -> Callable[..., Any]:
-    """`hook(owner, module, …)` as a hook on `hooked`. It keeps neither alive, and torch.compile goes around it.
+    """Return `hook(owner, module, …)` as a hook on a module. torch.compile skips it.
 
-    A copy of a module (copy.deepcopy, torch's AveragedModel, a file of torch.save) has `Nothing` in its place: nobody
-    partitions what a copy holds.
+    A copy of the module (copy.deepcopy, torch's AveragedModel, a file of torch.save) gets `Nothing` instead of the
+    hook, because a copy's parameters are not partitioned.
+
+    Args:
+        owner: First argument of `hook`; only a weak reference is kept.
+        hooked: The module; only a weak reference is kept.
+        hook: The function to call.
     """
     return _ModuleHook(owner, hooked, hook)
 
@@ -103,7 +119,9 @@ class _ModuleHook:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, mappings and dataclasses (Hugging Face outputs are mappings)."""
+    """Yield every tensor in nested tuples, lists, sets, mappings and dataclasses (Hugging Face outputs are
+    mappings).
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -118,8 +136,13 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `change` applied to its tensors, in containers of the same types; other things are left as they
-    are."""
+    """Return `value` with `change` applied to all tensors in it. Containers keep their types; other values are
+    unchanged.
+
+    Args:
+        value: A tensor, or nested tuples, lists, dicts and dataclasses.
+        change: Called once per tensor.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple) and hasattr(value, "_fields"):

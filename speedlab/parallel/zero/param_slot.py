@@ -1,4 +1,4 @@
-"""Where parameters lie in their flat."""
+"""Positions of parameters in their flat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from speedlab.placement import ParamPlacement
 
 @dataclass(frozen=True, kw_only=True)
 class ParamSlot:
-    """Where one parameter lies in its flat, in elements. `group` is the index of its optimizer parameter group."""
+    """The position of one parameter in its flat, in elements. `group` is the index of its optimizer parameter group."""
 
     name: str
     offset: int
@@ -24,12 +24,18 @@ class ParamSlot:
 
     @property
     def range(self) -> slice:
-        """Its elements of the flat."""
+        """The parameter's elements of the flat, as a slice."""
         return slice(self.offset, self.offset + self.numel)
 
 
 def lay_out(rows: Iterable[ParamPlacement], shapes: Iterable[torch.Size], step: int) -> list[ParamSlot]:
-    """Parameters of these rows and shapes end to end, each from a multiple of `step` elements on."""
+    """Return slots for the parameters, one after the other.
+
+    Args:
+        rows: Rows of the placement table.
+        shapes: Shape of each parameter.
+        step: Each parameter starts at a multiple of this many elements.
+    """
     slots: list[ParamSlot] = []
     end = 0
     for row, shape in zip(rows, shapes, strict=True):
@@ -40,7 +46,7 @@ def lay_out(rows: Iterable[ParamPlacement], shapes: Iterable[torch.Size], step: 
 
 
 def refuse_shape(name: str, before: torch.Size, now: torch.Size) -> NoReturn:
-    """Values of another shape were put in the place of the parameter `name`."""
+    """Raise RuntimeError: the parameter `name` was replaced by values of another shape."""
     raise RuntimeError(
         f"{name} has shape {tuple(now)}, and had {tuple(before)} at initialize, for which its gradients and optimizer "
         "states are made. Change shapes before initialize, as model.resize_token_embeddings(size) does, or "

@@ -1,4 +1,4 @@
-"""What parameters show: their values in a flat, or placeholders; and whether the caller has written there."""
+"""What parameters show: views of the full flat, or placeholders. Also detects writes of the caller."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from speedlab.parallel.zero.parameter import ReshardedParameter, UnshardedParame
 
 
 class ParamViews:
-    """The parameters of one flat, and the tensors that they are views of now.
+    """The parameters of one flat, and the tensors that they currently view.
 
-    A released parameter shows NaN in its true shape, in the memory of one element, because torch would read memory that
-    is not there; where Python reads it, it raises (`ReshardedParameter`).
+    A released parameter shows NaN in its true shape, in the memory of one element. Without this placeholder, torch
+    would read freed memory. Reads from Python raise an error (`ReshardedParameter`).
     """
 
     def __init__(
@@ -27,65 +27,78 @@ class ParamViews:
         self._placeholders = [nothing.expand(slot.shape) for slot in slots]
         self._values: list[Tensor] = []
         self._versions: list[int] = []
-        """How often each was written to in place; by the caller, as nothing here writes to parameters."""
+        """Version counter of each parameter at the last check. Only the caller writes to parameters in place, so a
+        higher counter is a write of the caller."""
         self._lost: set[int] = set()
-        """In whose place the caller had put something when they were released."""
+        """Indices of parameters that were released while the caller's own tensor was in their `.data`."""
 
     def show(self, values: list[Tensor]) -> None:
-        """Parameters are these, one for each."""
+        """Set the parameters to these tensors.
+
+        Args:
+            values: One tensor per parameter, with its shape.
+        """
         self._become(UnshardedParameter)
         self._values = values
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data = value
 
     def use_unsharded_views(self, whole: Tensor) -> None:
-        """Parameters are views of the `whole` flat."""
+        """Make the parameters views of the full flat.
+
+        Args:
+            whole: The full flat, (padded,).
+        """
         self.show([whole[slot.range].view(slot.shape) for slot in self._slots])
 
     def use_placeholder_views(self) -> None:
+        """Make the parameters show NaN placeholders, after their release."""
         self._lost.update(index for index in range(len(self._values)) if self.is_replaced(index))
         self.show(self._placeholders)
         self._become(ReshardedParameter)
 
     def _become(self, kind: type[UnshardedParameter]) -> None:
-        """Those that an engine's `remember` has seen refuse reads while they are released."""
+        """Change the class of the parameters that `remember` registered. Only those refuse reads while they are
+        released.
+        """
         for parameter in self._parameters:
             now = parameter.__class__
             if now is not kind and (now is ReshardedParameter or now is UnshardedParameter):
                 parameter.__class__ = kind
 
     def count_from_now(self) -> None:
-        """What was written so far is nobody's change."""
-        with torch._C.DisableTorchFunctionSubclass():  # Released ones look at every question otherwise.
+        """Ignore all writes so far."""
+        # Released parameters otherwise run Python code on every attribute read.
+        with torch._C.DisableTorchFunctionSubclass():
             self._versions = [parameter._version for parameter in self._parameters]
 
     def refuse_old_graphs(self) -> None:
-        """The values are about to change as by an optimizer's in-place update, which autograd notices: a graph that
-        has saved a parameter cannot be differentiated any more."""
+        """Make autograd refuse graphs that saved these parameters, as after an in-place update of an optimizer."""
         torch.autograd.graph.increment_version(self._parameters)
         self.count_from_now()
 
     def written(self) -> list[int]:
-        """Which the caller has written into."""
+        """Return the indices of parameters that the caller wrote to."""
         with torch._C.DisableTorchFunctionSubclass():
             return [index for index in range(len(self._parameters)) if self.is_written(index)]
 
     def is_written(self, index: int) -> bool:
-        """Whether the caller has written into this parameter, or put something in its place (`.data`)."""
+        """Return whether the caller wrote to this parameter in place, or assigned to its `.data`."""
         counted = self._parameters[index]._version != self._versions[index]
         return counted or index in self._lost or self.is_replaced(index)
 
     def is_replaced(self, index: int) -> bool:
+        """Return whether the caller assigned another tensor to the `.data` of this parameter."""
         return not _is_same(self._parameters[index], self._values[index])
 
     def told(self, index: int) -> None:
-        """Somebody knows of what was written into this one."""
+        """Mark the write to this parameter as handled."""
         self._versions[index] = self._parameters[index]._version
         self._lost.discard(index)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Whether both stand at the same place of the same memory."""
+    """Return whether both tensors start at the same address of the same storage, with the same dtype."""
     return bool(
         one.untyped_storage()._cdata == other.untyped_storage()._cdata
         and one.storage_offset() == other.storage_offset()

@@ -1,19 +1,18 @@
-"""Parameters that are views of a flat: how they print, and reads that would give wrong values without a message.
+"""Parameters that are views of a flat: how they print, and which reads they refuse.
 
-Two classes are the two states of a parameter. An instance changes its class when its unit is gathered or released,
-next to the change of its `.data`, which costs more.
+The two classes are the two states of a parameter. An instance changes its class when its unit is gathered or released.
+The change of its `.data` at the same time costs more.
 
-| class               | values                                  | `.grad`                                            |
-|---------------------|-----------------------------------------|----------------------------------------------------|
-| `UnshardedParameter`     | here                                    | refused while the engine holds the gradient
-  |
-| `ReshardedParameter` | refused; shape, dtype and hooks are not | the same                                           |
+| class                | values                                  | `.grad`                                |
+|----------------------|-----------------------------------------|----------------------------------------|
+| `UnshardedParameter` | available                               | refused while the engine holds it      |
+| `ReshardedParameter` | refused; shape, dtype and hooks are not | refused while the engine holds it      |
 
-torch's own code may always look: autograd and the compiler ask in C++, or from modules of `_OF_TORCH`.
+torch's own code may always read: autograd and the compiler read in C++, or from modules of `_OF_TORCH`.
 
-Frozen parameters that no flat can hold, because their class keeps values in tensors of its own or replaces them.
-
-They stay whole on every rank, and nothing updates them. So they are at every ZeRO stage as in plain torch.
+Some frozen parameters stay outside of flats, because their class keeps values in other tensors or replaces them
+(`stays_whole`). They are whole on every rank, and nothing updates them. So at every ZeRO stage they behave as in plain
+torch.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ from speedlab.placement import MemoryKind
 
 
 class ParameterOwner(NamedTuple):
-    """Where a parameter is. `zero`, `unit` and `flat` are of classes that import this file."""
+    """The location of a parameter. The classes of `zero`, `unit` and `flat` import this file, so they are Any here."""
 
     zero: Any
     unit: Any
     flat: Any
     slot: ParamSlot
     index: int
-    """Of the slot in its flat."""
+    """Index of the slot in its flat."""
 
 
 places: dict[int, tuple[weakref.ref[Any], int, int, int]] = {}
-"""id of parameter → its Zero and the indices of unit, flat and slot. Kept here, not as attributes of tensors we do not
-own."""
+"""id of parameter → its Zero, and the indices of unit, flat and slot. A dict, because we do not put attributes on
+tensors that we do not own."""
 
 
 def find(parameter: Tensor) -> ParameterOwner | None:
-    """The place of a parameter in its flat; None for one that no engine has."""
+    """Return the location of a parameter; None if no engine has this parameter."""
     reference, unit_index, flat_index, index = places.get(id(parameter), (lambda: None, 0, 0, 0))
     zero = reference()
     if zero is None:
@@ -58,23 +57,24 @@ def find(parameter: Tensor) -> ParameterOwner | None:
     return ParameterOwner(zero, unit, flat, flat.slots[index], index) if flat.parameters[index] is parameter else None
 
 
-# The accessors of torch, which the engine itself uses: they pass by the classes below.
+# torch's own accessors, for the engine: they bypass the checks of the classes below.
 gradient_of = cast(Any, torch.Tensor.grad).__get__
 set_gradient = cast(Any, torch.Tensor.grad).__set__
 
 
 def clear_gradient(parameter: Tensor) -> None:
-    """Set `.grad` to None."""
+    """Set `.grad` to None, without the checks of `UnshardedParameter`."""
     set_gradient(parameter, None)
 
 
 _OF_TORCH = ("torch._", "torch.distributed.", "torch.fx", "torch.export")
-"""Modules that look at `.grad` for their own needs: the compiler and its tensors without values, pipelines."""
+"""Modules that read `.grad` for their own needs: the compiler with its fake tensors, and pipelines."""
 
 
 class UnshardedParameter(nn.Parameter):
-    """A parameter that is a view of a flat. It differs from nn.Parameter in how it prints, in that it cannot be copied
-    while its values are not here, and in that `.grad` is refused inside a step, where it would be None."""
+    """A parameter that is a view of a flat. Three differences to nn.Parameter: how it prints; it refuses copies while
+    its values are released; it refuses `.grad` inside a step, because `.grad` would be None.
+    """
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]  # torch's is an attribute that C++ makes
@@ -97,12 +97,22 @@ class UnshardedParameter(nn.Parameter):
         self.grad = None
 
     def set_(self, *source: Any) -> Tensor:  # type: ignore[override]  # torch has an overload for each kind of source
-        """torch's parametrizations, in every forward of PEFT's adapters of parameters, set a parameter to itself: its
-        values stay the same, and it must not count as written."""
+        """Set the tensor as torch does, but ignore a call with the parameter itself.
+
+        torch's parametrizations do this in every forward of PEFT's parameter adapters. The values do not change, so
+        this must not count as a write.
+        """
         return self if len(source) == 1 and source[0] is self else super().set_(*source)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        """Refused while an engine has the parameter: its own hook has taken the gradient before another one runs."""
+        """Refuse the hook while an engine has the parameter: the engine's own hook takes the gradient first.
+
+        Args:
+            hook: The hook.
+
+        Raises:
+            RuntimeError: An engine has this parameter.
+        """
         if (place := find(self)) is not None:
             raise RuntimeError(
                 f"{place.slot.name}: a post-accumulate hook reads .grad, which the engine takes first. "
@@ -128,7 +138,7 @@ class UnshardedParameter(nn.Parameter):
         return f"{head}; owners: {owners})\n{self.detach()!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        """A plain parameter. Raises RuntimeError where its values are not here."""
+        """Return a plain parameter. Raises RuntimeError if the values are released."""
         if id(self) not in memo:
             _refuse_absent(self, "copy.deepcopy")
             memo[id(self)] = nn.Parameter(self.data.clone(memory_format=torch.preserve_format), self.requires_grad)
@@ -151,17 +161,19 @@ _WITHOUT_VALUES = frozenset([
     "has_names", "_has_compatible_shallow_copy_type", "dim_order", "is_coalesced",
 ])
 # fmt: on
-"""Functions that ask for no values of a tensor."""
+"""Functions that read no values of a tensor."""
 
 _OF_VALUES = frozenset(["T", "mT", "H", "mH", "real", "imag"])
-"""Attributes that give values."""
+"""Attributes that return values."""
 
 _LOOKS = frozenset(["data", "view_as"])
-"""What gives the same tensor: often only its shape is asked for then."""
+"""Attributes and methods that return the same tensor. Callers often only want its shape."""
 
 
 class ReshardedParameter(UnshardedParameter):
-    """A parameter whose values are not here: it has shape and dtype, and hooks; what would read values raises."""
+    """A parameter whose values are released. Shape, dtype and hooks are available; reads of values raise
+    RuntimeError.
+    """
 
     @classmethod
     def __torch_function__(
@@ -171,7 +183,7 @@ class ReshardedParameter(UnshardedParameter):
 
 
 class _Absent(Tensor):
-    """`.data` of a parameter whose values are not here."""
+    """The `.data` of a parameter whose values are released."""
 
     parameter_name: str
 
@@ -195,14 +207,14 @@ def _without_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         made = func(*args, **kwargs)
     if allowed:
         return made
-    # Not by as_subclass, a node of autograd: pipelines look for a parameter's accumulator right below the view.
+    # as_subclass would add an autograd node, but pipelines expect the parameter's accumulator directly below the view.
     made.__class__ = _Absent
     made.parameter_name = _first_name(args, kwargs)
     return made
 
 
 def _first_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """Of the first one without values among the arguments, which may be lists of tensors."""
+    """Return the name of the first released parameter among the arguments, which may be lists of tensors."""
     given = [*args, *kwargs.values()]
     for each in (tensor for some in given for tensor in (some if isinstance(some, list | tuple) else [some])):
         if isinstance(each, _Absent):
@@ -213,13 +225,15 @@ def _first_name(args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
 
 
 def _holds_gradient(place: ParameterOwner) -> bool:
-    """Whether the engine has a gradient of the parameter, of a step that is under way."""
+    """Return whether the engine has a gradient of the parameter in the current step."""
     gradient = place.flat.gradient
     return gradient is not None and bool(gradient.used[place.index])
 
 
 def asked_by_torch() -> bool:
-    """Whether torch's own code asks, for its own needs. Called by the property that was asked for."""
+    """Return whether torch's own code reads the property. Call it directly from the property: it looks two
+    frames up.
+    """
     frame = sys._getframe(2)
     asks: str = frame.f_globals.get("__name__", "")
     # `Module.to` and its like move a gradient with its parameter; None stays None.
@@ -239,7 +253,9 @@ def _refuse_absent(parameter: Tensor, who: str) -> None:
 
 
 def refuse_gradient_read(name: str) -> NoReturn:
-    """`.grad` of the parameter `name` is asked for, or cleared, while the engine holds its gradient."""
+    """Raise RuntimeError: the caller reads or clears `.grad` of the parameter `name` while the engine holds its
+    gradient.
+    """
     raise RuntimeError(
         f"{name}: .grad was used between engine.backward and engine.step, where the gradient is in the engine and "
         ".grad is None, so that clipping or clearing it would do nothing. Set clip_norm in the configuration; clip by "
@@ -249,7 +265,7 @@ def refuse_gradient_read(name: str) -> NoReturn:
 
 
 def _refuse_gradient_write(name: str) -> NoReturn:
-    """`.grad` of the parameter `name` is set by hand."""
+    """Raise RuntimeError: the caller set `.grad` of the parameter `name`."""
     raise RuntimeError(
         f"{name}: .grad was set by hand, and no update of the engine uses it. Let engine.backward compute the gradient "
         "of a loss; change what an update uses by optimizer.register_step_pre_hook(hook)"
@@ -257,7 +273,7 @@ def _refuse_gradient_write(name: str) -> NoReturn:
 
 
 def _refuse_released(name: str, what: str) -> NoReturn:
-    """`what`, a function of torch, would use values of the parameter `name`, which are not here."""
+    """Raise RuntimeError: `what`, a function of torch, needs values of the released parameter `name`."""
     raise RuntimeError(
         f"{name}: {what} needs its values, and they are partitioned (ZeRO stage 3) or away from the device. "
         "speedlab.gather(parameter) and engine.state_dict(), on all ranks, give whole values, for averages of weights "
@@ -267,8 +283,12 @@ def _refuse_released(name: str, what: str) -> NoReturn:
 
 
 def owners_of(flat: Any, slot: ParamSlot) -> list[tuple[int, int, int]]:
-    """(rank, start, end) in elements of the parameter for each rank that owns some of it. Replicated ones are owned
-    alike."""
+    """Return (rank, start, end) for each rank that owns elements of a parameter, in elements of the parameter.
+
+    Args:
+        flat: The flat of the parameter.
+        slot: The position of the parameter in the flat.
+    """
     size = flat.padded // flat.gather_group.size
     owned = []
     for index, rank in enumerate(flat.gather_group.ranks):
@@ -280,11 +300,11 @@ def owners_of(flat: Any, slot: ParamSlot) -> list[tuple[int, int, int]]:
 
 
 def stays_whole(parameter: Tensor) -> bool:
-    """Return whether a parameter is of such a class.
+    """Return whether a parameter stays outside of flats, because of its class:
 
-    - A tensor subclass of several tensors, as torchao's quantised weights.
-    - bitsandbytes' weights of 8 bits, which each forward puts in the place of `.data`; of 4 bits on a CPU, where a
-      forward without gradients packs them.
+    - A tensor subclass of several tensors, such as torchao's quantized weights.
+    - bitsandbytes' 8-bit weights, which each forward assigns to `.data`; and its 4-bit weights on a CPU, which a
+      forward without gradients packs.
     """
     kind = type(parameter)
     if is_traceable_wrapper_subclass(parameter):
@@ -295,7 +315,12 @@ def stays_whole(parameter: Tensor) -> bool:
 
 
 def tensors_inside(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plain tensors that a parameter consists of, by names that begin with `name`."""
+    """Yield the plain tensors of a parameter, by names that start with `name`.
+
+    Args:
+        name: Name of the parameter.
+        tensor: The parameter; may be a tensor subclass.
+    """
     if not is_traceable_wrapper_subclass(tensor):
         yield name, tensor.data if isinstance(tensor, nn.Parameter) else tensor
         return

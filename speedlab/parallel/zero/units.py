@@ -1,7 +1,7 @@
-"""Choosing units: which parameters are gathered and released together. One repeated block is one unit; the rest is the
-root unit.
+"""Units: sets of parameters that are gathered and released together.
 
-A unit, and the passes in which units come and go.
+`plan_units` chooses the units of a model: each repeated block is one unit, and the rest is the root unit. `Unit` holds
+the flats of one unit, and its gather.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ UnitChoice = Sequence[type[nn.Module] | str] | Callable[[str, nn.Module], bool]
 ROOT = "root"
 
 _THEIR_BLOCK = "GradientCheckpointingLayer"
-"""The base class of transformers' blocks."""
+"""Base class of the blocks in transformers."""
 
 
 @dataclass
 class UnitPlan:
-    """A unit before it has flats: the modules it wraps and the parameters it holds, by full name."""
+    """A unit before it has flats: its modules, and its parameters by full name."""
 
     name: str
     modules: list[nn.Module]
@@ -43,17 +43,26 @@ class UnitPlan:
 
 
 def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_bytes: int = 0) -> list[UnitPlan]:
-    """Cut `model` into units: the root unit first, then blocks in the order in which the model registers them.
+    """Cut a model into units: the root first, then blocks in the order in which the model registers them.
 
-    1. Blocks are what `choice` says, or the children of every list of two or more modules of one class (outermost
-    first), or of one module that has no such list inside; of several classes if one comes twice, or if they have a base
-    class of their own. Nobody calls a list: in a list of lists the blocks are those
-    that the inner ones repeat, or, where they repeat nothing, the modules of each inner one together.
-    2. Neighbours of one list are merged while their parameters stay within `bucket_bytes`.
-    3. A parameter that several blocks share, or that stands outside all blocks, belongs to the root unit.
-    4. Frozen parameters that no flat can hold belong to none.
+    1. Find the blocks: what `choice` says, or the children of each outermost list of blocks. Such a list has one of
+       these forms:
+       - two or more modules of one class;
+       - one module that has no such list inside;
+       - modules of several classes, if one class appears twice or if all share their own base class.
+       A list itself is never called. So in a list of lists, the blocks are those of the inner lists. If the inner
+       lists repeat nothing, the modules of each inner list form one unit.
+    2. Merge neighbours of one list while their parameters fit into `bucket_bytes`.
+    3. Put parameters that several blocks share, or that are outside all blocks, into the root unit.
+    4. Leave out frozen parameters that no flat can hold.
 
-    Raises ValueError when `choice` matches no module.
+    Args:
+        model: The model to cut.
+        choice: The user's choice of blocks; None: find them.
+        bucket_bytes: Largest size of a merged unit, in bytes; 0: do not merge.
+
+    Raises:
+        ValueError: `choice` matches no module.
     """
     names = {id(module): name for name, module in model.named_modules()}
     lists = _chosen_blocks(model, choice) if choice is not None else _repeated_blocks(model)
@@ -79,14 +88,14 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
             continue
         owner = None if id(parameter) in outside else holder.get(id(parameter))
         (owner or root).parameters[name] = parameter
-    for plan in plans:  # Calls of a module that others share tell nothing of this unit.
+    for plan in plans:  # A call of a module whose parameters are all in the root says nothing about this unit.
         own = {id(parameter) for parameter in plan.parameters.values()}
         plan.modules = [module for module in plan.modules if any(id(p) in own for p in module.parameters())]
     return [root, *(plan for plan in plans if plan.parameters)]
 
 
 def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
-    """Every outermost list of blocks, each as a list of its children that hold parameters."""
+    """Return the blocks of every outermost list of blocks. Only children with parameters count."""
     found: list[list[nn.Module]] = []
 
     def visit(module: nn.Module) -> None:
@@ -102,11 +111,11 @@ def _repeated_blocks(model: nn.Module) -> list[list[nn.Module]]:
 
 
 def _blocks_of(module: nn.Module) -> list[nn.Module]:
-    """The blocks that a list repeats, of one class or of several; empty if it is no list of blocks."""
+    """Return the blocks in a list of modules; [] if the list is not a list of blocks."""
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return []
     holding = [child for child in module.children() if _has_parameters(child) and takes_hooks(child)]
-    # A list of bare layers (Sequential(Linear, ReLU, Linear)) is no list of blocks.
+    # Sequential(Linear, ReLU, Linear) is a list of layers, not of blocks.
     composite = [child for child in holding if any(True for _ in child.children())]
     counts = Counter(type(child) for child in composite)
     if len(counts) > 1:
@@ -115,11 +124,11 @@ def _blocks_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _blocks_of_classes(composite: list[nn.Module], counts: Counter[type[nn.Module]]) -> list[nn.Module]:
-    """The blocks of a list of several classes, as of models that mix attention with other layers.
+    """Return the blocks of a list with several classes, as in models that mix attention with other layers.
 
-    Two layers of one block (attention and feed-forward) are in such lists, too. So a class has to come twice, or the
-    classes have to share a base class of their own. A child that holds blocks itself (a tower, a stage of a U-Net) is
-    left to its own lists, unless its class comes twice next to plain blocks (experts) or transformers calls it a block.
+    Attention and feed-forward of one block can also form such a list. So one class must appear twice, or all classes
+    must share their own base class. A child that contains blocks itself (a tower, a stage of a U-Net) is left to its
+    own lists. Exceptions: its class appears twice next to plain blocks (experts), or transformers declares it a block.
     """
     bases = set.intersection(*(set(kind.__mro__) - set(nn.ModuleList.__mro__) for kind in counts))
     own = {
@@ -135,18 +144,18 @@ def _blocks_of_classes(composite: list[nn.Module], counts: Counter[type[nn.Modul
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
-    """Whether the module only holds blocks, each of which is called alone."""
+    """Return whether the module only contains blocks and is never called itself."""
     blocks = _blocks_of(module) if _is_bare(module) else []
     return bool(blocks) and all(child in blocks for child in module.children() if _has_parameters(child))
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Whether the module only holds others, as a list does, and has no forward to be called by."""
+    """Return whether the module has no forward of its own, like a ModuleList."""
     return getattr(module.forward, "__func__", None) is nn.Module.forward
 
 
 def takes_hooks(module: nn.Module) -> bool:
-    """Whether a hook can tell that the module is called."""
+    """Return whether hooks on the module see its calls. Hooks on TorchScript modules do not."""
     return not isinstance(module, torch.jit.ScriptModule)
 
 
@@ -155,7 +164,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 
 def _called(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The modules that are called where these are used: themselves, or what the bare ones among them hold."""
+    """Return the modules that are really called: these, or the children of those without a forward."""
     return [
         called
         for module in modules
@@ -165,7 +174,7 @@ def _called(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _is_one_block(module: nn.Module, composite: list[nn.Module]) -> bool:
-    """Whether a list of one module is one of blocks, of which a pipeline stage has left only this one."""
+    """Return whether a list of one module is a list of blocks. A pipeline stage may keep only one block."""
     return isinstance(module, nn.ModuleList) and not _repeated_blocks(composite[0])
 
 
@@ -209,7 +218,7 @@ def _merge_neighbours(blocks: list[nn.Module], bucket_bytes: int) -> list[list[n
 
 
 def _outside(model: nn.Module, block_ids: set[int]) -> list[nn.Module]:
-    """Modules that are in no block."""
+    """Return the modules that are in no block."""
     found, stack = [], [model]
     while stack:
         module = stack.pop()
@@ -225,8 +234,7 @@ def _joint_name(names: list[str]) -> str:
 
 
 class UnitPhase(Enum):
-    """What the module is doing; decides in which order units are gathered and whether they are released after a
-    forward."""
+    """The current pass of the module. It decides the order of gathers, and whether a forward releases its unit."""
 
     IDLE = "idle"
     FORWARD = "forward"
@@ -234,7 +242,7 @@ class UnitPhase(Enum):
 
 
 class ValueObserver(Protocol):
-    """Who looks at the values of units while these are here."""
+    """Observes the values of units while they are gathered."""
 
     def came(self, unit: Unit) -> None: ...
 
@@ -248,40 +256,50 @@ class Unit:
         self.name, self.modules, self.flats = name, modules, flats
         self.trainable_count = sum(len(flat.parameters) for flat in flats if flat.trainable)
         self.gathers: list[Work] | None = None
-        """The gather under way; None when the unit is released, [] when its parameters are there."""
+        """The pending gather; None: released; []: gathered."""
         self.cut_off = False
-        """Whether a wait for the gather under way has failed: its transfers are not waited for again, and the memory
-        that they fill stays until `forget_gather`."""
+        """Whether waiting for the pending gather failed. Then nobody waits for it again, and its memory stays until
+        `forget_gather`."""
         self.missing = self.trainable_count
-        """Gradients that this backward pass has not produced yet."""
+        """Number of gradients that this backward pass still has to compute."""
         self.gradients = [flat.gradient for flat in flats if flat.gradient is not None]
         self.calls = 0
-        """How many forwards of its modules are running, one inside the other; while there is one, its parts need no
-        care of their own."""
+        """Number of nested forwards of its modules that are running. Inside them, submodules need no separate
+        gather."""
         self.open_calls: list[RemovableHandle] = []
-        """Hooks on calls whose input gradients are still to come; kept where frozen parameters are needed to the
-        end."""
+        """Hooks on calls whose input gradients are not computed yet. Only for units with frozen parameters, which
+        backward needs until these gradients are ready."""
         self.has_frozen = any(not flat.trainable for flat in flats)
         self.watch: ValueObserver | None = None
 
     def start_gather(self) -> None:
+        """Start to gather all flats, unless the unit is gathered already.
+
+        Raises:
+            Exception: The gather of one flat failed; then all flats are released again.
+        """
         if self.gathers is not None:
             return
         begun: list[Work] = []
         try:
             for flat in self.flats:
                 begun.append(flat.gather())
-        except BaseException:  # All are gathered, or none is.
+        except BaseException:  # Either all flats are gathered or none is.
             for flat, pending in zip(self.flats, begun, strict=False):
-                with suppress(Exception):  # What was raised first is what counts.
+                with suppress(Exception):  # The first exception is the relevant one.
                     pending.wait()
                 flat.release()
             raise
         self.gathers = begun
 
     def finish_gather(self) -> None:
-        """Raises OffloadError where this rank's part cannot be read; nothing of the unit is under way then. Raises
-        PeerLost where an earlier wait has failed: its error was raised then, and may be of another world."""
+        """Wait until the parameters have values.
+
+        Raises:
+            OffloadError: This rank's shard cannot be read; the gather is dropped.
+            PeerLost: An earlier wait for this gather failed. Its own error was already raised, and may concern another
+                world.
+        """
         if self.cut_off:
             raise PeerLost(f"the gather of {self.name} was cut off; the ranks have to meet again (engine.reconnect)")
         arriving = self.gathers or ()
@@ -299,6 +317,7 @@ class Unit:
             self.watch.came(self)
 
     def release(self) -> None:
+        """Free the full parameters; the shards remain. Waits for a pending gather first."""
         self.calls = 0
         if self.gathers is not None:
             self.finish_gather()
@@ -309,20 +328,22 @@ class Unit:
             self.gathers = None
 
     def forget_gather(self) -> None:
-        """Nothing comes from peers any more. What this rank reads itself does, and has to be over before its memory
-        serves others."""
+        """Drop a pending gather, because peers will send nothing more. This rank's own disk reads still finish,
+        because they write into memory that is freed here.
+        """
         for pending in self.gathers or ():
             if isinstance(pending, ReadThenGathered):
-                with suppress(OffloadError):  # Whoever needs the values is told.
+                with suppress(OffloadError):  # The caller that needs the values gets this error elsewhere.
                     pending.reading.wait()
-            del pending  # A transfer that is gone writes nothing into the memory that is freed now.
+            del pending  # Deletes the transfer before its memory is freed, so that it cannot write there any more.
         if self.gathers is not None:
             self.gathers, self.cut_off = [], False
             self.release()
 
     def forget_calls(self) -> None:
-        """No gradients will come for the calls that are open. (A hook on several tensors holds their graph, which holds
-        the hook, where no garbage collector sees it.)"""
+        """Remove the hooks of open calls, because their gradients will not be computed. A hook on several tensors and
+        their graph refer to each other through C++, so the garbage collector cannot free them.
+        """
         for handle in self.open_calls:
             handle.remove()
         self.open_calls.clear()
