@@ -16,7 +16,7 @@ from hostile import PAYLOADS, make_runs
 from lab_page import Notebook, serious_problems
 from speedlab_server.run_registry import run_id
 from telemetry_samples import make_event, make_folder, make_record
-from test_ending import WaitingSupervisor, served
+from test_shutdown import WaitingSupervisor, served
 
 from speedlab.cluster.files.cluster_dir import ClusterDir
 from speedlab.telemetry.records import Ledger, RunState

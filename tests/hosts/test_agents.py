@@ -290,7 +290,7 @@ def test_without_a_scheduler_that_is_said(tmp_path: Path, monkeypatch: pytest.Mo
         controller_address(SlurmJob(nodes=1))
 
 
-@pytest.mark.nightly  # A run does the same in test_a_host_that_goes.py.
+@pytest.mark.nightly  # A run does the same in test_lost_host.py.
 @pytest.mark.timeout(150)
 def test_a_cluster_goes_on_without_a_host_and_grows_again(two: Lab, ssh: Path, login: LoginTo) -> None:
     here = login(parse_hosts(["host-a:1", "host-b:1"], config=str(ssh)))

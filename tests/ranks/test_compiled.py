@@ -15,8 +15,8 @@ from ranks.conftest import PoolOf
 from ranks.layout_cases import LayoutCase, train_layouts
 from ranks.loops import Case, Trajectory, engine_for, engine_step, problems
 from ranks.test_context import by_tokens, in_ring, long_gpt, many, ring_gpt
-from ranks.test_documents import case_of
 from ranks.test_layouts import FLOAT32, PlainOf
+from ranks.test_packing import case_of
 from speedlab.layout import Layout
 
 SMALL: dict[str, Any] = {"build": partial(long_gpt, layers=2), "batch": many, "accumulation": 2, "steps": 2}

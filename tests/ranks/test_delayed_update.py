@@ -24,7 +24,7 @@ from ranks.layout_cases import LayoutCase, train_layouts
 from ranks.loops import Case, adamw, engine_for, engine_step, problems, sgd, train_cases, train_plain, worst_update
 from ranks.pool import Pool
 from ranks.small_steps import warnings_of
-from ranks.test_communicating import PlainSums
+from ranks.test_compressed_optimizer import PlainSums
 from ranks.test_modules import MODULES
 from ranks.test_parity import BFLOAT16, FLOAT32
 from speedlab.config import ConfigError, RunConfig
