@@ -1,4 +1,4 @@
-"""Measurements of this machine: `speedlab bench NAME` runs the module of that name."""
+"""Measure this machine: `speedlab bench NAME` runs the module of that name."""
 
 BENCHES = {
     "kernels": "the operations of cuda_ops beside torch, NumPy, DeepSpeed and the speed of memory",

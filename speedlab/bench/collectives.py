@@ -1,11 +1,11 @@
-"""`speedlab bench collectives`: the shared-memory backend beside gloo, as plain torch.distributed calls.
+"""Compare the shared-memory backend with gloo: `speedlab bench collectives`.
 
-All ranks begin together; times are those of the slowest rank.
+Calls are plain torch.distributed calls. All ranks begin together; times are those of the slowest rank.
 
-"Comparing the call" is what it costs that all ranks compare each call (`comm/shared/call_descriptions.py`): a barrier
-with and without it, in turn, because a barrier moves no data. The row is a difference, in microseconds: of processor
-time in a group of one rank, which other processes do not disturb, and of the time by the clock for more ranks, which
-they do.
+The rows "comparing the call" measure the cost of the check that all ranks make the same call
+(`comm/shared/call_descriptions.py`). The benchmark alternates barriers with and without this check, because a barrier
+moves no data. The row is the difference in microseconds: processor time for one rank, which other processes do not
+disturb; wall-clock time for more ranks, which other processes do disturb.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _SMALL_BYTES, _SMALL_CALLS = 4 << 10, 50
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesOptions:
-    """All-reduce, reduce-scatter and all-gather of 4 KB (latency) and of many megabytes (bandwidth); what it costs that
-    the ranks compare each call."""
+    """All-reduce, reduce-scatter and all-gather of 4 KB (latency) and of many megabytes (bandwidth), and the cost of
+    comparing each call between ranks.
+    """
 
     ranks: tuple[int, ...] = (2, 4)
     """Numbers of rank processes, one thread each."""
@@ -47,6 +48,11 @@ class CollectivesOptions:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run `speedlab bench collectives` and print the table.
+
+    Args:
+            argv: command-line arguments; None means those of the process.
+    """
     options = read_options(CollectivesOptions, argv, "speedlab bench collectives")
     rows: list[BenchRow] = []
     for ranks in options.ranks:
@@ -61,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _measure(megabytes: int, rounds: int) -> dict[tuple[str, int], Times]:
-    """Seconds of one call, by (collective, bytes) and backend."""
+    """Return the seconds of one call, by (collective, bytes) and backend."""
     import torch.distributed as dist
 
     groups = {"ours": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
@@ -84,11 +90,11 @@ def _measure(megabytes: int, rounds: int) -> dict[tuple[str, int], Times]:
 
 
 _COMPARED_CALLS = 300
-"""Of each kind in a round: half a millisecond or so."""
+"""Calls of each kind in a round: about half a millisecond."""
 
 
 def _measure_comparing(rounds: int) -> list[float]:
-    """Seconds by which a call takes longer because the ranks compare it, one for each round."""
+    """Return for each round the extra seconds of a call because the ranks compare it."""
     import torch
     import torch.distributed as dist
 
@@ -127,7 +133,12 @@ def _measure_comparing(rounds: int) -> list[float]:
 
 @contextlib.contextmanager
 def uncompared(meeting: SyncPage) -> Iterator[None]:
-    """Inside, the rounds of this rank carry no call and compare nothing. All ranks must enter and leave together."""
+    """Disable the comparison of calls for this rank inside the block. All ranks must enter and leave together.
+
+    Args:
+            meeting: the sync page of this rank's group; its methods are replaced on the instance and restored
+            afterwards.
+    """
     from speedlab.comm.shared.sync_page import Number
 
     def meet(number: int) -> None:
@@ -143,7 +154,7 @@ def uncompared(meeting: SyncPage) -> Iterator[None]:
 
 
 def _slowest(seconds: list[float]) -> list[float]:
-    """The longest time of any rank, for each round."""
+    """Return for each round the longest time of any rank."""
     import torch
     import torch.distributed as dist
 

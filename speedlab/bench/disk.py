@@ -1,8 +1,10 @@
-"""`speedlab bench disk`: states on disk beside fio with the same chunk, transfers at a time, bytes and O_DIRECT.
+"""Compare states on disk with fio: `speedlab bench disk`.
 
-Both write and read one file of their own in the same folder, in turn. fio keeps as many transfers under way as ours, by
-one thread with libaio, or by as many threads as ours has (psync), each with its part of the file; its start is not
-counted. Ours is a whole turn: into memory that an update would work on, and back.
+1. Both use the same chunk size, number of concurrent transfers, bytes and O_DIRECT setting.
+2. Both write and read one file of their own in the same folder, in turn.
+3. fio keeps the same number of transfers in flight: one thread with libaio, or as many threads as ours (psync), each
+   with its part of the file. The start of fio is not counted.
+4. Ours is a full round trip: into the memory that an update would use, and back.
 """
 
 from __future__ import annotations
@@ -32,10 +34,10 @@ _NO_FIO = "fio is not installed, so there is nothing beside ours: apt-get instal
 
 @dataclass(frozen=True, kw_only=True)
 class DiskOptions:
-    """Bytes a second of states on disk, written and read, beside fio."""
+    """Bytes a second of states on disk, written and read, compared with fio."""
 
     folder: Path = Path(tempfile.gettempdir())
-    """On the disk that is to be measured."""
+    """A folder on the disk to measure."""
     megabytes: int = 1024
     """Size of the state."""
     threads: int | None = None
@@ -49,6 +51,11 @@ class DiskOptions:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run `speedlab bench disk` and print the table.
+
+    Args:
+            argv: command-line arguments; None means those of the process.
+    """
     options = read_options(DiskOptions, argv, "speedlab bench disk")
     import torch
 
@@ -58,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
     best = measure_disk(options.folder)
     threads = options.threads or best.threads
     chunk_bytes = best.chunk_bytes if options.chunk_kib is None else options.chunk_kib << 10
-    whole = chunk_bytes * threads  # So that each thread of fio has as many chunks.
+    whole = chunk_bytes * threads  # Each thread of fio then has the same number of chunks.
     nbytes = max(1, options.megabytes * 10**6 // whole) * whole
     store = DiskStore(
         options.folder,
@@ -95,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _measure(store: DiskStore, nbytes: int, peer: _Fio | None, rounds: int) -> Times:
-    """Seconds by who and what was done."""
+    """Return seconds by contestant and direction, for instance "ours write"."""
     import torch
 
     kept = store.keep(nbytes, torch.uint8)
@@ -107,7 +114,7 @@ def _measure(store: DiskStore, nbytes: int, peer: _Fio | None, rounds: int) -> T
     if peer is not None:
         for engine in _ENGINES:
             acts |= {f"fio {engine} {way}": partial(peer.run, engine, way) for way in ("write", "read")}
-        peer.run("libaio", "write")  # Makes its file.
+        peer.run("libaio", "write")  # Create fio's file, so that the first read finds it.
     take_turns(list(acts), 1, lambda name: acts[name]())  # For warming up.
     return take_turns(list(acts), rounds, lambda name: acts[name]())
 
@@ -134,7 +141,7 @@ def _has_fio() -> bool:
 
 @dataclass(frozen=True)
 class _Fio:
-    """fio over one file of its own."""
+    """fio with one file of its own."""
 
     file: Path
     nbytes: int
@@ -143,7 +150,15 @@ class _Fio:
     direct: bool
 
     def run(self, engine: str, way: str) -> float:
-        """Seconds that it took to "write" or "read" all of the file, as fio says."""
+        """Run fio over the whole file and return the seconds that fio reports.
+
+        Args:
+                engine: fio's ioengine, "libaio" or "psync".
+                way: "write" or "read".
+
+        Raises:
+                SystemExit: fio failed.
+        """
         command = [
             "fio", "--name=states", f"--filename={self.file}", f"--filesize={self.nbytes}", f"--bs={self.chunk_bytes}",
             f"--rw={way}", f"--direct={int(self.direct)}", f"--ioengine={engine}", "--thread", "--group_reporting",
@@ -155,10 +170,10 @@ class _Fio:
             part = self.nbytes // self.depth
             command += [f"--numjobs={self.depth}", f"--offset_increment={part}", f"--size={part}"]
         if not self.direct and way == "write":
-            command.append("--sync=dsync")  # Ours writes through, too.
+            command.append("--sync=dsync")  # Our store writes through to the disk as well.
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise SystemExit(f"speedlab bench disk: fio failed ({done.returncode}): {done.stderr or done.stdout}")
-        # Where it warns, it does so before the JSON.
+        # fio prints warnings before the JSON.
         figures = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0][way]
         return figures["io_bytes"] / figures["bw_bytes"]

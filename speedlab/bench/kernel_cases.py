@@ -1,8 +1,7 @@
-"""The kernels that go over flats, as cases of `bench kernels`. Memory is warm: what is written exists before.
+"""Build the cases of `speedlab bench kernels`: optimizer kernels, quantization, attention and the loss.
 
-Block-sparse attention, and torch's by the same kernels, as cases of `bench kernels`.
-
-The linear cross-entropy, as a case of `bench kernels`.
+Each `*_rows` function yields rows for one operation. All memory is touched before it is measured, so page faults do not
+count.
 """
 
 from __future__ import annotations
@@ -38,15 +37,29 @@ _NUMBERS: dict[str, Any] = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8
 
 
 def update_of(nbytes: float, device: torch.device, *, only_read: float = 0) -> Callable[[], object]:
-    """A sum in place that reads and writes `nbytes` altogether, and a sum over `only_read` bytes more: the floor of
-    what updates memory. Reading costs less than writing, so that neither can stand for the other."""
+    """Return a call with the memory traffic of an update, to measure the floor.
+
+    A read costs less than a write, so the two amounts are separate.
+
+    Args:
+            nbytes: bytes that a sum in place reads and writes altogether.
+            device: where the memory is allocated.
+            only_read: bytes of a second sum that only reads.
+    """
     memory = torch.ones(int(nbytes) // 8, device=device)
     read = torch.ones(int(only_read) // 4, device=device)
     return lambda: (memory.add_(1.0), read.sum())
 
 
 def copy_of(nbytes: float, device: torch.device) -> Callable[[], object]:
-    """A copy that reads and writes `nbytes` altogether: the floor of what writes to other memory than it reads."""
+    """Return a copy that reads and writes `nbytes` altogether.
+
+    This is the floor of operations that write to other memory than they read.
+
+    Args:
+            nbytes: bytes read plus bytes written.
+            device: where the memory is allocated.
+    """
     source = torch.ones(int(nbytes) // 8, device=device)
     target = torch.ones_like(source)
     return lambda: target.copy_(source)
@@ -57,14 +70,19 @@ def _threads(device: torch.device) -> str:
 
 
 def _flats(count: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(param, grad, exp_avg, exp_avg_sq)."""
+    """Return (param, grad, exp_avg, exp_avg_sq), float32, `count` elements each."""
     generator = torch.Generator().manual_seed(0)
     param, grad = (torch.randn(count, generator=generator).to(device) for _ in range(2))
     return param, grad, torch.zeros_like(param), torch.full_like(param, 1e-3)
 
 
 def adamw_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
-    """AdamW alone, and with unscale, clip and a bfloat16 copy."""
+    """Measure AdamW alone, and with unscale, clip and a bfloat16 copy.
+
+    Args:
+            device: the device to measure.
+            rounds: interleaved rounds.
+    """
     for millions in (10, 100):
         count = millions * _MILLION
         flats = _flats(count, device)
@@ -115,7 +133,12 @@ def _deepspeed_adam(param: Tensor, grad: Tensor) -> Callable[[], None]:
 
 
 def blockwise8_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
-    """Both moments of AdamW out of their codes, and back into them."""
+    """Measure decoding and encoding of AdamW's moments in 8 bits, signed (exp_avg) and unsigned (exp_avg_sq).
+
+    Args:
+            device: the device to measure.
+            rounds: interleaved rounds.
+    """
     count = 100 * _MILLION
     values = _flats(count, device)[0]
     codes = torch.zeros(count, dtype=torch.uint8, device=device)
@@ -134,7 +157,12 @@ def blockwise8_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
 
 
 def rounding_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
-    """Updated parameters into bfloat16, at random; the peer rounds to nearest."""
+    """Measure stochastic rounding of updated parameters to bfloat16. The peer rounds to nearest.
+
+    Args:
+            device: the device to measure.
+            rounds: interleaved rounds.
+    """
     count = 100 * _MILLION
     values = _flats(count, device)[0]
     out, nearest = (torch.zeros(count, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -151,6 +179,12 @@ def rounding_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
 
 
 def sgd_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
+    """Measure SGD with momentum.
+
+    Args:
+            device: the device to measure.
+            rounds: interleaved rounds.
+    """
     param, grad, buffer, _ = _flats(10 * _MILLION, device)
     own = torch.nn.Parameter(param.clone())
     own.grad = grad.clone()
@@ -168,7 +202,12 @@ def sgd_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
 
 
 def grad_stats_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
-    """The peer needs two passes for the same answer: the norm, and whether all is finite."""
+    """Measure the norm and the finite check of gradients. The peer needs two passes for the same answer.
+
+    Args:
+            device: the device to measure.
+            rounds: interleaved rounds.
+    """
     for dtype in (torch.float32, torch.bfloat16):
         grad = _flats(10 * _MILLION, device)[1].to(dtype)
         times = interleave(
@@ -183,7 +222,12 @@ def grad_stats_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
 
 
 def onebit_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
-    """Sign-packing with error feedback, and the mean of what four ranks packed."""
+    """Measure sign packing with error feedback, and the mean of the packed values of four ranks.
+
+    Args:
+            device: the device to measure.
+            rounds: interleaved rounds.
+    """
     count = 1024 * CHUNK
     values = _flats(count, device)[0]
     error, out = torch.zeros_like(values), torch.empty_like(values)
@@ -210,8 +254,15 @@ def onebit_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
 
 
 def frozen_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
-    """A step's passes behind an exchange of signs: the mean taken and the rest kept, and the update over it. Beside
-    AdamW, which a step of the warm-up takes, and what torch's own operations take."""
+    """Measure the passes of a step after the exchange of signs, with a frozen variance.
+
+    The passes are: take the mean and keep the error; update the parameters. Peers are AdamW, which the warm-up uses,
+    and torch's own operations.
+
+    Args:
+            device: the device to measure.
+            rounds: interleaved rounds.
+    """
     count = 10_000 * 1024
     param, values, kept, variance = _flats(count, device)
     exp_avg = torch.zeros_like(param)
@@ -276,9 +327,15 @@ def _numpy_average(packed: np.ndarray, scales: np.ndarray, out: np.ndarray) -> N
 
 
 def blockquant_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
-    """int8 and int4 beside a plain version, which knows no special values, compiled by torch. Both allocate what they
-    return."""
-    values = _flats(40_000 * 256, device)[0]  # Whole blocks, so that the peer needs no padding.
+    """Measure int8 and int4 block quantization next to a plain version compiled by torch.
+
+    The plain version ignores special values. Both allocate their result.
+
+    Args:
+            device: the device to measure.
+            rounds: interleaved rounds.
+    """
+    values = _flats(40_000 * 256, device)[0]  # Whole blocks: the peer does not support padding.
     out = torch.zeros_like(values)
     for bits in (8, 4):
         quantized, scales = block_quantize(values, bits=bits)
@@ -342,7 +399,14 @@ _DENSE = ((4, 6, 128, 64), (1, 4, 512, 128), (1, 12, 512, 64), (1, 2, 4096, 64))
 
 
 def attention_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
-    """Forward and backward, causal, a window of 4 blocks and 1 global block, beside dense attention."""
+    """Measure causal block-sparse attention next to dense attention, forward and backward.
+
+    The pattern is a window of 4 blocks and 1 global block.
+
+    Args:
+            device: the device to measure.
+            rounds: interleaved rounds; fewer for long sequences.
+    """
     for length in (4096, 16384):
         layout = BlockLayout.local(length, 4, causal=True) | BlockLayout.global_(length, 1, causal=True)
         generator = torch.Generator().manual_seed(0)
@@ -363,7 +427,14 @@ def attention_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
 
 
 def torch_attention_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
-    """torch's causal attention, forward and backward, by our kernels and by its own. On CPUs."""
+    """Measure torch's causal attention, forward and backward, with our CPU kernels and with torch's own.
+
+    Yields nothing on other devices than CPUs.
+
+    Args:
+            device: the device to measure.
+            rounds: interleaved rounds.
+    """
     if device.type != "cpu":
         return
     install()
@@ -397,15 +468,20 @@ def _attention_step(attend: Callable[[], Tensor], *inputs: Tensor) -> Callable[[
 
 
 _SHAPES = ((512, 384, 16384), (2048, 768, 50257))
-"""(tokens, width, vocabulary): of `bench step`, and of GPT-2."""
+"""(tokens, width, vocabulary) of `bench step` and of GPT-2."""
 
 _CHUNK = 256
 
 
 def loss_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
-    """Forward and backward beside the full logits; the floor is the three products, in chunks that fit the caches.
+    """Measure the linear cross-entropy, forward and backward, next to the full logits.
 
-    A row of its own tells the memory: bytes at the peak beyond what stands before and after, over the full logits'.
+    The floor is the three matrix products, in chunks that fit the caches. A separate row shows memory: peak bytes
+    beyond those before and after the step, divided by the bytes of the full logits.
+
+    Args:
+            device: the device to measure.
+            rounds: interleaved rounds.
     """
     for tokens, width, vocabulary in _SHAPES:
         for dtype in (torch.float32, torch.bfloat16):
@@ -446,7 +522,7 @@ def _loss_step(loss: Callable[[], Tensor], *inputs: Tensor) -> Callable[[], None
 
 
 def _products(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
-    """The matrix products of forward and backward, and nothing else, into memory that exists."""
+    """Return a call of only the matrix products of forward and backward, into memory that exists."""
     logits = torch.zeros(_CHUNK, weight.shape[0], dtype=hidden.dtype, device=hidden.device)
     grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
 
@@ -461,13 +537,13 @@ def _products(hidden: Tensor, weight: Tensor) -> Callable[[], None]:
 
 
 def _extra_bytes(step: Callable[[], None], device: torch.device) -> int:
-    """Bytes at the peak of a step beyond those that stand after it: gradients are there before and after."""
+    """Return the peak bytes of a step beyond those allocated after it. Gradients exist before and after."""
     peak = PeakMemory(device)
     step()
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
     else:
-        # What stays with the process until it is needed again would hide what a step takes.
+        # Memory that the allocator keeps for reuse would hide the peak of the step.
         release_freed_memory(device)
         before = PeakMemory.resident()
     peak.take()

@@ -1,7 +1,8 @@
-"""`speedlab bench kernels`: the operations of cuda_ops beside their peers, interleaved, and beside a floor.
+"""Compare the operations of cuda_ops with their peers and with a lower bound: `speedlab bench kernels`.
 
-The floor of what memory bounds is the time that touching the same number of bytes takes here, by a sum in place or a
-copy; that of the linear cross-entropy, its matrix products alone. Peers that are not installed are named and left out.
+The lower bound ("floor") of a memory-bound operation is the time to touch the same number of bytes here, measured by a
+sum in place or a copy. The floor of the linear cross-entropy is the time of its matrix products alone. Measurements are
+interleaved. Peers that are not installed are named and left out.
 """
 
 from __future__ import annotations
@@ -32,20 +33,22 @@ CASES: dict[str, Callable[[torch.device, int], Iterator[BenchRow]]] = {
     "block_sparse_attention": kernel_cases.attention_rows,
     "torch_attention": kernel_cases.torch_attention_rows,
 }
+"""Name of an operation -> function that yields its rows, given the device and the number of rounds."""
 
 
 _THREADED = ("adamw", "blockwise8", "round_stochastically")
-"""What the host updates for devices whose states lie there."""
+"""Operations that the host runs for devices with offloaded states, so the thread count matters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsOptions:
-    """Every kernel beside its peers. `ratio` > 1: ours is faster; `limit_share`: share of the floor's speed."""
+    """Every kernel next to its peers. `ratio` > 1: ours is faster; `limit_share`: share of the floor's speed."""
 
     only: Annotated[tuple[str, ...], tyro.conf.arg(name="only")] = ()
     """Operations to measure; all when left out."""
     threads: tuple[int, ...] = (1, 2)
-    """Thread counts of the processor to measure AdamW and what keeps its states with; the others run with the first."""
+    """CPU thread counts to measure the host's optimizer kernels with (AdamW and its states); the others use the first.
+    """
     device: str = "cpu"
     """cpu or cuda."""
     rounds: int = 9
@@ -55,6 +58,11 @@ class KernelsOptions:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run `speedlab bench kernels` and print the table.
+
+    Args:
+            argv: command-line arguments; None means those of the process.
+    """
     options = read_options(KernelsOptions, argv, "speedlab bench kernels")
     unknown = [name for name in options.only if name not in CASES]
     if unknown:
@@ -65,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"not installed, left out: {peer} (make bench installs it)", file=sys.stderr)
     found: list[BenchRow] = []
     for name in options.only or CASES:
-        # Threads make a difference where there is memory to share; elsewhere one count tells enough.
+        # The thread count matters only for operations that compete for memory bandwidth on the CPU.
         for threads in options.threads if name in _THREADED and device.type == "cpu" else options.threads[:1]:
             print(f"{name}, {threads} thread{'s' if threads > 1 else ''} ...", file=sys.stderr, flush=True)
             torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""What comes with the package to be read: guides, for `speedlab guide` and `%speedlab guide`, and notebooks."""
+"""Find the guides and notebooks of the package, for `speedlab guide` and `%speedlab guide`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "guides"
 _NOTEBOOKS = (FOLDER.parent / "notebooks", FOLDER.parents[1] / "notebooks")
-"""In the package; in a checkout, which an editable install is, they lie beside it."""
+"""In an installed package; and in a checkout (an editable install), next to the package."""
 QUICKSTART = "01_quickstart.ipynb"
 
 KINDS = {
@@ -24,7 +24,7 @@ RENAMED = {"measured": "performance"}
 """Old name of a guide -> its name."""
 
 TROUBLE = "trouble"
-"""The guide that quotes messages, a line each behind '> ', with '…' for what a message fills in."""
+"""The guide that quotes error messages: one line each after '> ', with '…' for the variable parts."""
 
 _QUOTE = re.compile(r"^> (.*)$", re.MULTILINE)
 _HEADING = re.compile(r"^## (.*)$", re.MULTILINE)
@@ -58,7 +58,11 @@ def page(name: str, section: str = "") -> str:
 
 
 def guide_file(name: str) -> Path:
-    """Return the file of a guide. Raises NoGuideError, which names the nearest."""
+    """Return the file of a guide. Old names of guides still work.
+
+    Raises:
+            NoGuideError: there is no such guide; the message names the nearest one.
+    """
     name = RENAMED.get(name, name)
     files = _guide_files()
     matching = [path for path in files.values() if path.stem == name]
@@ -70,7 +74,11 @@ def guide_file(name: str) -> Path:
 
 
 def notebook_file(name: str) -> Path:
-    """The file of a notebook. Raises NoGuideError, which names the nearest."""
+    """Return the file of a notebook.
+
+    Raises:
+            NoGuideError: there is no such notebook; the message names the nearest one.
+    """
     found = {path.name: path for folder in _NOTEBOOKS for path in sorted(folder.glob("*.ipynb"))}
     if name not in found:
         raise NoGuideError(_unknown("notebook", name, list(found)))
@@ -92,7 +100,7 @@ def _guide_files() -> dict[str, Path]:
 
 
 def sections(text: str) -> dict[str, str]:
-    """A page's sections by their headings, each with its heading."""
+    """Return the sections of a Markdown page by heading; each body includes its heading line."""
     # A line of code may begin as a heading does.
     starts = [match.start() for match in _HEADING.finditer(_FENCED.sub(lambda code: "`" * len(code[0]), text))]
     bodies = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
@@ -100,7 +108,7 @@ def sections(text: str) -> dict[str, str]:
 
 
 def section_about(message: str) -> str | None:
-    """The section of `TROUBLE` that quotes a message; None for one that it does not know."""
+    """Return the heading of the section of `TROUBLE` that quotes a message, or None if no section does."""
     text = " ".join(message.split())
     return next((section for pattern, section in _quoted() if pattern.search(text)), None)
 

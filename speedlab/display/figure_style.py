@@ -1,7 +1,7 @@
-"""What all plots share: colours, words, and a layout without colours of its own.
+"""Define what all plots share: colours, labels, and a layout without colours of its own.
 
-Colours mean one thing everywhere: a phase of a step wears the colour of the memory it works on. What is drawn in the
-reader's own text colour is called "ink" (a trace's `meta`, a shape's `name`), and the page puts that colour in.
+A colour has one meaning everywhere: a phase of a step has the colour of the memory that the phase works on. "Ink" is
+the text colour of the page: marked by a trace's `meta` or a shape's `name`, and filled in by the page.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ COLOURS = {
     "other_framework": "#999999",
     "outside_framework": "#999999",
 }
-"""Of the ledger's categories, in the order in which they are stacked. Okabe and Ito's palette: told apart by
-colour-blind readers, legible on light and on dark."""
+"""Colours of the ledger's categories, in stacking order.
+
+Okabe and Ito's palette: colour-blind readers can distinguish all colours, on a light and on a dark page.
+"""
 
 LABELS = {
     **{category: category.replace("_", " ") for category in COLOURS},
@@ -33,16 +35,16 @@ LABELS = {
 }
 
 _HATCHED = "outside_framework"
-"""Drawn in strokes: it is no tensor of anybody's."""
+"""Drawn in strokes, because no tensor of this process owns this memory."""
 
 
 def is_hatched(category: str) -> bool:
-    """Whether a category of the ledger is drawn in strokes rather than filled."""
+    """Return whether a category of the ledger is drawn in strokes rather than filled."""
     return category == _HATCHED
 
 
 def bar_marker(category: str) -> dict[str, Any]:
-    """plotly's marker of a bar of bytes."""
+    """Return plotly's `marker` for a bar of bytes of a ledger category."""
     if not is_hatched(category):
         return {"color": COLOURS[category], "line": {"width": 0}}
     pattern = {"shape": "/", "fgcolor": COLOURS[category], "bgcolor": "rgba(0,0,0,0)", "size": 7, "solidity": 0.25}
@@ -50,7 +52,7 @@ def bar_marker(category: str) -> dict[str, Any]:
 
 
 def swatch(category: str) -> str:
-    """The CSS background of a category's mark in a legend."""
+    """Return the CSS background of a category's mark in a legend."""
     colour = COLOURS[category]
     if not is_hatched(category):
         return colour
@@ -66,7 +68,7 @@ PHASE_COLOURS = {
     "optimizer": COLOURS["optimizer_moments"],
     "other": COLOURS["other_framework"],
 }
-"""`other` is what a step took beyond its phases: shown, never hidden."""
+"""Colours of the phases of a step. `other` is step time outside the phases; plots always show it."""
 
 ACCENT = "#D55E00"
 INK = "#808080"
@@ -75,7 +77,12 @@ PAPER_INK, PAPER_GRID = "#1c2530", "#dde2e8"
 
 
 def base_layout(title: str, unit: str) -> Figure:
-    """A layout without a single colour of its own: text, grid and background are the page's."""
+    """Return a plotly layout without any colour: text, grid and background have the colours of the page.
+
+    Args:
+            title: title of the figure, also the key that keeps zoom and selection over updates (`uirevision`).
+            unit: title of the y axis.
+    """
     return {
         "title": {"text": title, "x": 0.01, "xanchor": "left", "y": 0.98, "yanchor": "top", "font": {"size": 14}},
         "font": {"size": 12},
@@ -94,7 +101,11 @@ def base_layout(title: str, unit: str) -> Figure:
 
 
 def on_paper(figure: Figure) -> Figure:
-    """The figure with colours of its own, dark on white, for where no page gives it any: in a saved notebook."""
+    """Return the figure with its own colours, dark on white, for places without a page style (a saved notebook).
+
+    Args:
+            figure: a plotly figure as a dict; it is not changed.
+    """
     layout = figure["layout"]
     axes = [name for name in layout if name.startswith(("xaxis", "yaxis"))]
     coloured = {
@@ -107,6 +118,12 @@ def on_paper(figure: Figure) -> Figure:
 
 
 def second_axis(title: str, tickformat: str) -> Figure:
+    """Return plotly's layout of a second y axis on the right.
+
+    Args:
+            title: title of the axis.
+            tickformat: d3 format of its ticks.
+    """
     return {
         "title": {"text": title, "standoff": 6},
         "overlaying": "y",
@@ -120,6 +137,7 @@ def second_axis(title: str, tickformat: str) -> Figure:
 
 
 def float32(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return both coordinates as float32 arrays, which halves what is sent to the browser."""
     return np.asarray(x, dtype=np.float32), np.asarray(y, dtype=np.float32)
 
 
@@ -134,6 +152,18 @@ def curve(
     opacity: float = 1.0,
     second: bool = False,
 ) -> dict[str, Any]:
+    """Return a plotly trace of one line.
+
+    Args:
+            name: name in the legend.
+            points: (x, y) of equal length.
+            hover: plotly's hover template after the name.
+            color: CSS colour; INK marks the trace for the text colour of the page.
+            width: line width in pixels.
+            dash: plotly's dash style.
+            opacity: 0 to 1.
+            second: draw on the second y axis.
+    """
     trace: dict[str, Any] = {
         "type": "scatter",
         "mode": "lines",
@@ -150,11 +180,20 @@ def curve(
 
 
 def ink_line(x0: float, x1: float, y: float, dash: str) -> dict[str, Any]:
+    """Return a plotly line from (x0, y) to (x1, y) in the text colour of the page."""
     line = {"color": INK, "width": 1.5, "dash": dash}
     return {"type": "line", "x0": x0, "x1": x1, "y0": y, "y1": y, "line": line, "name": "ink"}
 
 
 def note(text: str, *, y: float, yref: str = "paper", yanchor: str = "top") -> dict[str, Any]:
+    """Return a plotly annotation at the right edge.
+
+    Args:
+            text: plotly markup.
+            y: position, in units of `yref`.
+            yref: "paper" (share of the plot) or an axis.
+            yanchor: the edge of the text at `y`.
+    """
     return {
         "text": text,
         "x": 1,
@@ -169,7 +208,10 @@ def note(text: str, *, y: float, yref: str = "paper", yanchor: str = "top") -> d
 
 
 def plain(value: Any) -> Any:
-    """`value` with arrays as lists of numbers of seven digits, and NaN as None: what JSON can hold."""
+    """Return `value` in types that JSON can hold.
+
+    Arrays become lists of numbers with seven digits; NaN and infinities become None.
+    """
     if isinstance(value, np.ndarray):
         return [float(f"{number:.7g}") if np.isfinite(number) else None for number in value.tolist()]
     if isinstance(value, dict):
@@ -180,14 +222,18 @@ def plain(value: Any) -> Any:
 
 
 def legend_beside(layout: Figure) -> None:
-    """The legend to the right, in the order in which the bars are stacked."""
+    """Move the legend of `layout`, in place, to the right side, in stacking order of the bars."""
     layout["legend"] = {"x": 1.02, "y": 1, "yanchor": "top", "traceorder": "reversed", "font": {"size": 11}}
     layout["margin"] |= {"r": 20, "b": 36}
 
 
 def lanes_axis(names: Sequence[str], room: int = 0) -> Figure:
-    """A y axis of lanes from top to bottom; `names` are markup. There is room for `room` lanes at least, so that few
-    bars are no thicker than many."""
+    """Return a y axis of lanes from top to bottom.
+
+    Args:
+            names: label of each lane, as plotly markup.
+            room: minimum number of lanes to leave room for. Without it, few bars would be thicker than many.
+    """
     return {
         "tickmode": "array",
         "tickvals": list(range(len(names))),

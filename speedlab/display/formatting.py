@@ -1,8 +1,6 @@
-"""Rows of data that print as a table, as text and in a notebook.
+"""Format tables, bytes, counts and seconds for humans, and suggest names for a typing error.
 
-Numbers as people read them. GiB is 1024³; a unit stands beside every number.
-
-Names that are not known: what is nearest to them.
+GiB is 1024³ bytes. Every number has its unit.
 """
 
 from __future__ import annotations
@@ -14,17 +12,20 @@ from typing import Any
 
 
 class Table(list[dict[str, Any]]):
-    """A list of rows, each a dict. Subclasses say how they are shown: `head` and `cells`."""
+    """A list of rows (dicts) that prints as a table, as text and in a notebook.
+
+    Subclasses define the columns: `head` and `cells`.
+    """
 
     notes: tuple[str, ...] = ()
-    """Lines below the rows: what a column's name does not tell, what is to be done."""
+    """Lines below the rows: explanations of columns and next steps."""
 
     def head(self) -> Sequence[str]:
-        """The names of the columns."""
+        """Return the names of the columns."""
         raise NotImplementedError
 
     def cells(self) -> list[tuple[str, ...]]:
-        """The rows as text, in the order of `head`."""
+        """Return the rows as text, with columns in the order of `head`."""
         raise NotImplementedError
 
     def __str__(self) -> str:
@@ -48,7 +49,7 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def byte_unit(largest: float) -> tuple[str, int]:
-    """(unit, bytes in it) in which `largest` bytes is a number of one to four digits."""
+    """Return (unit, bytes in this unit), chosen so that `largest` bytes has one to four digits."""
     power = 0
     while abs(largest) >= 1024 and power < len(_BINARY) - 1:
         largest /= 1024
@@ -57,14 +58,14 @@ def byte_unit(largest: float) -> tuple[str, int]:
 
 
 def bytes_text(count: float) -> str:
-    """'1.4 GiB', '312 MiB', '0 B'."""
+    """Return bytes as '1.4 GiB', '312 MiB' or '0 B'."""
     unit, size = byte_unit(count)
     value = count / size
     return f"{value:.0f} {unit}" if unit == "B" or abs(value) >= 100 else f"{value:.1f} {unit}"
 
 
 def count_text(count: float) -> str:
-    """'950', '41.2 k', '3.1 M': three digits and a decimal prefix."""
+    """Return a count with three digits and a decimal prefix: '950', '41.2 k', '3.1 M'."""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(count) >= 0.9995 * size:
             return f"{count / size:.3g} {prefix}"
@@ -72,7 +73,7 @@ def count_text(count: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """'12.3 ms', '1.24 s', '3 min 5 s', '26 h 3 min'."""
+    """Return seconds as '12.3 ms', '1.24 s', '3 min 5 s' or '26 h 3 min'."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 60:
@@ -83,7 +84,16 @@ def seconds_text(seconds: float) -> str:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
-    """The error for a name that is none: the known ones that begin so, else those that look alike; then all."""
+    """Return the error for an unknown name, with the nearest known names first and then all of them.
+
+    Args:
+            kind: noun for the message, for instance "device".
+            name: the name as given. Known names that start with it are nearest, otherwise similar ones.
+            known: all valid names.
+
+    Returns:
+            A ValueError, for the caller to raise.
+    """
     names = sorted(known)
     folded = {candidate.lower(): candidate for candidate in names}
     begin = [candidate for candidate in folded if candidate.startswith(name.lower()) and name]

@@ -1,4 +1,4 @@
-"""What an install leaves out: the packages of each extra, and what to say where one of them is missed."""
+"""Map optional extras to their packages, and name the extra to install if an import fails."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ PACKAGES = {
     "hf": ("transformers",),
     "tensorboard": ("tensorboard",),
 }
-"""Extra -> what is imported of it."""
+"""Extra -> packages that it installs."""
 
 
 class MissingExtraError(ImportError):
-    """Something that a part of SpeedLab needs and that this install left out."""
+    """A package of an optional extra is needed but not installed."""
 
 
 @contextmanager
 def extras() -> Iterator[None]:
-    """Raises MissingExtraError, with what to install, where a package of an extra is missing; else what was raised."""
+    """Turn failed imports inside the block into a message that names the extra to install.
+
+    Raises:
+            MissingExtraError: a package of a known extra is missing. Other errors pass through unchanged.
+    """
     try:
         yield
     except ModuleNotFoundError as error:

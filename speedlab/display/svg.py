@@ -1,16 +1,14 @@
-"""Figures as one SVG, without a script: what of a dashboard stays where nothing draws plotly's.
+"""Draw figures, memory bars and attention grids as static SVG, without JavaScript.
 
-It draws what our figures are made of: curves on one or two axes, stacked bars, lanes of bars, lines and words on them.
-Dark on white, whatever the page is. Texts of a figure are plotly's, with its markup; here they become plain text.
+The file has three independent parts:
 
-Stacked bars of bytes as one SVG, with the capacity line: what a panel and a plan show where no script runs.
-
-Colours are the ledger's; text and lines take the page's own. The outline says that it is predicted.
-
-What queries see of keys, as shaded cells, of causal attention a triangle: one SVG without script or style sheet, and
-lines of text.
-
-A picture takes the page's own text colour. Cells of one shade are one path, however many there are.
+1. `figures_svg` and `figure_svg`: the plotly figures of a dashboard. Supported: curves on one or two y axes, stacked
+   bars, lanes of bars, lines and notes. The ink is dark and the background white on every page. Plotly's markup becomes
+   plain text.
+2. `bars_svg`: stacked bars of bytes with the capacity line, for the panel and for plans. Bars have the ledger's
+   colours; text and lines have the text colour of the page. The outline style marks bars as predicted.
+3. `grid_svg` and `grid_text`: which keys each query sees, as shaded cells. Causal attention is a triangle. The picture
+   has the text colour of the page. All cells of one shade are a single path, so the file stays small.
 """
 
 from __future__ import annotations
@@ -33,17 +31,22 @@ _HEAD = 40
 _LEFT, _RIGHT, _TOP, _BELOW = 62, 62, 52, 74
 _LEGEND_LINE, _NOTE_LINE = 17, 13
 _LETTER = 6.3
-"""Pixels of a letter of the small text, about."""
+"""Approximate width in pixels of a letter of the small text."""
 _BROAD = 0.6
-"""Width of a bold letter, about, as a share of its size."""
+"""Approximate width of a bold letter, as a share of its font size."""
 _DASHES = {"dot": "2 3", "dash": "6 4"}
 _BARE: Mapping[str, Any] = {"title": {"text": ""}, "xaxis": {}, "yaxis": {}, "shapes": (), "annotations": ()}
-"""What a layout may leave out."""
+"""Defaults of the layout keys that a figure may omit."""
 _NO_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
 
 
 def figures_svg(figures: Sequence[Figure], *, title: str) -> str:
-    """The first four figures two by two, the others below them across both columns."""
+    """Return one SVG with all figures: the first four in a 2 × 2 grid, each further one below across both columns.
+
+    Args:
+            figures: plotly figures as dicts with `data` and `layout`.
+            title: heading of the picture, also its accessible label.
+    """
     parts, bottom = [], _HEAD + 2 * _HEIGHT
     for number, figure in enumerate(figures):
         if wide := number >= 4:
@@ -58,7 +61,13 @@ def figures_svg(figures: Sequence[Figure], *, title: str) -> str:
 
 
 def figure_svg(figure: Figure) -> str | None:
-    """One figure by itself, without words that are a trace; None where it is of a kind that is not drawn here."""
+    """Return one figure as an SVG, or None if this module cannot draw its kind.
+
+    Traces that contain only text are left out.
+
+    Args:
+            figure: a plotly figure as a dict with `data` and `layout`.
+    """
     layout = {**_BARE, **figure["layout"]}
     data = [trace for trace in figure["data"] if trace.get("mode") != "text"]
     if not _is_drawn(data, layout):
@@ -68,7 +77,11 @@ def figure_svg(figure: Figure) -> str | None:
 
 
 def _is_drawn(data: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> bool:
-    """Not: axes of powers, or with two names a place; bars that lie, but for lanes; curves over names."""
+    """Return whether this module can draw the figure.
+
+    Not supported: logarithmic axes, category axes with two names for each place, horizontal bars (except lanes), and
+    curves over names.
+    """
     x, y = (layout[axis].get("type", "linear") for axis in ("xaxis", "yaxis"))
     if x not in ("linear", "category") or y != "linear":
         return False
@@ -90,23 +103,23 @@ def _document(inner: str, width: int, height: int, title: str) -> str:
 
 
 def _size(title: str, width: int) -> float:
-    """Of the title's letters: a long one is smaller, since its end tells the run's state."""
+    """Return the font size of the title: smaller for a long title, because its end shows the state of the run."""
     return max(8.0, min(15.0, (width - 28) / (_BROAD * max(1, len(title)))))
 
 
 def plain_text(markup: str) -> str:
-    """Plotly's text as plain text."""
+    """Return plotly's markup as plain text: no bold tags, line breaks as commas, entities decoded."""
     return unescape(re.sub(r"</?b>", "", markup.replace("<br>", ", ")))
 
 
 def _text(text: str) -> str:
-    """Plain text as a part of the document; what XML cannot hold at all is a mark."""
+    """Escape plain text for XML. Characters that XML forbids become a replacement character."""
     return escape(_NO_XML.sub("\N{REPLACEMENT CHARACTER}", text))
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """From values to pixels."""
+    """A linear map from values to pixels; values far outside are clamped."""
 
     low: float
     high: float
@@ -118,7 +131,11 @@ class _Scale:
         return self.first + min(2.0, max(-1.0, share)) * (self.last - self.first)
 
     def ticks(self, most: int) -> list[float]:
-        """Round numbers within."""
+        """Return round numbers within the range.
+
+        Args:
+                most: approximate number of ticks.
+        """
         raw = (self.high - self.low) / most
         power = 10.0 ** math.floor(math.log10(raw))
         step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
@@ -126,7 +143,7 @@ class _Scale:
 
 
 class _Panel:
-    """One figure."""
+    """One figure, drawn into a rectangle of `width` × `height` pixels."""
 
     def __init__(self, figure: Figure, width: int, height: int, *, wide: bool) -> None:
         self._data, self._layout = figure["data"], figure["layout"]
@@ -139,6 +156,7 @@ class _Panel:
         self._y = {axis: _Scale(*self._up(axis), self._floor, _TOP) for axis in ("y", "y2")}
 
     def drawn(self) -> str:
+        """Return the SVG elements of the figure, back to front."""
         parts = [self._grid(), self._shapes("below")]
         below: dict[int, list[float]] = {}
         for trace in self._data:
@@ -221,7 +239,11 @@ class _Panel:
         return _path(drawn, _line(trace["line"], _colour(trace), trace.get("opacity", 1)))
 
     def _bars(self, trace: Mapping[str, Any], below: dict[int, list[float]]) -> str:
-        """`below`: for each bar how high what stands already is, and how deep."""
+        """Return the bars of one trace, and update `below` for the next trace of the stack.
+
+        Args:
+                below: for each bar the height of the stack so far, above and below zero.
+        """
         fill = trace["marker"]["color"]
         hatched = fill == "rgba(0,0,0,0)"
         rects = []
@@ -301,7 +323,7 @@ class _Panel:
 
 
 def _apart(low: float, high: float) -> tuple[float, float]:
-    """Ends of an axis, which may not be one."""
+    """Return the two ends of an axis, widened if they are equal (a scale of length zero would divide by zero)."""
     return (low, high) if low != high else (low - 0.5, high + 0.5)
 
 
@@ -317,7 +339,7 @@ def _colour(trace: Mapping[str, Any]) -> str:
 
 
 def _line(line: Mapping[str, Any], colour: str, opacity: float) -> dict[str, object]:
-    """Plotly's line as attributes."""
+    """Return the SVG attributes of a plotly line."""
     dash = _DASHES.get(line.get("dash", ""))
     told: dict[str, object] = {"stroke": colour, "stroke-width": line["width"], "opacity": opacity}
     return told | ({"stroke-dasharray": dash} if dash else {})
@@ -346,34 +368,41 @@ _BARS_WIDTH, _BARS_HEIGHT = 360, 208
 _BARS_LEFT, _BARS_TOP, _BARS_FLOOR = 58, 16, 178
 _BAR = 46
 _STROKE = 5
-"""Between strokes of what is hatched."""
+"""Distance in pixels between the strokes of a hatched bar."""
 _CAPACITY_IN_SIGHT = 2.5
-"""The capacity line is drawn when it is at most so many times the highest bar; else the bars would be too flat."""
+"""The capacity line is drawn up to this multiple of the highest bar. A higher line would flatten the bars."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """A bar of a picture."""
+    """One stacked bar: its label, bytes by ledger category, and CSS hooks."""
 
     label: str
     categories: Mapping[str, int]
     below: str = ""
     kind: str = "speedlab-bar"
-    """Its CSS class."""
+    """CSS class of the bar."""
     chosen: bool = False
     data: str = ""
-    """Its `data-stage`."""
+    """Value of the `data-stage` attribute."""
 
     @property
     def total(self) -> int:
+        """Bytes of all categories together."""
         return sum(self.categories.values())
 
 
 def bars_svg(bars: Sequence[Bar], capacity: int, *, what: str) -> str:
-    """The picture; `what` begins the sentence that a screen reader hears."""
+    """Return the stacked bars as one SVG.
+
+    Args:
+            bars: at least one bar.
+            capacity: bytes of the device, drawn as a line if it is near enough to the bars.
+            what: start of the accessible label, read aloud by screen readers.
+    """
     highest = max(1, *(bar.total for bar in bars))
     shows_capacity = capacity <= _CAPACITY_IN_SIGHT * highest
-    # Where the capacity is only told, its line of text stands above the highest bar's.
+    # If the line is not drawn, the text about the capacity needs room above the label of the highest bar.
     top = max(highest, capacity) * 1.04 if shows_capacity else highest * 1.14
     unit, unit_bytes = byte_unit(top)
     parts = []
@@ -410,14 +439,17 @@ def _y(count: float, top: float) -> float:
 
 
 def _ticks(top: float) -> list[float]:
-    """Two to five round numbers from 0 up to `top`."""
+    """Return two to five round numbers from 0 up to `top`."""
     power = 10 ** math.floor(math.log10(top))
     step = next(factor * power for factor in (0.2, 0.5, 1, 2, 5) if top / (factor * power) < 5)
     return [number * step for number in range(int(top / step) + 1)]
 
 
 def _strokes(left: float, high: float, width: float, height: float) -> str:
-    """Parallel strokes across a rectangle. No pattern of the document's: another picture may have its name."""
+    """Return the path of parallel strokes across a rectangle.
+
+    An SVG pattern would need an id, and another picture on the page may have the same id.
+    """
     offsets = range(_STROKE, int(width + height), _STROKE)
     return "".join(
         f"M{left + max(0.0, c - height):.1f} {high + min(c, height):.1f}"
@@ -459,31 +491,36 @@ def _drawn(bar: Bar, middle: float, width: float, top: float) -> str:
 
 
 SIDE = 64
-"""Most cells on a side of a picture."""
+"""Maximum number of cells on a side of a picture."""
 
 _TEXT_SIDE = 32
-"""Of text, which shows one letter a cell."""
+"""Maximum number of cells on a side in text, which prints one letter for each cell."""
 
 _SHADES = 8
-"""Between nothing and all of a cell; the least share still shows."""
+"""Number of shades between empty and full. The smallest share still gets a visible shade."""
 _LETTERS = "·░▒▓■"
 _EDGE, _GRID_LEFT, _GRID_TOP, _GRID_BELOW = 176, 14, 16, 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """Row by row from the first query on, cells from the first key to the last one that dense attention sees."""
+    """Shares of attention, row by row from the first query; each row ends at the last key that dense attention sees."""
 
     shares: tuple[tuple[float, ...], ...]
-    """Of each cell that dense attention sees, how much is seen: 0 to 1."""
+    """For each cell that dense attention sees, the share that is seen: 0 to 1."""
     titles: tuple[str, ...]
-    """Of each row, told on hover."""
+    """Text for each row, shown on hover."""
     length: int
     """Tokens on a side."""
 
 
 def grid_svg(grid: Grid, *, what: str) -> str:
-    """The picture; `what` is the sentence that a screen reader hears."""
+    """Return the grid as one SVG.
+
+    Args:
+            grid: the shares to draw.
+            what: accessible label, read aloud by screen readers.
+    """
     side = len(grid.shares)
     size = _EDGE / side
     parts = [f'<path d="{_outline(grid, size)}" fill="currentColor" fill-opacity="0.07"/>']
@@ -510,13 +547,13 @@ def grid_svg(grid: Grid, *, what: str) -> str:
 
 
 def _outline(grid: Grid, size: float) -> str:
-    """What dense attention sees."""
+    """Return the outline of the cells that dense attention sees."""
     steps = "".join(f"H{len(cells) * size:.2f}V{row * size:.2f}" for row, cells in enumerate(grid.shares, start=1))
     return f"M0 0{steps}H0Z"
 
 
 def _of_shade(grid: Grid, shade: int, size: float) -> str:
-    """The cells of one shade, neighbours in a row as one rectangle."""
+    """Return the path of all cells of one shade, neighbours in a row merged into one rectangle."""
     found = []
     for row, shares in enumerate(grid.shares):
         start = None
@@ -531,7 +568,10 @@ def _of_shade(grid: Grid, shade: int, size: float) -> str:
 
 
 def grid_text(grid: Grid) -> list[str]:
-    """A letter for each cell, more cells in one where there are many."""
+    """Return the grid as lines of text with one letter for each cell.
+
+    Above 32 rows, several cells share a letter, which shows their mean.
+    """
     per_cell = -(-len(grid.shares) // _TEXT_SIDE) if len(grid.shares) > SIDE // 2 else 1
     lines = []
     for first in range(0, len(grid.shares), per_cell):
@@ -544,5 +584,5 @@ def grid_text(grid: Grid) -> list[str]:
 
 
 def _level(share: float, levels: int) -> int:
-    """0 for nothing, else 1 to `levels`."""
+    """Return 0 for an empty cell, otherwise 1 to `levels`."""
     return min(levels, max(1, round(share * levels))) if share > 0 else 0
