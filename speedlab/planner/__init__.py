@@ -1,4 +1,4 @@
-"""What a run will hold and compute, before it starts. No torch."""
+"""Predict memory, time and cost of a training before it starts. No torch."""
 
 from speedlab.planner.formulas import (
     ModelStates,

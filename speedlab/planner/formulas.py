@@ -1,4 +1,4 @@
-"""What a model holds and computes, by formula: parameters, FLOP, and model states under ZeRO. No torch."""
+"""Compute parameters, FLOPs and model states of the built-in GPT by formula. No torch."""
 
 from __future__ import annotations
 
@@ -23,20 +23,33 @@ _FLOAT32_BYTES = 4
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the built-in GPT, exactly; a tied head counts once."""
+    """Return the exact number of parameters of the built-in GPT; a tied head counts once."""
     return shape_parameters(_shape(model))
 
 
 def block_parameters(model: ModelConfig, *, tp: int = 1) -> int:
-    """Parameters of one block on each of `tp` tensor-parallel ranks: norms, and biases that are added after the sum
-    over the ranks, are whole on each."""
+    """Return the parameters of one block on each tensor-parallel rank.
+
+    Norms, and biases that are added after the sum over the ranks, are replicated on each rank.
+
+    Args:
+            model: the built-in GPT.
+            tp: tensor-parallel ranks.
+    """
     whole = sum(vector.elements for vector in block_vectors(_shape(model)) if not vector.cut)
     return (block_weights(_shape(model)).total - whole) // tp + whole
 
 
 def stage_blocks(model: ModelConfig, stages: int) -> tuple[int, ...]:
-    """Blocks of the built-in GPT that each pipeline stage takes, balanced by parameters: what the engine does when it
-    is not told. Raises LayoutError when there are fewer blocks than stages."""
+    """Return the number of blocks of each pipeline stage, balanced by parameters: the engine's default.
+
+    Args:
+            model: the built-in GPT.
+            stages: number of pipeline stages.
+
+    Raises:
+            LayoutError: there are fewer blocks than stages.
+    """
     return stage_counts(_shape(model), stages)
 
 
@@ -45,10 +58,18 @@ def _shape(model: ModelConfig) -> ModelShape:
 
 
 def rank_parameters(model: ModelConfig, layout: Layout, counts: Sequence[int]) -> list[int]:
-    """Parameters of the built-in GPT that each rank of `layout` computes with, by rank; before ZeRO partitions them.
+    """Return the parameters of the built-in GPT on each rank of `layout`, before ZeRO partitions them.
 
-    `counts`: blocks of each pipeline stage, first stage first. Stage s is on pipeline rank s mod pp. A tied embedding
-    is on the first and on the last pipeline rank; a vocabulary that does not divide by tp is cut as evenly as it goes.
+    Stage s is on pipeline rank s mod pp. A tied embedding is on the first and on the last pipeline rank. A vocabulary
+    that tp does not divide is split as evenly as possible.
+
+    Args:
+            model: the built-in GPT.
+            layout: the ranks.
+            counts: blocks of each pipeline stage, first stage first.
+
+    Returns:
+            One number for each rank, by rank.
     """
     held = []
     for rank in range(layout.world_size):
@@ -67,12 +88,16 @@ def rank_parameters(model: ModelConfig, layout: Layout, counts: Sequence[int]) -
 
 
 def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
-    """Model FLOP of a training step (forward and backward) for one token.
+    """Return the model FLOPs of a training step (forward and backward) for one token.
 
-    The convention of PaLM's appendix B (arXiv:2204.02311): 6 N + 12 L H D T, where N counts the parameters without
-    tables that are only looked up (learned positions, and an untied token embedding), L layers, H D = hidden, T the
-    sequence length. A multiplication and an addition are two operations. Recomputation for activation checkpointing
-    does not count, nor is attention halved for the causal mask; of block-sparse attention its share of blocks counts.
+    The convention of PaLM's appendix B (arXiv:2204.02311): 6 N + 12 L H D T. N counts the parameters without tables
+    that are only looked up (learned positions, and an untied token embedding), L layers, H D = hidden, T the sequence
+    length. A multiplication and an addition are two operations. Recomputation for activation checkpointing does not
+    count. The causal mask does not halve attention. Block-sparse attention counts with its share of blocks.
+
+    Args:
+            model: the built-in GPT.
+            sequence_length: tokens of a sequence (T).
     """
     lookups = position_elements(_shape(model))
     if not model.tied:
@@ -84,7 +109,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelStates:
-    """Bytes of model states that one rank holds, under the names that the ledger has for them."""
+    """Bytes of model states on one rank, by ledger category."""
 
     stage: int
     dp: int
@@ -95,6 +120,7 @@ class ModelStates:
 
     @property
     def total(self) -> int:
+        """Bytes of all categories together."""
         return self.parameters + self.gradients + self.master_weights + self.optimizer_moments
 
     def explain(self) -> str:
@@ -120,14 +146,23 @@ def model_states(
     dtype: str,
     optimizer: OptimizerConfig | OptimizerName = "adamw",
 ) -> ModelStates:
-    """Model states on each of `dp` ranks, by ZeRO's formula (arXiv:1910.02054, section 3).
+    """Return the model states on each of `dp` ranks, by ZeRO's formula (arXiv:1910.02054, section 3).
 
-    Parameters and gradients are in the compute dtype. A 16-bit dtype needs float32 master weights; AdamW has two
-    float32 moments, as LAMB has, Lion one, SGD one, or none without momentum. 1-bit Adam has AdamW's, gradients in
-    float32, and with them two errors in float32, one of them in 1/dp. Optimizer states are masters and moments
-    together. Partitions are rounded up to whole elements; the padding of single flats is not counted.
+    - Parameters and gradients have the compute dtype; a 16-bit dtype adds float32 master weights.
+    - float32 moments: AdamW and LAMB have two, Lion one, SGD one (none without momentum).
+    - 1-bit Adam has AdamW's moments, float32 gradients, and two float32 errors, one of them partitioned in 1/dp.
+    - Optimizer states are masters and moments together.
+    - Partitions are rounded up to whole elements; the padding of single flats is not counted.
 
-    Raises ValueError for a dtype, stage, dp or count of parameters that cannot be.
+    Args:
+            parameters: number of parameters before partitioning.
+            dp: data-parallel ranks.
+            stage: ZeRO stage, 0 to 3.
+            dtype: compute dtype, not "auto".
+            optimizer: name or configuration.
+
+    Raises:
+            ValueError: the dtype, stage, dp or number of parameters is invalid.
     """
     if dtype not in _DTYPE_BYTES:
         raise ValueError(f"dtype {dtype!r} is not {', '.join(_DTYPE_BYTES)}; resolve 'auto' for the device first")

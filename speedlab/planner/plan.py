@@ -1,7 +1,9 @@
-"""A plan: what a training holds on each rank, how long it takes, and what it costs. Everything before anything runs.
+"""Plan a training: bytes on each rank, time of a step, and cost, before anything runs.
 
-`plan` takes a model and machines by name or as objects, predicts memory (memory.py) and time (timing.py), and returns a
-`Plan`, which shows itself as text and as a table (plan_table.py), and as figures (plan_figure.py).
+1. `plan` takes a model and machines by name or as objects, and makes a `Setup` of them.
+2. `plan_setup` checks the layout, then predicts memory (`speedlab.planner.memory`) and time (`speedlab.planner.time`).
+3. The resulting `Plan` prints as text and as a table (`speedlab.planner.report`), and as figures
+   (`speedlab.planner.figures`).
 """
 
 from __future__ import annotations
@@ -47,82 +49,98 @@ _KEPT = (
     "scattered_messages",
     "listed_gathers",
 )
-"""Fields of a set-up that a search takes over as they are."""
+"""Fields of a set-up that a search does not vary."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What was asked for, and what follows from it. `print` it, show it in a notebook, or read its numbers."""
+    """A planned training: the set-up, and the predicted memory, time and cost. Printable, also in a notebook."""
 
     setup: Setup
     hardware: Hardware
     memory: Sequence[RankMemory]
-    """Of each distinct position in the layout."""
+    """One entry for each distinct position in the layout; equal ranks share an entry."""
     time: StepTime
     tokens: float | None = None
-    """Tokens of the whole training; None when it is not said."""
+    """Tokens of the whole training; None if unknown."""
 
     @property
     def machines(self) -> Machines:
+        """Return the machines of the plan."""
         return self.hardware.machines
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """Number of parameters of the whole model."""
         return shape_parameters(self.setup.shape)
 
     @property
     def heaviest(self) -> RankMemory:
-        """The position that holds most: what fits there fits everywhere."""
+        """The position with the most bytes. If this position fits, all positions fit."""
         return max(self.memory, key=lambda rank: rank.total)
 
     @property
     def capacity_bytes(self) -> int:
-        """Memory of one device."""
+        """Bytes of memory of one device."""
         return self.machines.device.memory_bytes
 
     @property
     def free_bytes(self) -> int:
-        """What is left of the device of the rank that holds most; negative when it does not fit."""
+        """Free bytes on the device of the heaviest rank; negative if the plan does not fit."""
         return self.capacity_bytes - self.heaviest.total
 
     @property
     def places(self) -> list[PlaceBytes]:
-        """Device, and host and disk where something lies there: what the rank that holds most has there, and its share
-        of what there is."""
+        """Bytes of the heaviest rank and its share of the capacity: on the device, and on host and disk if they are
+        used.
+        """
         return places(self.memory, self.setup, self.machines)
 
     @property
     def fits(self) -> bool:
-        """Whether every place holds what it is to hold."""
+        """Whether no place (device, host, disk) exceeds its capacity."""
         return all(place.fits for place in self.places)
 
     @property
     def days(self) -> float | None:
+        """Days of the whole training; None if the tokens are unknown."""
         return None if self.tokens is None else self.time.days(self.tokens)
 
     @property
     def device_hours(self) -> float | None:
+        """Device-hours of the whole training; None if the tokens are unknown."""
         return None if self.tokens is None else self.time.device_hours(self.tokens)
 
     @property
     def cost(self) -> float | None:
-        """In the currency of the machines' price."""
+        """Cost of the whole training in the currency of the machines' price; None without tokens or a price."""
         return None if self.tokens is None else self.time.cost(self.tokens)
 
     @property
     def caution(self) -> str:
-        """What of this lies outside what was validated; empty when nothing does."""
+        """Parts of the prediction outside the validated range; empty if there are none."""
         return caution(self.time)
 
     @property
     def advice(self) -> str:
-        """Whether compressed exchanges pay on these links; '' where there are none."""
+        """Whether compressed exchanges pay on these links; empty if the plan has none."""
         return exchange_advice(self.setup, self.hardware, self.time)
 
     def search(self, *, target: Target = "fastest", fixed: Fixed = FREE) -> Found:
-        """The best layouts of this model with this global batch on these machines, each with what limits it. Layout,
-        stage, micro-batch, checkpointing and schedule are chosen anew unless they are `fixed`; islands stay as many."""
+        """Search for better layouts of the same model, global batch and machines.
+
+        The search varies layout, ZeRO stage, micro-batch, checkpointing and schedule. The number of islands stays.
+
+        Args:
+                target: what the best layout minimises.
+                fixed: choices that the search must keep.
+
+        Returns:
+                The best layouts, each with its limiting part.
+
+        Raises:
+                ValueError: the fixed choices leave no layout.
+        """
         setup = self.setup
         if fixed.islands is None and setup.layout.islands > 1:
             fixed = replace(fixed, islands=setup.layout.islands)
@@ -138,18 +156,18 @@ class Plan:
         )
 
     def cheapest_changes(self) -> list[FitChange]:
-        """Up to three changes that make it fit, each with its price in speed; none when it fits."""
+        """Return up to three changes that make the plan fit, each with its cost in speed; empty if the plan fits."""
         if self.fits:
             return []
         hardware = self.hardware
         return cheapest_change(self.setup, hardware.machines, efficiency=hardware.efficiency, memory=hardware.memory)
 
     def table(self) -> PlanTable:
-        """Bytes by category, a row for each position that holds something else."""
+        """Return bytes by category, with a row for each distinct position."""
         return plan_table(self)
 
     def figure(self) -> Figure:
-        """Memory by position with the capacity line, beside what a step's time is made of: for plotly."""
+        """Return a plotly figure: memory by position with the capacity line, next to the parts of a step's time."""
         return plan_figure(self)
 
     def __str__(self) -> str:
@@ -171,12 +189,12 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What a search found, best first. Shows itself as a table; `candidates` are the objects."""
+    """Results of a search, best first. Prints as a table; `candidates` has the objects."""
 
     asked: str
     candidates: tuple[Candidate, ...]
     tokens: float | None = None
-    """Tokens of the whole training; None when it is not said."""
+    """Tokens of the whole training; None if unknown."""
 
     @classmethod
     def of_search(
@@ -190,7 +208,20 @@ class Found:
         fixed: Fixed = FREE,
         tokens: float | None = None,
     ) -> Found:
-        """The best layouts of `shape` on these machines."""
+        """Search the best layouts of `shape` on the machines of `hardware`.
+
+        Args:
+                shape: the model.
+                hardware: machines, and how their memory and efficiency are predicted.
+                global_size: sequences of a step, over all ranks.
+                target: what the best layout minimises.
+                dtype: compute dtype; None means the fast one of the device.
+                fixed: choices that the search must keep.
+                tokens: tokens of the whole training, for days and cost.
+
+        Raises:
+                ValueError: the shape or the target is invalid, or the fixed choices leave no layout.
+        """
         candidates = search(
             shape,
             hardware.machines,
@@ -230,16 +261,27 @@ def plan(
     price_per_device_hour: float | None = None,
     **changes: Any,
 ) -> Plan:
-    """The plan of a training.
+    """Return the plan of a training.
 
-    `model`: an announced model by name (`presets.MODELS`), a shape, a run's configuration or a whole set-up; the last
-    two bring their own layout and batch, so that the words for these are left out.
-    `machines`: '128x8 A100-80 nvlink3 ib-200x8', the name of an announced cluster, or an object.
-    `tp`, `pp`, `cp`, `dp`, `islands`, `micro_size`, `global_size`: the layout, and the batch in sequences; what is left
-    out follows.
-    `changes`: other fields of `Setup`, as zero_stage=1, checkpointing="block".
+    Args:
+            model: name of a model (`presets.MODELS`), a shape, a run's configuration, or a complete set-up. The last
+            two have their own layout and batch, so the arguments for these are ignored.
+            machines: for instance '128x8 A100-80 nvlink3 ib-200x8', the name of a known cluster, or an object.
+            tp: tensor-parallel ranks.
+            pp: pipeline-parallel ranks.
+            cp: context-parallel ranks.
+            dp: data-parallel ranks; None: all remaining devices.
+            islands: number of DiLoCo islands.
+            micro_size: sequences of a micro-batch.
+            global_size: sequences of a step, over all ranks; None: one micro-batch on each data-parallel rank.
+            dtype: compute dtype; None: the fast one of the device.
+            tokens: tokens of the whole training, for days and cost.
+            price_per_device_hour: in any currency.
+            changes: other fields of `Setup`, for instance zero_stage=1 or checkpointing="block".
 
-    Raises ValueError (LayoutError for layouts) for what cannot be: the rule, the values, what would work.
+    Raises:
+            LayoutError: the layout is impossible; the message lists layouts near it that work.
+            ValueError: another value is impossible.
     """
     if isinstance(machines, str):
         machines = presets.cluster(machines, price_per_device_hour=price_per_device_hour)
@@ -268,25 +310,39 @@ def plan(
             raise LayoutError(f"{error}{_what_works(on, machines.world_size, asked)}") from None
         setup = on(layout)
     made = plan_setup(setup, hardware, tokens=tokens)
-    # Not in `plan_setup`: a panel shows what a configuration would hold while it is still being set right.
+    # Not in `plan_setup`: a panel also shows the memory of a configuration that the user is still correcting.
     if problem := quantized_hosts_problem(machines, setup):
         raise LayoutError(problem)
     return made
 
 
 def plan_setup(setup: Setup, hardware: Hardware, *, tokens: float | None = None) -> Plan:
-    """The plan of a set-up as it is. Raises as `plan` does."""
+    """Return the plan of a complete set-up.
+
+    Args:
+            setup: the training to predict.
+            hardware: machines, and how their memory and efficiency are predicted.
+            tokens: tokens of the whole training, for days and cost.
+
+    Raises:
+            LayoutError: the layout is impossible for this model or these machines.
+            ValueError: another value is impossible.
+    """
     check_parallel(setup)
     made = Plan(setup=setup, hardware=hardware, memory=hardware.memory(setup), time=hardware.time(setup), tokens=tokens)
-    # Behind the time, which has refused more ranks than there are devices: this looks at each of them.
+    # After the time, which refuses more ranks than devices: this check visits every rank.
     if problem := islands_problem(hardware.machines, setup.layout.islands, setup.layout.world_size):
         raise LayoutError(problem)
     return made
 
 
 def check_parallel(setup: Setup) -> None:
-    """Raises ValueError or LayoutError for a shape that cannot be, cannot be laid out so, or whose states cannot lie
-    there."""
+    """Check that the model can be trained with the layout, schedule and placement of a set-up.
+
+    Raises:
+            LayoutError: the layout does not divide the model, its sequences or the micro-batches.
+            ValueError: the shape is invalid, or its states cannot be placed or updated as asked.
+    """
     shape, layout = setup.shape, setup.layout
     check_shape(shape)
     if problems := state_problems(setup):
@@ -318,8 +374,7 @@ def check_parallel(setup: Setup) -> None:
 
 
 def _nearest_tp(layout: Layout, counts: Iterable[int]) -> int:
-    """The number of tensor-parallel ranks nearest to the layout's that divides all of `counts` and the ranks there
-    are."""
+    """Return the tp nearest to the layout's that divides all of `counts` and the available ranks."""
     common = math.gcd(*counts, layout.world_size // layout.pp // layout.cp // layout.islands)
     return min((tp for tp in range(1, common + 1) if common % tp == 0), key=lambda tp: abs(tp - layout.tp))
 
@@ -335,7 +390,7 @@ def _layout(machines: Machines, dp: int | None, **others: int) -> Layout:
 
 
 def _what_works(on: Callable[[Layout], Setup], devices: int, asked: Layout) -> str:
-    """Layouts near to `asked`: of all devices, and the same axes on some of them; empty when none works."""
+    """Return a hint with layouts near `asked`, on all devices or on fewer of them; empty if none works."""
 
     def works(layout: Layout) -> bool:
         try:

@@ -1,11 +1,11 @@
-"""The best ways to train a model on given machines, and the largest model that fits. No torch.
+"""Search the best ways to train a model on given machines, and the largest model that fits. No torch.
 
-1. Every layout whose axes divide: tp within a host and among the heads, pp among the blocks, dp what is left; then
-   every micro-batch that divides the global batch, ZeRO stage, checkpointing and schedule that this engine has
-   (`search_space`). What is `Fixed` stays as it is.
-2. Each is timed, which is cheap, and they are put in order of the target.
-3. From the best on, memory is predicted, which is dearer, until enough fit. What cannot fit is not asked: a larger
-   micro-batch than one that did not, or model states that fill the device alone.
+1. Enumerate every valid combination (`search_space`): layouts (tp within a host and dividing the heads, pp up to the
+   blocks, dp the rest), micro-batches that divide the global batch, ZeRO stages, checkpointing and schedules. Values in
+   `Fixed` do not vary.
+2. Predict the time of each, which is cheap, and sort by the target.
+3. From the best on, predict memory, which costs more, until enough candidates fit. Skip what cannot fit: a larger
+   micro-batch than one that did not fit, and model states that alone exceed the device.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ Target = Literal["fastest", "cheapest", "fewest devices"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 Memory = Callable[[Setup], Sequence[RankMemory]]
-"""What each distinct position of a set-up holds; `predict_memory`, or what a calibrated machine knows better."""
+"""A function that returns the memory of each distinct position of a set-up.
+
+`predict_memory`, or the more exact one of a calibrated machine.
+"""
 
 USABLE = 0.95
-"""Of a device's memory; what an allocator loses to fragments is not predicted."""
+"""Usable share of a device's memory: fragmentation of the allocator is not predicted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,29 +50,30 @@ class Candidate:
     setup: Setup
     time: StepTime
     held_bytes: int
-    """Of the rank that holds most."""
+    """Bytes on the device of the heaviest rank."""
     free_bytes: int
-    """What is left of its device."""
+    """Free bytes on this device."""
     places: tuple[PlaceBytes, ...] = ()
-    """Device, and host and disk where something lies there, as `Plan.places` has them."""
+    """Device, and host and disk if they are used, as in `Plan.places`."""
 
     @property
     def devices(self) -> int:
+        """Number of devices."""
         return self.setup.layout.world_size
 
     @property
     def device_seconds(self) -> float:
-        """Of one token: what it costs, whatever a device costs."""
+        """Device-seconds of one token: the cost without the price of a device."""
         return self.devices / self.time.tokens_per_second
 
     @property
     def reason(self) -> str:
-        """What limits it, and what memory is left."""
+        """The limiting part of a step, and the free memory."""
         return f"limited by {self.time.limit}; {self.free_bytes / 2**30:.1f} GiB left"
 
     @property
     def caution(self) -> str:
-        """What of it lies outside what was compared with measurements; empty when nothing does."""
+        """Parts of the prediction outside the range compared with measurements; empty if there are none."""
         return caution(self.time)
 
     def __str__(self) -> str:
@@ -77,7 +81,7 @@ class Candidate:
 
 
 def describe(setup: Setup) -> str:
-    """A set-up in a line: layout, stage, batch, what is computed again."""
+    """Return a set-up in one line: layout, ZeRO stage, batch, checkpointing, schedule, offload."""
     words = [str(setup.layout), f"ZeRO-{setup.zero_stage}", f"micro-batch {setup.micro_size} × {setup.accumulation}"]
     if setup.checkpointing != "none":
         words.append(f"checkpointing {setup.checkpointing}")
@@ -93,7 +97,7 @@ def describe(setup: Setup) -> str:
 
 
 def schedule_words(setup: Setup) -> str:
-    """'1f1b', 'interleaved of 2'."""
+    """Return the schedule as text, for instance '1f1b' or 'interleaved of 2'."""
     return f"{setup.schedule} of {setup.chunks}" if setup.stages_per_rank > 1 else setup.schedule
 
 
@@ -109,11 +113,26 @@ def search(
     fixed: Fixed = FREE,
     count: int = 5,
 ) -> list[Candidate]:
-    """Up to `count` best ways to train `shape` with `global_size` sequences a step, best first; of each layout the best
-    only. Empty when nothing fits. The fastest is looked for among layouts that use every device, where there are some.
+    """Return up to `count` best ways to train `shape`, best first, with at most one for each layout.
 
-    `dtype`: None takes the device's fast one. Raises ValueError for a shape or target that cannot be, and where what is
-    fixed leaves nothing to choose.
+    The target "fastest" searches only layouts that use every device, if there are any.
+
+    Args:
+            shape: the model.
+            machines: the hosts and their devices.
+            global_size: sequences of a step, over all ranks.
+            target: what the best layout minimises.
+            dtype: compute dtype; None: the fast one of the device.
+            efficiency: shares of the peak rates; None: those of the device.
+            memory: how memory is predicted.
+            fixed: choices that the search must keep.
+            count: maximum number of results.
+
+    Returns:
+            The candidates; empty if nothing fits.
+
+    Raises:
+            ValueError: the shape, target or batch is invalid, or the fixed choices leave no layout.
     """
     check_shape(shape)
     if target not in get_args(Target):
@@ -138,7 +157,7 @@ def search(
 
 
 def _order(time: StepTime, target: Target) -> tuple[float, float]:
-    """What is smallest for the best."""
+    """Return the sort key of a candidate; the smallest is best."""
     devices = time.setup.layout.world_size
     if target == "fastest":
         return time.step_seconds, devices
@@ -149,7 +168,7 @@ def _order(time: StepTime, target: Target) -> tuple[float, float]:
 
 def _first_that_fit(times: list[StepTime], machines: Machines, memory: Memory, count: int) -> list[Candidate]:
     found: dict[Layout, Candidate] = {}
-    # What differs only in the micro-batch: the smallest that did not fit.
+    # Set-up without its micro-batch -> the smallest micro-batch that did not fit.
     too_large: dict[Setup, float] = {}
     for time in times:
         setup = time.setup
@@ -167,7 +186,14 @@ def _first_that_fit(times: list[StepTime], machines: Machines, memory: Memory, c
 
 
 def fitting(setup: Setup, machines: Machines, memory: Memory, time: StepTime) -> Candidate | None:
-    """A set-up whose time is known, as a candidate; None when it does not fit."""
+    """Return a set-up as a candidate, or None if it does not fit.
+
+    Args:
+            setup: the set-up to check.
+            machines: capacities of device, host and disk.
+            memory: how memory is predicted.
+            time: the predicted time of this set-up.
+    """
     ranks = memory(setup)
     held, found = max(rank.total for rank in ranks), places(ranks, setup, machines)
     if held > machines.device.memory_bytes * USABLE or not all(place.fits for place in found):
@@ -177,14 +203,14 @@ def fitting(setup: Setup, machines: Machines, memory: Memory, time: StepTime) ->
 
 
 def fast_dtype(machines: Machines) -> Dtype:
-    """What the device multiplies fastest; bfloat16 before float16, which needs loss scaling."""
+    """Return the dtype that the device multiplies fastest; on a tie bfloat16, because float16 needs loss scaling."""
     order: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
     peaks = machines.device.peak_flops
     return max((dtype for dtype in order if dtype in peaks), key=lambda dtype: peaks[dtype])
 
 
 def _states(setup: Setup) -> float:
-    """Bytes of the model states on the device alone: no set-up holds less."""
+    """Return bytes of the model states on the device: a lower bound of the memory of a set-up."""
     held, zero_policy = round(rank_parameters(setup)), zero_policy_of(setup)
     holders = {
         "parameters": zero_policy.parameters,
@@ -200,7 +226,7 @@ def _states(setup: Setup) -> float:
     )
 
 
-# The largest model
+# ---- the largest model ----
 
 
 def largest_model(
@@ -215,12 +241,24 @@ def largest_model(
     fixed: Fixed = FREE,
     chunked_loss: bool = False,
 ) -> Candidate | None:
-    """The largest GPT that fits, in the layout that trains it fastest with `global_size` sequences a step (None: one
-    micro-batch a pipeline stage); None when not even the smallest does. Layouts, stages and batches that are `fixed`
-    stay.
+    """Return the largest GPT that fits, in its fastest layout; None if not even the smallest one fits.
 
-    Shapes are those of the large published models: hidden is 128 a head and about 160 a layer, in steps of 256, or of
-    as many heads as `fixed` tensor-parallel ranks divide. Raises ValueError where what is fixed leaves no layout.
+    Shapes follow the large published models: 128 elements a head and about hidden / 160 layers. The hidden size varies
+    in steps of 256, or of a multiple that the fixed tp divides. A bisection finds the largest.
+
+    Args:
+            machines: the hosts and their devices.
+            sequence_length: tokens of a sequence.
+            vocab_size: tokens of the vocabulary.
+            global_size: sequences of a step; None: one micro-batch for each pipeline stage.
+            dtype: compute dtype; None: the fast one of the device.
+            efficiency: shares of the peak rates; None: those of the device.
+            memory: how memory is predicted.
+            fixed: choices that the search must keep.
+            chunked_loss: whether the loss is computed in chunks of tokens.
+
+    Raises:
+            ValueError: the fixed choices leave no layout.
     """
     efficiency = efficiency or efficiency_of(machines.device)
     dtype = dtype or fast_dtype(machines)

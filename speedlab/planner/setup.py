@@ -1,4 +1,4 @@
-"""What is planned: a model's shape, and how it is trained. Plain data that every part of the planner takes."""
+"""Define `Setup`: a model's shape and how it is trained. Plain data for every part of the planner."""
 
 from __future__ import annotations
 
@@ -28,16 +28,21 @@ from speedlab.config.validation import (
 from speedlab.layout import Layout, sequence_multiple
 
 Checkpointing = Literal["none", "selective", "block"]
-"""What is computed again in backward: nothing; what is cheap to compute and large to keep, which is all between linear
-layers and fused attention, and where attention is plain (of other systems) its probabilities alone; or each block."""
+"""What backward recomputes.
+
+- none: nothing.
+- selective: what is cheap to compute and large to keep: everything between linear layers and fused attention. If
+  attention is plain (in other systems), only its probabilities.
+- block: each whole block.
+"""
 
 AttentionKind = Literal["fused", "plain", "sparse"]
-"""fused: probabilities are never kept; plain: they are; sparse: those of some blocks of tokens."""
+"""fused: probabilities are never stored; plain: they are stored; sparse: only some blocks of tokens are computed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A training whose memory and time are asked for."""
+    """A training to predict memory and time for."""
 
     shape: ModelShape
     layout: Layout
@@ -45,56 +50,61 @@ class Setup:
     dtype: Literal["float32", "bfloat16", "float16"]
     micro_size: int
     accumulation: int
-    """Micro-batches of a step on each rank; those of the pipeline where there is one."""
+    """Micro-batches of a step on each rank; with a pipeline, the micro-batches in the pipeline."""
     checkpointing: Checkpointing = "none"
     partition_inputs: bool = False
-    """Whether of a block's input that is kept for its recomputation each tensor rank keeps its 1/tp."""
+    """Whether each tensor-parallel rank keeps only 1/tp of a block's checkpointed input."""
     attention: AttentionKind = "fused"
     pattern: AttentionConfig = field(default_factory=AttentionConfig)
-    """Of sparse attention: what a query sees; a ring sends what is needed of keys and values."""
+    """Pattern of sparse attention: the keys that a query sees. A ring sends only the needed keys and values."""
     ffn_tile: int | None = None
-    """Tokens of a sequence that feed-forward layers compute at a time; None: all."""
+    """Tokens that feed-forward layers compute at a time; None: the whole sequence."""
     sequence_parallel: bool = False
     cp_heads: int | None = None
-    """Of the ranks along cp, how many share heads; None: as many as heads allow."""
+    """Number of cp ranks that share heads; None: the largest number that heads allow."""
     cp_pad: bool = False
-    """Whether sequences that cp does not divide are padded."""
+    """Whether sequences are padded to a length that cp divides."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = "1f1b"
     chunks: int = 1
     cut: tuple[int, ...] | None = None
     """Blocks of each pipeline stage; None: balanced by parameters."""
     bucket_bytes: int = 2**20
     scattered_messages: bool = False
-    """Whether tensor-parallel ranks each send 1/tp of what goes to the next pipeline stage, which gathers it there
-    (arXiv:2104.04473, section 4.1); this engine sends whole tensors."""
+    """Whether each tensor-parallel rank sends 1/tp of a message to the next pipeline stage, which gathers it there
+    (arXiv:2104.04473, section 4.1). This engine sends whole tensors.
+    """
     wide_sums: bool = True
-    """Whether gradients of several micro-batches are summed in float32, as this engine does."""
+    """Whether gradients of several micro-batches are summed in float32, as in this engine."""
     overlap: tuple[Literal["dp", "tp", "pp"], ...] = ()
-    """Axes whose communication runs beside kernels where this engine waits for it: parameters that are gathered after
-    the update, tensor-parallel sums, messages between pipeline stages."""
+    """Axes whose communication overlaps with kernels in other systems; this engine waits for it.
+
+    dp: gathers of parameters after the update; tp: sums; pp: messages between stages.
+    """
     listed_gathers: bool = False
-    """Whether ZeRO-3 gathers and reduces each matrix by itself, as a list of one tensor for each rank, with the device
-    idle until it is there, and again before a block is recomputed, as DeepSpeed's did in early 2021 (its
-    `runtime/zero/partition_parameters.py`). This engine gathers a unit at once, one ahead."""
+    """Whether ZeRO-3 gathers and reduces each matrix separately, as DeepSpeed did in early 2021.
+
+    Each collective is a list of one tensor for each rank, the device waits for it, and it repeats before a block is
+    recomputed (DeepSpeed's `runtime/zero/partition_parameters.py`). This engine gathers a whole unit, one unit ahead.
+    """
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     outer: OuterConfig = field(default_factory=OuterConfig)
-    """How islands meet, where the layout has several."""
+    """How DiLoCo islands synchronise, if the layout has several."""
     masters: Literal["float32", "none"] = "float32"
-    """Whether parameters in bfloat16 have float32 masters beside them, or are rounded stochastically."""
+    """Whether bfloat16 parameters have float32 master weights; "none" rounds updates stochastically."""
     moments: Literal["float32", "8bit"] = "float32"
-    """As what the optimizer's moments are kept between two steps."""
+    """Dtype of the optimizer's moments between steps."""
     offload: OffloadConfig = field(default_factory=OffloadConfig)
-    """Which states lie away from the device between two uses."""
+    """Which states are offloaded between two uses."""
     quantized_weights: bool = False
     """Whether parameters are gathered as int8 blocks."""
     quantized_gradients: bool = False
-    """Whether gradients are exchanged as int4 blocks, inside hosts, then between them."""
+    """Whether gradients are exchanged as int4 blocks, first inside hosts, then between hosts."""
     secondary_partition: int | None = None
-    """Ranks of a host that hold all partitioned parameters together once more."""
+    """Ranks of a host that together hold a second copy of all partitioned parameters."""
 
     @property
     def zero(self) -> ZeroConfig:
-        """The stage and what is sent, as a configuration has them."""
+        """The ZeRO section of a configuration with these values."""
         return ZeroConfig(
             stage=self.zero_stage,  # type: ignore[arg-type]  # checked by it
             bucket_bytes=self.bucket_bytes,
@@ -105,28 +115,28 @@ class Setup:
 
     @property
     def stages_per_rank(self) -> int:
-        """Pipeline stages that one pipeline rank holds under this schedule."""
+        """Pipeline stages on one pipeline rank under this schedule."""
         return self.chunks if self.layout.pp > 1 and self.schedule in ("interleaved", "zero-bubble") else 1
 
     @property
     def tokens(self) -> int:
-        """Of a micro-batch on each rank, with what pads them."""
+        """Tokens of a micro-batch on each rank, with padding."""
         return self.micro_size * self.padded_length // self.layout.cp
 
     @property
     def heads_shared(self) -> int:
-        """Of the ranks along cp, how many share heads."""
+        """Number of cp ranks that share heads."""
         return self.cp_heads or gcd(self.layout.cp, self.shape.heads // self.layout.tp)
 
     @property
     def padded_length(self) -> int:
-        """Tokens of a sequence as it is computed."""
+        """Tokens of a sequence as computed, with padding."""
         length = self.shape.sequence_length
         return -(-length // self.sequence_multiple) * self.sequence_multiple if self.cp_pad else length
 
     @property
     def sequence_multiple(self) -> int:
-        """What the length of a sequence is to be a multiple of, or is padded to one."""
+        """The sequence length must be a multiple of this, or is padded to one."""
         layout = self.layout
         if layout.cp == 1:
             return 1
@@ -136,7 +146,11 @@ class Setup:
 
     @property
     def seen(self) -> AttentionView | None:
-        """What sparse attention sees; None for dense attention. Raises ValueError where a custom mask is too short."""
+        """The view of sparse attention; None for dense attention.
+
+        Raises:
+                ValueError: a custom mask is too short.
+        """
         if self.attention != "sparse":
             return None
         shape = self.shape
@@ -144,18 +158,20 @@ class Setup:
 
     @property
     def attention_share(self) -> float:
-        """Of the blocks of dense attention, those that are computed."""
+        """Computed share of the blocks of dense attention."""
         return 1.0 if self.seen is None else self.seen.density
 
     @property
     def cuts_inputs(self) -> bool:
-        """Whether tensor ranks cut inputs of blocks, which under sequence parallelism are in parts already."""
+        """Whether tensor-parallel ranks partition the inputs of blocks. Under sequence parallelism the inputs are
+        partitioned anyway.
+        """
         asked = self.partition_inputs and self.checkpointing != "none"
         return asked and self.layout.tp > 1 and not self.sequence_parallel
 
     @property
     def global_size(self) -> int:
-        """Sequences of a step."""
+        """Sequences of a step, over all ranks."""
         return self.micro_size * self.accumulation * self.layout.data_size
 
     @classmethod
@@ -167,10 +183,17 @@ class Setup:
         dtype: Literal["float32", "bfloat16", "float16"],
         shape: ModelShape | None = None,
     ) -> Setup:
-        """What `config` asks for on so many engines; `dtype` is its precision, resolved for the device. `shape`: of
-        another model than its own GPT.
+        """Return the set-up that `config` describes on `engines` ranks.
 
-        Raises LayoutError or ConfigError when there is no such run.
+        Args:
+                config: a run's configuration.
+                engines: number of ranks.
+                dtype: the configuration's precision, resolved for the device.
+                shape: shape of another model than the built-in GPT.
+
+        Raises:
+                LayoutError: the layout does not fit the ranks.
+                ConfigError: the batch does not fit the layout.
         """
         layout = config.layout(engines, built_in=shape is None)
         batch = config.batch.resolve(layout.data_size)
@@ -205,7 +228,7 @@ class Setup:
 
 
 def context_problems(setup: Setup) -> list[str]:
-    """What stands against the layout's cp."""
+    """Return the reasons why the sequences cannot be split along cp; empty if they can."""
     shape, layout = setup.shape, setup.layout
     if layout.cp == 1:
         return []
@@ -232,15 +255,19 @@ def context_problems(setup: Setup) -> list[str]:
 
 
 def can_be_cut(setup: Setup, *, on_host: bool) -> bool:
-    """Whether the engine cuts these sequences along cp; `on_host`: on CPU cores, where rings take sparse attention and
-    dropout."""
+    """Return whether the engine can split these sequences along cp.
+
+    Args:
+            setup: the set-up to check.
+            on_host: whether the ranks compute on CPU cores. Only there rings support sparse attention and dropout.
+    """
     in_ring = setup.layout.cp > setup.heads_shared
     plain = setup.attention != "sparse" and not setup.shape.dropout
     return not context_problems(setup) and (on_host or plain or not in_ring)
 
 
 def state_problems(setup: Setup) -> list[str]:
-    """What stands against where and how states are kept, and when parameters are updated."""
+    """Return the problems of placement, dtype and update of the states; empty if there are none."""
     layout = setup.layout
     problems = offload_problems(
         setup.offload,

@@ -1,5 +1,7 @@
-"""What passes through a rank's memory in a step beside what it keeps: units that are gathered, and the messages as
-which parameters and gradients travel where they are quantised (`speedlab.comm.quantized_collectives`). No torch."""
+"""Predict the temporary buffers of a step: gathered units, and quantized messages of parameters and gradients.
+
+The quantized messages are those of `speedlab.comm.quantized_collectives`. No torch.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,26 @@ from speedlab.placement import MemoryKind, ZeroPolicy
 
 @dataclass(frozen=True, kw_only=True)
 class Passing:
-    """Bytes of one unit on its way; 0 for what its zero_policy does without."""
+    """Bytes of one unit's temporary buffers; 0 for buffers that its ZeRO policy does not need."""
 
     gathered: int = 0
-    """Whole parameters."""
+    """The gathered (whole) parameters."""
     message: int = 0
     """This rank's shard, encoded."""
     arriving: int = 0
-    """Of all ranks."""
+    """The encoded shards of all ranks."""
     exchanged: int = 0
-    """Slices of its gradient, encoded, and as many that come from others."""
+    """Encoded slices of its gradient, and the same number from other ranks."""
 
     @classmethod
     def of(cls, flats: Iterable[tuple[int, int, bool]], zero_policy: ZeroPolicy, dp: int) -> Passing:
-        """Of a unit with these flats: (elements, padded; bytes of one; whether it trains)."""
+        """Return the buffers of a unit.
+
+        Args:
+                flats: for each flat (padded elements, bytes of an element, whether it trains).
+                zero_policy: which states are partitioned, quantized or offloaded.
+                dp: data-parallel ranks.
+        """
         gathered = message = exchanged = 0
         for elements, element_bytes, trainable in flats:
             shard = elements // dp
@@ -38,7 +46,13 @@ class Passing:
 
 
 def most_at_work(root: Passing, units: Sequence[Passing], zero_policy: ZeroPolicy) -> int:
-    """What passes at once at most while a stage's units behind the `root` are used, forward and backward, on a CPU."""
+    """Return the peak bytes of temporary buffers while a stage runs forward and backward, on a CPU.
+
+    Args:
+            root: buffers of the root unit.
+            units: buffers of the units after the root, in order of use.
+            zero_policy: which states are partitioned, quantized or offloaded.
+    """
     live = peak = 0
     for change in _changes(root, units, zero_policy):
         live += change
@@ -47,12 +61,15 @@ def most_at_work(root: Passing, units: Sequence[Passing], zero_policy: ZeroPolic
 
 
 def _changes(root: Passing, units: Sequence[Passing], zero_policy: ZeroPolicy) -> Iterator[int]:
-    """What comes and goes, in order of time: the next unit is gathered while one is used; the root and the last one
-    stay between the passes; one unit's gradient is exchanged while the next one is computed."""
+    """Yield the changes of temporary bytes in order of time.
+
+    The next unit is gathered while one is used. The root and the last unit stay between the passes. A unit's gradient
+    is exchanged while the next one is computed.
+    """
     come, away = zero_policy.params_unsharded_on_demand, zero_policy.parameters_at is not MemoryKind.DEVICE
     if come and not away:
-        yield sum(each.message for each in (root, *units))  # Offered, and there until all have read them.
-    again = bool(zero_policy.secondary_ranks)  # In backward they come from there as they are.
+        yield sum(each.message for each in (root, *units))  # Alive until all ranks have read them.
+    again = bool(zero_policy.secondary_ranks)  # Backward gathers from the secondary partition, without encoding.
     order = [root, *units]
     if come:
         yield from _arrives(root, away)
@@ -81,12 +98,17 @@ def _arrives(unit: Passing, away: bool, *, plain: bool = False) -> Iterator[int]
 
 
 def _is_there(unit: Passing, away: bool, *, plain: bool = False) -> Iterator[int]:
-    """What lies away is encoded, and comes, when it has been read."""
+    """Yield the changes when a unit has arrived. An offloaded shard is encoded and sent only after it is read."""
     encoded = unit.message + unit.arriving
     yield 0 if plain else encoded if away else -unit.arriving
     yield -encoded if away and not plain else 0
 
 
 def sent_by_update(units: Iterable[Passing], zero_policy: ZeroPolicy) -> int:
-    """What passes at once of parameters that stay on every rank, and are sent after the update: all of them."""
+    """Return the bytes of messages after the update, for parameters that stay on every rank: all units at once.
+
+    Args:
+            units: buffers of each unit.
+            zero_policy: which states are partitioned, quantized or offloaded.
+    """
     return 0 if zero_policy.params_unsharded_on_demand else sum(each.message + each.arriving for each in units)

@@ -1,4 +1,4 @@
-"""Whether a run fits the ranks that it has: what each is predicted to hold at the peak of a step, and its capacity."""
+"""Check whether a run fits its ranks: the predicted peak of each rank and its capacity."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from speedlab.planner.setup import Setup
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """What each rank would hold at the peak of a step, and what it can hold; both by rank."""
+    """Predicted peak and capacity of each rank, both by rank."""
 
     memory: tuple[RankMemory, ...]
     capacity_bytes: tuple[int, ...]
 
     @property
     def peak_bytes(self) -> tuple[int, ...]:
+        """Predicted peak of each rank, in bytes."""
         return tuple(memory.total for memory in self.memory)
 
     @property
     def tightest(self) -> int:
-        """The rank with the least left, or the most missing; the first of several."""
+        """The rank with the least free (or the most missing) memory; the first one on a tie."""
         left = [capacity - peak for peak, capacity in zip(self.peak_bytes, self.capacity_bytes, strict=True)]
         return left.index(min(left))
 
     @property
     def fits(self) -> bool:
-        """Whether no rank would hold more than it can."""
+        """Whether no rank exceeds its capacity."""
         return self.peak_bytes[self.tightest] <= self.capacity_bytes[self.tightest]
 
 
@@ -47,18 +48,24 @@ def predicted_peaks(
     beside_bytes: Sequence[int] = (),
     parameters: int | None = None,
 ) -> Peaks | None:
-    """The peaks of `config` on so many ranks; None where they cannot be predicted, because the model is the user's own.
-    Then what is known of such a model is its states (`rank_states`) and what its ranks held until now (their ledgers).
+    """Return the predicted peaks of `config`, or None for a model that is not the built-in GPT.
+
+    For other models only the states (`rank_states`) and the ledgers of past steps are known. Stages that are balanced
+    by time are predicted like stages that are balanced by parameters.
 
     Args:
-        capacity_bytes: of each rank.
-        dtype: the configuration's precision, resolved for the device.
-        device: activations and buffers as a GPU's allocator counts them, or as the engine's trace does on CPUs.
-        beside_bytes: of each rank, what its process holds beside tensors, as its ledger says; empty: nothing is known.
-        parameters: of the whole model, as they were counted; None: the model is the configuration's GPT.
+            config: a run's configuration.
+            world_size: number of ranks.
+            capacity_bytes: capacity of each rank.
+            dtype: the configuration's precision, resolved for the device.
+            device: count activations and buffers like a GPU's allocator, or like the engine's trace on CPUs.
+            beside_bytes: for each rank the bytes of its process outside tensors, from its ledger; empty if unknown.
+            parameters: counted parameters of the whole model; None: the model is the built-in GPT.
 
-    Stages that are balanced by time are predicted as those that are balanced by parameters.
-    Raises LayoutError or ConfigError when there is no such run.
+    Raises:
+            ValueError: a sequence does not have one number for each rank.
+            LayoutError: the layout does not fit the ranks.
+            ConfigError: the batch does not fit the layout.
     """
     for name, values in (("capacity_bytes", capacity_bytes), ("beside_bytes", beside_bytes)):
         if len(values) != world_size and (values or name == "capacity_bytes"):

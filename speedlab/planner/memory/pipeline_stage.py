@@ -1,5 +1,9 @@
-"""Activations of a pipeline stage of the built-in GPT, or of the whole model: embedding, blocks, head and loss in one
-micro-batch, and how many micro-batches are under way under each schedule."""
+"""Predict the activations of a pipeline stage of the built-in GPT, and of a whole step under each schedule.
+
+1. `walk` simulates one micro-batch through a stage: embedding, blocks, head and loss, forward and backward.
+2. `step_order` lists the actions of a pipeline rank under its schedule.
+3. `held` and `step_peak` combine both: bytes alive during a step, and their maximum.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,15 @@ from speedlab.planner.setup import Setup
 
 _INT64, _FLOAT32 = 8, 4
 _LOSS_NUMBERS = 80
-"""Bytes for each token of a chunk that a loss over a cut vocabulary takes beside its matrices."""
+"""Bytes for each token of a chunk that a loss over a partitioned vocabulary needs in addition to its matrices."""
 
 _ROUNDS = 3
-"""Rounds of micro-batches after which a pipeline repeats itself."""
+"""After this many rounds of micro-batches, the memory of a pipeline repeats."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment of a micro-batch: bytes alive at its end, and the most there were since the mark before."""
+    """A moment of a micro-batch: bytes alive at its end, and the maximum since the previous mark."""
 
     label: str
     live: int
@@ -38,22 +42,29 @@ class Mark:
 
 @dataclass(frozen=True)
 class MicroBatchMemory:
-    """One micro-batch on one stage, bytes."""
+    """Activations of one micro-batch on one stage, in bytes."""
 
     kept: int
-    """Between forward and backward."""
+    """Bytes alive between forward and backward."""
     forward_peak: int
     backward_peak: int
     away: int
-    """Of what is kept, on the host."""
+    """Bytes of kept activations that are offloaded to the host."""
     halves: tuple[int, int]
-    """Where a backward is computed in two halves: the most in the first one, and what stays between them."""
+    """For a backward in two halves: the peak of the first half, and the bytes alive between the halves."""
     forward: tuple[Mark, ...]
     backward: tuple[Mark, ...]
 
 
 def walk(s: ActivationSizes, *, blocks: int, first: bool, last: bool) -> MicroBatchMemory:
-    """A micro-batch through a stage of so many `blocks`. `first`, `last`: whether embedding and head are its own."""
+    """Simulate one micro-batch through a pipeline stage.
+
+    Args:
+            s: sizes of the activations.
+            blocks: number of blocks of the stage.
+            first: whether the stage has the embedding.
+            last: whether the stage has the head and the loss.
+    """
     t, marks = Tally(), []
 
     def mark(label: str) -> None:
@@ -74,7 +85,7 @@ def walk(s: ActivationSizes, *, blocks: int, first: bool, last: bool) -> MicroBa
     if last:
         _head(t, s)
         mark("head and loss")
-    # What goes to the next stage stays, too: it is the root of the graph.
+    # The message to the next stage stays alive, too: it is the root of the autograd graph.
     kept, forward = t.live, tuple(marks)
     marks.clear()
     without_head = (forward[-2].live if last else kept) - s.local
@@ -92,9 +103,9 @@ def walk(s: ActivationSizes, *, blocks: int, first: bool, last: bool) -> MicroBa
     if first:
         _embed_backward(t, s, tied=tied)
     if not last:
-        t.free(s.local)  # What the stage made, which the graph held.
+        t.free(s.local)  # The output of the stage, which the graph held.
     mark("embedding" if first else "send")
-    # The first half frees nothing that blocks have saved, and keeps gradients of what their layers made.
+    # The first half of backward frees no saved tensors, and keeps the gradients of layer outputs for the second half.
     between = without_head + blocks * _layer_gradients(s)
     return MicroBatchMemory(
         halves=(max(marks[0].peak, kept + blocks * _layer_gradients(s) + 2 * s.local), between),
@@ -108,17 +119,17 @@ def walk(s: ActivationSizes, *, blocks: int, first: bool, last: bool) -> MicroBa
 
 
 def _forward(t: Tally, s: ActivationSizes, *, given: bool) -> None:
-    """A block, from its input to its output. `given`: the pipeline holds the input."""
+    """Count a block's forward, from its input to its output. `given`: the pipeline owns the input."""
     t.take(0 if given else s.input_left)
     if s.setup.checkpointing == "block":
         inner = (4 if s.setup.shape.gated else 2) * s.inner
-        t.touch(2 * s.local + s.hidden + max(inner, 4 * s.heads + s.pair))  # Less than backward takes.
+        t.touch(2 * s.local + s.hidden + max(inner, 4 * s.heads + s.pair))  # Less than the peak of backward.
         t.take(s.local)
         t.free(0 if given else s.input_gone)
         return
     if s.setup.checkpointing == "selective":
         before = t.live
-        block_forward(t, s)  # Less is alive in it than in backward.
+        block_forward(t, s)  # Less is alive here than in backward.
         t.live = before + s.local + kept_results(s)[0]
         t.free(0 if given else s.input_gone)
         return
@@ -131,10 +142,10 @@ def _backward(t: Tally, s: ActivationSizes, *, given: bool, held: bool) -> None:
     checkpointed = s.setup.checkpointing != "none"
     kept, unused = kept_results(s) if s.setup.checkpointing == "selective" else (0, 0)
     if checkpointed:
-        t.free(kept - unused)  # They are part of what follows.
+        t.free(kept - unused)  # The recomputation below counts them again.
         t.take(0 if given else s.input_gone)
         block_forward(t, s, again=True)
-    # The input, of which the norm has kept a copy only: what was gathered goes at once, else who gave it has it.
+    # If the norm saved only a copy of the input: a gathered input is freed at once, otherwise its owner keeps it.
     unsaved = not s.saves_norm_input and (checkpointed or given)
     gathered = s.input_left > 0 and not given
     t.free(s.local if unsaved and gathered else 0)
@@ -147,7 +158,10 @@ def _backward(t: Tally, s: ActivationSizes, *, given: bool, held: bool) -> None:
 
 
 def _layer_gradients(s: ActivationSizes) -> int:
-    """Of what a block's linear layers and norms made: gradients of their parameters are computed from these."""
+    """Return bytes of the gradients of all outputs of a block's linear layers and norms.
+
+    The second half of backward computes the parameters' gradients from them.
+    """
     wide = 1 if s.saves_norm_input else _FLOAT32 // s.element
     widths = 2 if s.setup.shape.gated else 1
     return s.heads + s.pair + widths * s.inner + 2 * s.hidden + 2 * wide * s.local
@@ -157,7 +171,7 @@ def _layer_gradients(s: ActivationSizes) -> int:
 
 
 def _rotation(s: ActivationSizes) -> int:
-    """Cosines and sines of a sequence's positions."""
+    """Return bytes of the cosines and sines of a sequence's positions."""
     shape = s.setup.shape
     return shape.sequence_length * (shape.head_size or shape.hidden // shape.heads) * _FLOAT32
 
@@ -165,7 +179,7 @@ def _rotation(s: ActivationSizes) -> int:
 def _embed(t: Tally, s: ActivationSizes) -> None:
     shape = s.setup.shape
     if s.tp > 1:
-        t.take(s.tokens, _INT64 * s.tokens)  # Tokens of other ranks' rows, and the others' numbers here.
+        t.take(s.tokens, _INT64 * s.tokens)  # The mask of tokens of other ranks' rows, and the local indices.
         with t.passing(s.hidden, s.hidden):
             t.take(s.hidden)
     else:
@@ -184,7 +198,7 @@ def _embed(t: Tally, s: ActivationSizes) -> None:
 
 
 def _embed_backward(t: Tally, s: ActivationSizes, *, tied: bool) -> None:
-    """`tied`: the gradient of the table's other use is still here."""
+    """Count the backward of the embedding. `tied`: the gradient of the head's use of the table is still alive."""
     shape = s.setup.shape
     if shape.dropout:
         t.take(s.local)
@@ -213,7 +227,10 @@ def _embed_backward(t: Tally, s: ActivationSizes, *, tied: bool) -> None:
 
 
 def _head(t: Tally, s: ActivationSizes) -> None:
-    """From the last block's output to the loss. The final norm has no residual; its input stays only if it saves it."""
+    """Count from the last block's output to the loss.
+
+    The final norm has no residual, so its input stays alive only if the norm saves it.
+    """
     norm_forward(t, s)
     enter(t, s)
     t.take(_INT64 * s.tokens)
@@ -237,16 +254,16 @@ def _head(t: Tally, s: ActivationSizes) -> None:
 
 
 def _logits(s: ActivationSizes) -> tuple[int, int]:
-    """(n, V) in the compute dtype and in float32."""
+    """Return bytes of the (n, V) logits in the compute dtype and in float32."""
     count = s.tokens * s.vocabulary
     return count * s.element, count * _FLOAT32
 
 
 def _cut_loss(t: Tally, s: ActivationSizes) -> None:
-    """`vocabulary_cross_entropy`: gradients are made at once, from exponentials of a chunk of tokens."""
+    """Count `vocabulary_cross_entropy`: it computes gradients in forward, from exponentials of a chunk of tokens."""
     t.take(s.hidden, s.table)
     exponentials = s.chunk * s.vocabulary * s.element
-    some = exponentials if s.chunk == s.tokens else 2 * exponentials  # The next are made before the last are freed.
+    some = exponentials if s.chunk == s.tokens else 2 * exponentials  # The next is made before the last is freed.
     if s.setup.dtype == "float16" or s.device == "cuda":
         some += s.chunk * s.vocabulary * (2 * _FLOAT32 + s.element)
     inputs = s.chunk * s.setup.shape.hidden
@@ -258,7 +275,10 @@ def _cut_loss(t: Tally, s: ActivationSizes) -> None:
 
 
 def _head_backward(t: Tally, s: ActivationSizes, *, tied: bool) -> None:
-    """To the gradient of the last block's output. `tied`: the table's gradient waits for that of its other use."""
+    """Count down to the gradient of the last block's output.
+
+    `tied`: the gradient of the table stays alive until the embedding adds its own.
+    """
     setup = s.setup
     scaled = setup.accumulation * setup.layout.replicas > 1 or setup.dtype == "float16"
     if s.tp > 1:
@@ -285,8 +305,17 @@ def _head_backward(t: Tally, s: ActivationSizes, *, tied: bool) -> None:
 
 
 def step_order(setup: Setup, pipeline: int, micro_batches: int) -> Iterator[tuple[str, int]]:
-    """(F, B or W; which of the rank's stages) in the order in which a pipeline rank works. W: the second half of a
-    backward; under other schedules than zero-bubble it comes with B, and nothing is left for it."""
+    """Yield the actions of a pipeline rank, in order.
+
+    Args:
+            setup: layout, schedule and chunks.
+            pipeline: index of the pipeline rank.
+            micro_batches: micro-batches of the step.
+
+    Yields:
+            (F, B or W; index of the stage on this rank). W is the second half of a backward; under other schedules than
+        zero-bubble, W directly follows its B and does nothing.
+    """
     pp, m = setup.layout.pp, micro_batches
     wound = pp > 1 and setup.schedule in ("interleaved", "zero-bubble")
     chunks = setup.chunks if wound else 1
@@ -306,15 +335,21 @@ def step_order(setup: Setup, pipeline: int, micro_batches: int) -> Iterator[tupl
 
 
 def most_in_flight(setup: Setup, pipeline: int) -> float:
-    """Micro-batches whose activations a pipeline rank keeps at once, at the most; each of its stages counts as its part
-    of one."""
+    """Return the maximum number of micro-batches whose activations a pipeline rank keeps.
+
+    With several stages on the rank, each stage counts as its part of one.
+
+    Args:
+            setup: layout, schedule and micro-batches.
+            pipeline: index of the pipeline rank.
+    """
     chunks = setup.stages_per_rank
     begun = _ahead(setup, pipeline, setup.accumulation) + 1
     return min(begun, setup.accumulation * chunks) / chunks
 
 
 def _ahead(setup: Setup, pipeline: int, micro_batches: int) -> int:
-    """Forwards before a pipeline rank begins to do forwards and backwards in turn."""
+    """Return the number of forwards before a pipeline rank alternates forwards and backwards."""
     pp, m = setup.layout.pp, micro_batches
     if pp == 1:
         return 0
@@ -327,23 +362,32 @@ def _ahead(setup: Setup, pipeline: int, micro_batches: int) -> int:
 
 
 def _inputs(setup: Setup) -> int:
-    """Tokens and targets of all micro-batches, which a pipeline lays end to end."""
+    """Return bytes of the tokens and targets of all micro-batches, which a pipeline concatenates."""
     n = setup.micro_size * setup.shape.sequence_length
     return 2 * setup.accumulation * n * _INT64 if setup.layout.pp > 1 else 0
 
 
 def _round(pp: int, micro_batches: int) -> int:
-    """Micro-batches that a stage takes in one go."""
+    """Return the micro-batches that a stage takes in one round."""
     return micro_batches // max(1, micro_batches // pp)
 
 
 def held(
     setup: Setup, stages: Sequence[MicroBatchMemory], pipeline: int, micro_batches: int
 ) -> Iterator[tuple[str, int, int, int]]:
-    """(F, B or W; which stage; bytes alive after it; most bytes during it) of a step with so many micro-batches.
+    """Yield the memory of each action of a step.
 
-    The two halves of a backward are computed apart where blocks are not computed again; the model's first stage does
-    everything in the second half, because nobody waits for gradients of tokens.
+    The halves of a backward are separate unless blocks are recomputed. The model's first stage does everything in the
+    second half, because no rank waits for gradients of tokens.
+
+    Args:
+            setup: layout and schedule.
+            stages: memory of a micro-batch on each stage of this rank.
+            pipeline: index of the pipeline rank.
+            micro_batches: micro-batches to simulate.
+
+    Yields:
+            (F, B or W; index of the stage; bytes alive after the action; maximum bytes during it).
     """
     live = _inputs(setup)
     split = setup.layout.pp > 1 and setup.schedule == "zero-bubble"
@@ -367,10 +411,15 @@ def held(
 
 
 def step_peak(setup: Setup, stages: Sequence[MicroBatchMemory], pipeline: int) -> int:
-    """The most bytes of activations in a step of a pipeline rank with these `stages`.
+    """Return the peak bytes of activations in a step of a pipeline rank.
 
-    With one stage a rank it is at the last forward, at the backward behind it, or at the last backward. Otherwise a
-    pipeline repeats itself after some rounds.
+    With one stage a rank, the peak is at the last forward, at the backward after it, or at the last backward. Otherwise
+    the function simulates some rounds, after which a pipeline repeats.
+
+    Args:
+            setup: layout, schedule and micro-batches.
+            stages: memory of a micro-batch on each stage of this rank.
+            pipeline: index of the pipeline rank.
     """
     pp, m = setup.layout.pp, setup.accumulation
     if pp > 1 and setup.schedule in ("interleaved", "zero-bubble"):
