@@ -33,8 +33,8 @@ _SMALL_BYTES, _SMALL_CALLS = 4 << 10, 50
 
 @dataclass(frozen=True, kw_only=True)
 class CollectivesOptions:
-    """All-reduce, reduce-scatter and all-gather of 4 KB (latency) and of many megabytes (bandwidth), and the cost of
-    comparing each call between ranks.
+    """All-reduce, reduce-scatter and all-gather of 4 KB (latency) and many megabytes (bandwidth); cost of comparing
+    calls.
     """
 
     ranks: tuple[int, ...] = (2, 4)

@@ -1,4 +1,4 @@
-"""Whether it pays on these links to send less: compressed momenta, ZeRO++, meetings of islands. No torch."""
+"""Advise whether to send less on these links: compressed momenta, ZeRO++, DiLoCo islands. No torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,26 @@ from speedlab.planner.setup import Setup
 from speedlab.planner.time.step_time import StepTime
 
 _WORTH = 1.25
-"""How much faster islands have to be, so that they are worth another training than one gradient's."""
+"""Minimum speed-up by islands. Below it, plain data parallelism is better, because islands train differently."""
 
 _WARM_UP = 0.2
-"""Share of a run that a warm-up takes, where nobody knows."""
+"""Assumed share of a run that is warm-up, if unknown."""
 
 _LEAST_GAIN = 1.05
-"""What steps have to gain, so that values are rounded for it."""
+"""Minimum speed-up that justifies rounding values."""
 
 
 def exchange_advice(setup: Setup, hardware: Hardware, time: StepTime) -> str:
-    """How `time` stands beside the same step whose bytes nobody compresses, in words; '' for such a step."""
+    """Compare a step that sends less with the same step without compression.
+
+    Args:
+            setup: the training.
+            hardware: machines, and how their time is predicted.
+            time: the predicted time of this set-up.
+
+    Returns:
+            One sentence; empty for a set-up that sends everything in full.
+    """
     if setup.layout.islands > 1:
         return _islands_advice(setup, hardware, time)
     if setup.zero.switches:

@@ -1,4 +1,4 @@
-"""The cheapest changes that make a training fit. No torch."""
+"""Suggest the cheapest changes that make a training fit. No torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ class FitChange:
     words: str
     candidate: Candidate
     price: float
-    """How much longer a step of the same global batch takes, relative: 0.3 is 30 % more; negative is faster."""
+    """Relative increase of the step time at the same global batch: 0.3 is 30 % longer; negative is faster."""
 
     options: str
-    """The options of `speedlab plan` that ask for it: '--zero 3 --micro 2 --global 16'."""
+    """Options of `speedlab plan` for this change: '--zero 3 --micro 2 --global 16'."""
 
     @property
     def setup(self) -> Setup:
+        """The set-up with the change."""
         return self.candidate.setup
 
     def __str__(self) -> str:
@@ -47,8 +48,17 @@ def cheapest_change(
     memory: Memory = predict_memory,
     count: int = 3,
 ) -> list[FitChange]:
-    """Up to `count` changes that make `setup` fit, cheapest first: single ones, and pairs where too few single ones
-    do."""
+    """Return up to `count` changes that make `setup` fit, cheapest first.
+
+    Single changes are tried first; pairs of changes only if too few single ones fit.
+
+    Args:
+            setup: the training that does not fit.
+            machines: the hosts and their devices.
+            efficiency: shares of the peak rates; None: those of the device.
+            memory: how memory is predicted.
+            count: maximum number of changes.
+    """
     efficiency = efficiency or efficiency_of(machines.device)
     before = predict_time(setup, machines, efficiency)
     singles = list(_changes(setup, machines))
@@ -63,7 +73,7 @@ def cheapest_change(
 def _fitting(
     changed: Iterable[Setup], before: StepTime, machines: Machines, efficiency: Efficiency, memory: Memory
 ) -> list[FitChange]:
-    """Those that fit, cheapest first; of two at the same price the one that leaves more memory."""
+    """Return the changes that fit, cheapest first; at the same price, the one with more free memory first."""
     found = []
     for setup in changed:
         if state_problems(setup) or not can_be_cut(setup, on_host=machines.device.on_host):
@@ -79,7 +89,7 @@ def _fitting(
 
 @dataclass(frozen=True, kw_only=True)
 class _Setting:
-    """What a change may change: its name, the option of `speedlab plan` that sets it, and where it stands."""
+    """A setting that a change may alter: its name, its option of `speedlab plan`, and how to read its value."""
 
     name: str
     option: str
@@ -104,15 +114,27 @@ _SETTINGS = (
 
 
 def differences(before: Setup, after: Setup) -> str:
-    """What `_changes` has made of a set-up, in words: 'ZeRO stage 1 → 3; micro-batch 4 → 2'. A switch is only ever
-    turned on, and is its name alone."""
+    """Return a change as text: 'ZeRO stage 1 → 3; micro-batch 4 → 2'.
+
+    A switch is only ever turned on, so it appears as its name.
+
+    Args:
+            before: the set-up without the change.
+            after: the set-up with the change.
+    """
     changed = [(each.name, each.value(before), each.value(after)) for each in _SETTINGS]
     return "; ".join(name if new is True else f"{name} {old} → {new}" for name, old, new in changed if old != new)
 
 
 def options_of(before: Setup, after: Setup) -> str:
-    """The same as options of `speedlab plan`. Where the micro-batch or the layout changes, the whole batch is said, so
-    that it stays, and what is left of dp."""
+    """Return a change as options of `speedlab plan`.
+
+    If micro-batch or layout change, the options include the global batch, so that it stays, and dp.
+
+    Args:
+            before: the set-up without the change.
+            after: the set-up with the change.
+    """
     changed = {each.option: each.value(after) for each in _SETTINGS if each.value(after) != each.value(before)}
     if after.layout != before.layout:
         changed["--dp"] = after.layout.dp
@@ -122,7 +144,7 @@ def options_of(before: Setup, after: Setup) -> str:
 
 
 def _changes(setup: Setup, machines: Machines) -> Iterator[Setup]:
-    """Every single change that holds less; the global batch stays."""
+    """Yield every single change that reduces memory; the global batch stays."""
     shape, layout = setup.shape, setup.layout
     if layout.dp > 1:
         for stage in range(setup.zero_stage + 1, 4):
@@ -150,7 +172,7 @@ def _changes(setup: Setup, machines: Machines) -> Iterator[Setup]:
 
 
 def _farther(setup: Setup, machines: Machines) -> Iterator[Setup]:
-    """States farther away from the device. On CPU cores the host's memory is the device's, and only a disk helps."""
+    """Yield set-ups with more offload. On CPU cores host and device share one memory, so only disk helps."""
     order: tuple[Away, ...] = ("none", "host", "disk")
     offload = setup.offload
     for place in order[1:]:
@@ -164,7 +186,7 @@ def _farther(setup: Setup, machines: Machines) -> Iterator[Setup]:
 
 
 def _wider(setup: Setup, machines: Machines) -> Iterator[Setup]:
-    """Twice the tensor or pipeline ranks, from data-parallel ones where there are, else from idle devices."""
+    """Yield set-ups with twice the tensor, context or pipeline ranks, from data-parallel ranks or idle devices."""
     shape, layout = setup.shape, setup.layout
     if layout.dp % 2 == 0:
         dp, accumulation = layout.dp // 2, setup.accumulation * 2

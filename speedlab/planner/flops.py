@@ -1,17 +1,16 @@
-"""FLOP of a training step in the four conventions by which figures are published. A multiplication and an addition are
-two operations. No torch.
+"""Count FLOPs of a training step in the four published conventions. No torch.
 
-For a GPT whose feed-forward layer is 4 hidden wide, with l layers, hidden h, sequences of s and a vocabulary of V, a
-token of a step is
+A multiplication and an addition are two operations. For a GPT with a feed-forward layer of 4 hidden, l layers, hidden
+size h, sequences of s and a vocabulary of V, the FLOPs of a step for one token are
 
 - model: 72 l h² (1 + s / 6h + V / 12lh) (arXiv:2205.05198, PaLM's MFU): what the model needs.
-- hardware: 96 l h² (1 + s / 6h + V / 16lh) (arXiv:2104.04473): blocks are computed a second time; of
-  a run that recomputes nothing, the same as model.
-- parameters: 8 N with, 6 N without recomputation: attention left out, embeddings counted.
+- hardware: 96 l h² (1 + s / 6h + V / 16lh) (arXiv:2104.04473): with recomputed blocks; without recomputation equal to
+  model.
+- parameters: 8 N with, 6 N without recomputation: no attention, embeddings counted.
 - attention: 6 N + 12 l h s: embeddings counted.
 
-Here they are counted from the matrices, so that other shapes have them too. None halves attention for a causal mask;
-of sparse attention its share of the scores counts.
+The code counts matrices, so that it covers other shapes, too. No convention halves attention for a causal mask. Sparse
+attention counts with its share of the scores.
 """
 
 from __future__ import annotations
@@ -28,8 +27,17 @@ CONVENTIONS: tuple[Convention, ...] = get_args(Convention)
 def token_flops(
     shape: ModelShape, convention: Convention, checkpointing: Checkpointing = "none", *, attention_share: float = 1.0
 ) -> float:
-    """FLOP of a step for one token, forward and backward. `attention_share`: of scores, those that sparse attention
-    computes."""
+    """Return the FLOPs of a step (forward and backward) for one token.
+
+    Args:
+            shape: the model.
+            convention: which operations count.
+            checkpointing: what backward recomputes.
+            attention_share: computed share of the scores (1 for dense attention).
+
+    Raises:
+            ValueError: the convention is unknown.
+    """
     again = checkpointing == "block"
     inner = shape.heads * head_size(shape)
     depth = shape.layers + 2 * shape.decoder_layers  # A decoder's layer attends twice.
@@ -50,8 +58,14 @@ def token_flops(
 
 
 def share_of_step(shape: ModelShape, attention_share: float) -> float:
-    """FLOP of a step with sparse attention over those with dense attention. For a causal mask both are halved, as
-    kernels compute them."""
+    """Return the FLOPs of a step with sparse attention, relative to dense attention.
+
+    Scores under a causal mask count half, as kernels compute them.
+
+    Args:
+            shape: the model.
+            attention_share: computed share of the scores.
+    """
     without = token_flops(shape, "model", attention_share=0)
     scores = (token_flops(shape, "model") - without) * (0.5 if shape.causal else 1)
     return (without + scores * attention_share) / (without + scores)

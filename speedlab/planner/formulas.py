@@ -124,12 +124,16 @@ class ModelStates:
         return self.parameters + self.gradients + self.master_weights + self.optimizer_moments
 
     def explain(self) -> str:
-        """What the stage partitions: "gradients and optimizer states in 1/dp" for stage 2."""
+        """Return what the stage partitions, for instance "gradients and optimizer states in 1/dp" for stage 2."""
         return explain_stage(self.stage)
 
 
 def explain_stage(stage: int) -> str:
-    """What a ZeRO stage partitions, in a few words. Raises ValueError for a stage that is none."""
+    """Return what a ZeRO stage partitions, in a few words.
+
+    Raises:
+            ValueError: the stage is not 0, 1, 2 or 3.
+    """
     return {
         0: "everything whole on every rank",
         1: "optimizer states in 1/dp",

@@ -1,4 +1,4 @@
-"""Parameters and matrix multiplications of any `ModelShape`, also those that the built-in GPT cannot have. No torch."""
+"""Count parameters and matrices of any `ModelShape`, also of shapes that the built-in GPT cannot have. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from speedlab.planner.setup import ModelShape, Setup
 
 
 def check_shape(shape: ModelShape) -> None:
-    """Raises ValueError for a shape that cannot be: what it is, and what would be possible."""
+    """Check that a shape is possible.
+
+    Raises:
+            ValueError: a size is invalid; the message has the value and what would work.
+    """
     for count in ("layers", "hidden", "heads", "ffn_hidden", "vocab_size", "sequence_length", "kv_heads", "head_size"):
         value = getattr(shape, count)
         if value is not None and value < 1:
@@ -32,16 +36,20 @@ def check_shape(shape: ModelShape) -> None:
 
 
 def kv_heads(shape: ModelShape) -> int:
+    """Return the number of heads of keys and values."""
     return shape.heads if shape.kv_heads is None else shape.kv_heads
 
 
 def head_size(shape: ModelShape) -> int:
+    """Return the elements of an attention head."""
     return shape.hidden // shape.heads if shape.head_size is None else shape.head_size
 
 
 def is_built_in(shape: ModelShape) -> bool:
-    """Whether the built-in GPT can have this shape: two norms in a block, all heads with keys and values of
-    their own, two matrices in a feed-forward layer."""
+    """Return whether the built-in GPT can have this shape.
+
+    It has two norms in a block, separate keys and values for each head, and two matrices in a feed-forward layer.
+    """
     return (
         shape.causal
         and not shape.decoder_layers
@@ -56,7 +64,7 @@ def is_built_in(shape: ModelShape) -> bool:
 
 
 def norm_vectors(shape: ModelShape) -> tuple[int, ...]:
-    """Elements of one norm's weight, and of its bias where it has one."""
+    """Return the elements of one norm's weight, and of its bias if it has one."""
     return (shape.hidden,) * _vectors_of_a_norm(shape)
 
 
@@ -65,13 +73,13 @@ def _vectors_of_a_norm(shape: ModelShape) -> int:
 
 
 def position_elements(shape: ModelShape) -> int:
-    """Of a learned table of positions."""
+    """Return the elements of the learned position table; 0 without one."""
     return shape.positions * shape.hidden if shape.position == "learned" else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockWeights:
-    """Elements of a block's matrices, and of what is left."""
+    """Elements of a block's matrices and vectors."""
 
     attention_in: int
     attention_out: int
@@ -90,7 +98,7 @@ class BlockWeights:
 
 
 def block_weights(shape: ModelShape) -> BlockWeights:
-    """Of one block with self-attention."""
+    """Return the elements of one block with self-attention."""
     hidden, ffn, size = shape.hidden, shape.ffn_hidden, head_size(shape)
     queries, values = shape.heads * size, kv_heads(shape) * size
     ups = 2 if shape.gated else 1
@@ -109,12 +117,14 @@ class Vector:
 
     elements: int
     cut: bool = False
-    """Whether each tensor-parallel rank has its part: biases of layers whose outputs are cut. Norms are whole on each,
-    and biases that are added after the sum over the ranks."""
+    """Whether tensor-parallel ranks partition it: biases of layers with partitioned outputs.
+
+    Norms, and biases that are added after the sum over the ranks, are replicated.
+    """
 
 
 def block_vectors(shape: ModelShape) -> list[Vector]:
-    """Of one block with self-attention, in the order in which it computes with them."""
+    """Return the vectors of one block with self-attention, in order of use."""
     hidden, size, has = shape.hidden, head_size(shape), shape.biases
     norm = [Vector(elements) for elements in norm_vectors(shape)]
     behind = norm if shape.norms == 4 else []
@@ -131,13 +141,16 @@ def block_vectors(shape: ModelShape) -> list[Vector]:
 
 
 def cross_attention(shape: ModelShape) -> int:
-    """Elements that a decoder's layer has besides: four matrices and a norm."""
+    """Return the additional elements of a decoder's layer with cross-attention: four matrices and a norm."""
     inner = shape.heads * head_size(shape)
     return 4 * shape.hidden * inner + shape.hidden
 
 
 def shape_parameters(shape: ModelShape) -> int:
-    """Parameters of the whole model; a tied head counts once. Of relative positions, the few biases are left out."""
+    """Return the parameters of the whole model.
+
+    A tied head counts once. The few biases of relative positions are omitted.
+    """
     table = shape.vocab_size * shape.hidden
     blocks = shape.depth * block_weights(shape).total
     blocks += shape.decoder_layers * cross_attention(shape)
@@ -148,14 +161,21 @@ def shape_parameters(shape: ModelShape) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def stage_counts(shape: ModelShape, stages: int) -> tuple[int, ...]:
-    """Blocks of each pipeline stage, balanced by parameters as the engine does where it is not told. Raises LayoutError
-    when there are fewer blocks than stages."""
+    """Return the number of blocks of each pipeline stage, balanced by parameters: the engine's default.
+
+    Args:
+            shape: the model.
+            stages: number of pipeline stages.
+
+    Raises:
+            LayoutError: there are fewer blocks than stages.
+    """
     block = block_weights(shape).total
-    table = shape.vocab_size * shape.hidden  # On the last stage too: as the head, of its own or tied.
+    table = shape.vocab_size * shape.hidden  # Also on the last stage, as the head (tied or not).
     costs = [block] * shape.layers + [block + cross_attention(shape)] * shape.decoder_layers
     return layer_counts(costs, stages, first=table + position_elements(shape), last=sum(norm_vectors(shape)) + table)
 
 
 def block_cut(setup: Setup) -> tuple[int, ...]:
-    """Blocks of each pipeline stage of the model: as given, or balanced by parameters."""
+    """Return the number of blocks of each pipeline stage of a set-up: as given, or balanced by parameters."""
     return setup.cut or stage_counts(setup.shape, setup.layout.pp * setup.stages_per_rank)

@@ -1,4 +1,4 @@
-"""Machines as people write them: '8xA100', '2x8 H100', 'H100-80GB', 'a100 x 8', '2 nodes x 8 H100'."""
+"""Parse descriptions of machines in many spellings: '8xA100', '2x8 H100', 'H100-80GB', '2 nodes x 8 H100'."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 MOST_IN_HOST = 16
-"""More devices than one host of these kinds has (NVIDIA's DGX-2)."""
+"""Maximum number of devices in one host (NVIDIA's DGX-2)."""
 USUAL_IN_HOST = 8
 
 _HOSTS = r"(?:nodes?|hosts?|machines?|servers?|box(?:es)?|instances?)"
@@ -28,25 +28,30 @@ _NOISE = re.compile(r"\b(?:nvidia|tesla|gpus?|each|and)\b", re.IGNORECASE)
 
 @dataclass(frozen=True, kw_only=True)
 class MachineWords:
-    """What a text says of machines."""
+    """The parts of a description of machines."""
 
     hosts: int | None
-    """None where it is not said."""
+    """None if not given."""
     count: int
-    """Devices of each host; of all where hosts are not said."""
+    """Devices of each host; of all hosts together if their number is not given."""
     device: str
-    """As written, without its memory: 'a100'."""
+    """As written, without the memory: 'a100'."""
     memory: int | None
-    """GB that are printed on the card."""
+    """GB printed on the card; None if not given."""
     links: tuple[str, ...]
 
     @property
     def written(self) -> str:
+        """The device with its memory, as written."""
         return self.device if self.memory is None else f"{self.device}-{self.memory}"
 
 
 def read_words(text: str) -> MachineWords:
-    """Raises ValueError for a text that does not say how many of what."""
+    """Parse a description of machines.
+
+    Raises:
+            ValueError: the text does not say how many of which device, or counts hosts twice.
+    """
     plain = _NOISE.sub(" ", re.sub(r"[×*]", "x", re.sub(r"[,;+()]", " ", text)))
     found = _WORDS.fullmatch(" ".join(plain.split()))
     if found is None or (found["named"] and not (found["count"] or found["after"])):

@@ -1,4 +1,4 @@
-"""What is planned: a model by its name, its file or its sizes, and the configuration by which it is trained."""
+"""Resolve what to plan: a model by name, file or sizes, and the configuration that trains it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VOCABULARY, _SEQUENCE = 50257, 2048
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSizes:
-    """What is said of a model's sizes, and of how its loss is computed; of None nothing is."""
+    """Sizes of a model that a user gave, and how its loss is computed; None: not given."""
 
     layers: int | None = None
     hidden: int | None = None
@@ -37,24 +37,29 @@ class ModelSizes:
 
     @property
     def given(self) -> dict[str, Any]:
+        """The given sizes."""
         found = {each.name: getattr(self, each.name) for each in fields(self)}
         return {name: value for name, value in found.items() if value is not None}
 
     def applied(self, shape: ModelShape) -> ModelShape:
-        """The shape with what is said; it keeps its name as far as it keeps its sizes."""
+        """Return `shape` with the given sizes. The name changes if a size changes."""
         changed = {name: value for name, value in self.given.items() if getattr(shape, name) != value}
         after = replace(shape, **changed)
         changed.pop("sequence_length", None)
         return replace(after, name=renamed(shape.name, changed, after))
 
     def shape(self) -> ModelShape:
-        """A model that is described by its sizes alone: as GPT is built, or as Llama where it is gated."""
+        """Return a model described only by its sizes: like GPT, or like Llama if it is gated.
+
+        Raises:
+                ValueError: layers, hidden or heads are missing.
+        """
         missing = [f"--{name}" for name in ("layers", "hidden", "heads") if getattr(self, name) is None]
         if self.layers is None or self.hidden is None or self.heads is None:
             raise ValueError(
                 f"a model is described by --layers, --hidden and --heads at least; add {', '.join(missing)}"
             )
-        # A gated layer has a third matrix: two thirds of the width for as many parameters, as a multiple of 256.
+        # A gated layer has a third matrix: two thirds of the width for the same parameters, a multiple of 256.
         ffn = self.ffn_hidden or (-(-self.hidden * 8 // 3 // 256) * 256 if self.gated else 4 * self.hidden)
         llama: dict[str, Any] = {"position": "rotary", "norm": "rms", "tied": False, "biases": frozenset()}
         assumed = [
@@ -81,18 +86,24 @@ class ModelSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A run's configuration, a model's shape, or a shape that is trained as a configuration says."""
+    """A run's configuration, a model's shape, or a shape that a configuration trains."""
 
     config: RunConfig | None = None
     shape: ModelShape | None = None
-    """None: the configuration's own GPT."""
+    """None: the configuration's built-in GPT."""
 
 
 def subject_of(model: str, file: str, sizes: ModelSizes, *, here: bool) -> ModelSpec:
-    """What is meant by a model's name or file, the `file` of a configuration, and what is said of sizes.
+    """Resolve the model and the configuration of a plan request.
 
-    `here`: this machine is planned, on which a preset of the configuration is what `speedlab train` would run.
-    Raises ValueError: what is missing, or the nearest known names.
+    Args:
+            model: name or file of a model; may be empty.
+            file: file of a configuration; may be empty.
+            sizes: sizes that replace those of the model, or describe it.
+            here: whether this machine is planned. Then a preset's name means the run of `speedlab train`.
+
+    Raises:
+            ValueError: no model is named, or a name or file is unknown; the message lists the nearest ones.
     """
     if not model:
         model, file = file, ""
@@ -139,7 +150,7 @@ def _configuration(file: str) -> RunConfig:
 
 
 def _own(config: RunConfig, sizes: ModelSizes) -> ModelSpec:
-    """A configuration's own GPT, with other sizes where some are given."""
+    """Return a configuration's built-in GPT, with the given sizes."""
     if not sizes.given:
         return ModelSpec(config=config)
     return ModelSpec(
@@ -148,8 +159,10 @@ def _own(config: RunConfig, sizes: ModelSizes) -> ModelSpec:
 
 
 def _trained(shape: ModelShape | None, config: RunConfig | None, sizes: ModelSizes) -> ModelSpec:
-    """A model, or None for what sizes describe, that is trained as `config` says. Sequences are as long as the
-    configuration says, if it says so itself."""
+    """Return a model (None: described by the sizes) that `config` trains.
+
+    The sequence length is the configuration's if the file sets it.
+    """
     if sizes.sequence_length is None and config is not None and "sequence_length" in config.data.model_fields_set:
         sizes = replace(sizes, sequence_length=config.data.sequence_length)
     return ModelSpec(config=config, shape=sizes.shape() if shape is None else sizes.applied(shape))

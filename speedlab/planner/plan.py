@@ -91,8 +91,9 @@ class Plan:
 
     @property
     def places(self) -> list[PlaceBytes]:
-        """Bytes of the heaviest rank and its share of the capacity: on the device, and on host and disk if they are
-        used.
+        """Bytes of the heaviest rank and its share of the capacity, for each used place.
+
+        The device is always included, host and disk only if something is stored there.
         """
         return places(self.memory, self.setup, self.machines)
 

@@ -1,4 +1,4 @@
-"""Models and clusters by the names under which they were announced."""
+"""List known models and clusters by the names of their announcements."""
 
 from __future__ import annotations
 
@@ -19,18 +19,30 @@ CLUSTERS = {
     "1024-a100": "128x8 A100-80 nvlink3 ib-200x8",
     "4000-a100": "500x8 A100-40 nvlink3 ib-200x8",
 }
-"""Clusters of the announcements, as `Machines.parse` reads them."""
+"""Clusters of the announcements, in the syntax of `Machines.parse`."""
 
 
 def model(name: str) -> ModelShape:
-    """A named model's shape. Raises ValueError with the nearest known names."""
+    """Return the shape of a known model.
+
+    Raises:
+            ValueError: the name is unknown; the message lists the nearest ones.
+    """
     if name.lower() not in MODELS:
         raise unknown("model", name, MODELS)
     return MODELS[name.lower()].shape
 
 
 def cluster(text: str, *, price_per_device_hour: float | None = None) -> Machines:
-    """An announced cluster by its name, or any other as `Machines.parse` reads it. Raises ValueError."""
+    """Return a known cluster, or machines in the syntax of `Machines.parse`.
+
+    Args:
+            text: name of a cluster, or a description of machines.
+            price_per_device_hour: in any currency.
+
+    Raises:
+            ValueError: the text is neither.
+    """
     name = text.strip().lower()
     counted = name[:1].isdigit() or any(device.family.lower() in name for device in DEVICES.values())
     if name not in CLUSTERS and not counted:

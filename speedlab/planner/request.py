@@ -1,4 +1,4 @@
-"""A plan asked for in words, as on a terminal or in a notebook's line: `gpt3-175b`, `300B`, `128x8 A100-80 …`."""
+"""Parse a plan request from text, as in a terminal or a notebook magic: `gpt3-175b`, `300B`, `128x8 A100-80 …`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class PlanRequest:
     model: str = ""
     """A model by name (gpt2, llama-3-8b, gpt3-175b, …), a Hugging Face folder or config.json, or a configuration."""
     config: str = ""
-    """A configuration, also DeepSpeed's, by which the model is trained."""
+    """A training configuration, also DeepSpeed's."""
     machines: str = ""
-    """Described devices: '8 H100', '128x8 A100-80 nvlink3 ib-200x8', or an announced cluster; else this machine."""
+    """Described devices: '8 H100', '128x8 A100-80 nvlink3 ib-200x8', or a known cluster; this machine when left out."""
     layers: int | None = None
-    """Of a model that has no name, or instead of the named one's: blocks."""
+    """Number of blocks, for a model without a name, or instead of the named model's."""
     hidden: int | None = None
     """Width of the residual stream."""
     heads: int | None = None
@@ -46,13 +46,13 @@ class PlanRequest:
     head_size: int | None = None
     """Width of an attention head; hidden / heads when left out."""
     ffn: int | None = None
-    """Width inside the feed-forward layer; four times the hidden size when left out, 8/3 where it is gated."""
+    """Width inside the feed-forward layer; four times the hidden size when left out, 8/3 if it is gated."""
     vocab: int | None = None
     """Tokens of the vocabulary."""
     seq: int | None = None
     """Tokens of a sequence."""
     gated: bool = False
-    """The feed-forward layer has a gate, a third matrix, as Llama's."""
+    """The feed-forward layer has a gate (a third matrix), as in Llama."""
     engines: int | None = None
     """Engines of this machine; one per GPU, or 4, when left out."""
     tp: int | None = None
@@ -62,74 +62,85 @@ class PlanRequest:
     cp: int | None = None
     """Context-parallel ranks, each with a part of every sequence."""
     dp: int | None = None
-    """Data-parallel ranks; left out: as many as there are devices for."""
+    """Data-parallel ranks; all remaining devices when left out."""
     islands: int | None = None
-    """Islands of ranks that train parameters of their own and meet every few steps; a search takes 1 when left out."""
+    """DiLoCo islands, which train parameters of their own and synchronise every few steps; a search takes 1 when left
+    out.
+    """
     outer_every_steps: int | None = None
-    """Steps of islands between two meetings; 50 when left out."""
+    """Steps between two synchronisations of islands; 50 when left out."""
     outer_compression: Literal["none", "signs", "topk"] | None = None
-    """As what islands send how far they went; float32 (none) when left out."""
+    """Compression of what islands send; float32 (none) when left out."""
     zero: Literal[0, 1, 2, 3] | None = None
     """ZeRO stage."""
     quantized_weights: bool = False
     """Whether parameters are gathered as int8 blocks."""
     quantized_gradients: bool = False
-    """Whether gradients are exchanged as int4 blocks, inside hosts, then between them."""
+    """Whether gradients are exchanged as int4 blocks, first inside hosts, then between hosts."""
     secondary_partition: int | None = None
-    """Ranks of a host that hold all partitioned parameters together once more; ZeRO stage 3 only."""
+    """Ranks of a host that together hold a second copy of all partitioned parameters; ZeRO stage 3 only."""
     micro: int | None = None
     """Sequences of a micro-batch."""
     global_size: int | None = None
     """Sequences of a step."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Compute dtype; left out: the fast one of the devices."""
+    """Compute dtype; the fast one of the devices when left out."""
     checkpointing: Checkpointing | None = None
-    """What is computed again in backward."""
+    """What backward recomputes."""
     partition_inputs: bool = False
-    """Whether of a block's input that is kept for backward each tensor rank keeps its 1/tp."""
+    """Whether each tensor-parallel rank keeps only 1/tp of a block's checkpointed input."""
     attention: Literal["fused", "plain"] | None = None
-    """Whether attention's probabilities are never kept (fused, when left out), or are (plain)."""
+    """Whether attention's probabilities are never stored (fused, when left out) or stored (plain)."""
     chunked_loss: bool = False
-    """Head and loss a few tokens at a time, so that logits are never whole, as the built-in GPT has them."""
+    """Compute head and loss in chunks of tokens, so that whole logits never exist, as the built-in GPT does."""
     sequence_parallel: bool = False
-    """Whether tensor-parallel ranks have each a part of the sequence between the layers."""
+    """Whether each tensor-parallel rank has a part of the sequence between the layers."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] | None = None
     """Order of a pipeline's passes."""
     chunks: int | None = None
     """Pipeline stages of each rank, for interleaved and zero-bubble; 2 when left out."""
     masters: Literal["float32", "none"] | None = None
-    """Whether parameters in bfloat16 have float32 masters beside them (left out), or are rounded stochastically."""
+    """Whether bfloat16 parameters have float32 master weights (left out), or updates are rounded stochastically (none).
+    """
     moments: Literal["float32", "8bit"] | None = None
-    """As what the optimizer's moments are kept between two steps; float32 when left out."""
+    """Dtype of the optimizer's moments between steps; float32 when left out."""
     in_backward: bool = False
-    """Update each unit in backward, so that no gradients are kept; for one dp rank and one micro-batch."""
+    """Update each unit in backward, so that no gradients are stored; for one dp rank and one micro-batch."""
     offload_optimizer: Away | None = None
-    """Where optimizer states, float32 masters and summed gradients lie."""
+    """Where optimizer states, float32 masters and summed gradients are stored."""
     offload_parameters: Away | None = None
-    """Where parameters lie while no unit needs them; ZeRO stage 3 only."""
+    """Where parameters are stored while no unit needs them; ZeRO stage 3 only."""
     offload_activations: Literal["none", "host"] | None = None
-    """Where inputs of blocks wait for backward; with checkpointing of blocks only."""
+    """Where inputs of blocks are stored until backward; with checkpointing of blocks only."""
     offload_delayed_update: int | None = None
-    """First step whose update runs beside the next step, which so uses parameters one update older."""
+    """First step whose update overlaps with the next step, which then uses parameters one update older."""
     host_bytes: str = ""
     """Memory of each host: 128GiB, 1.5TB."""
     disk_bytes: str = ""
-    """Free on the disk of each host: 30TB; on this machine what is free there when left out."""
+    """Free bytes on the disk of each host: 30TB; on this machine the free space when left out."""
     tokens: str = ""
     """Tokens of the whole training: 300B, 1.5T."""
     price: float | None = None
-    """Of a device-hour, in any currency."""
+    """Price of a device-hour, in any currency."""
 
     search: bool = False
     """Find the best layouts instead of planning one."""
     target: Target | None = None
-    """What the search looks for; the fastest when left out."""
+    """What the search optimises; the fastest when left out."""
     largest: bool = False
     """Find the largest model that fits on the machines."""
 
     @classmethod
     def of_words(cls, words: Mapping[str, Any]) -> PlanRequest:
-        """From a notebook's line, where numbers may still be text, and `global` is a word as any other."""
+        """Return the request of a notebook magic, where numbers may still be text.
+
+        Args:
+                words: option -> value, with '-' or '.' in names; `global` is accepted for `global_size`.
+
+        Raises:
+                TypeError: an option does not exist.
+                ValueError: a number is malformed.
+        """
         given: dict[str, Any] = {name.replace("-", "_").replace(".", "_"): value for name, value in words.items()}
         if "global" in given:
             given["global_size"] = given.pop("global")
@@ -140,7 +151,15 @@ class PlanRequest:
         return cls(**given)
 
     def answer(self, devices: list[Device]) -> Plan | Found:
-        """What is asked for: a plan, the best layouts, or the largest model. Raises as `plan` does."""
+        """Return the plan, the best layouts, or the largest model, depending on the request.
+
+        Args:
+                devices: the devices of this machine, used if no machines are named.
+
+        Raises:
+                LayoutError: the layout is impossible.
+                ValueError: options contradict each other, or a value is impossible.
+        """
         self._check()
         if self.largest:
             return self._largest(devices)
@@ -148,9 +167,9 @@ class PlanRequest:
             return self.plan(devices)
         subject = self._subject()
         if subject.config is not None:
-            # The batch is the file's, whatever layouts are looked for.
+            # The batch comes from the file, independent of the searched layouts.
             base = replace(self, tp=None, pp=None, dp=None, schedule=None, chunks=None).plan(devices)
-            # What else is said is part of the base.
+            # The other options are already part of `base`.
             return base.search(target=self.target or "fastest", fixed=replace(self._fixed(), others={}))
         if self.global_size is None:
             raise ValueError("a search needs the sequences of a step; add for instance --global 1536")
@@ -166,7 +185,15 @@ class PlanRequest:
         )
 
     def plan(self, devices: list[Device]) -> Plan:
-        """The plan; `devices` are this machine's, for where no machines are named. Raises ValueError."""
+        """Return the plan of one layout.
+
+        Args:
+                devices: the devices of this machine, used if no machines are named.
+
+        Raises:
+                LayoutError: the layout is impossible.
+                ValueError: another value is impossible.
+        """
         subject = self._subject()
         config = subject.config
         hardware = self.hardware(devices, config)
@@ -202,7 +229,15 @@ class PlanRequest:
         )
 
     def hardware(self, devices: list[Device], config: RunConfig | None = None) -> Hardware:
-        """The machines that are meant, in the dtype of `config`."""
+        """Return the machines of the request.
+
+        Args:
+                devices: the devices of this machine, used if no machines are named.
+                config: the configuration, for its dtype and its folder of offloaded states.
+
+        Raises:
+                ValueError: both machines and engines are given, or a name or size is unknown.
+        """
         if self.machines and self.engines is not None:
             raise ValueError(
                 f"--engines {self.engines} counts this machine's, and --machines {self.machines!r} describes others; "
@@ -221,7 +256,7 @@ class PlanRequest:
         return {name: size_bytes(text) for name, text in said.items() if text}
 
     def _check(self) -> None:
-        """Raises ValueError for words that do not go together, rather than leave one of them out."""
+        """Raise ValueError for options that contradict each other, instead of ignoring one of them."""
         if self.search and self.largest:
             raise ValueError("--search looks for layouts of a model, --largest for a model; give one of the two")
         if self.target is not None and not self.search:
@@ -236,12 +271,12 @@ class PlanRequest:
             raise ValueError(f"--chunks are of --schedule interleaved or zero-bubble, not of {self.schedule}")
 
     def _refuse_meetings(self) -> None:
-        """Raises ValueError for words about how islands meet; there is one."""
+        """Raise ValueError for options about several islands if there is only one."""
         if said := [f"--outer-{name.replace('_', '-')}" for name in self._meetings()]:
             raise ValueError(f"{' and '.join(said)}: said how islands meet, and there is one; add --islands 2, or more")
 
     def _largest(self, devices: list[Device]) -> Found:
-        """Raises ValueError where something of the model is said: that is what is looked for."""
+        """Return the largest model that fits. Raise ValueError for options of a model: the search finds the model."""
         named = [self.model] if self.model else []
         named += [f"--config {self.config}"] if self.config else []
         chosen = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "gated")
@@ -282,7 +317,7 @@ class PlanRequest:
         return count(self.tokens) if self.tokens else None
 
     def _dtype(self, devices: list[Device], config: RunConfig | None, machines: Machines | None = None) -> Dtype:
-        """The dtype that is asked for, or that 'auto' stands for on these devices."""
+        """Return the requested dtype, with 'auto' resolved for these devices."""
         asked = "auto" if config is None else config.precision.dtype
         if self.dtype is not None:
             return self.dtype
@@ -293,7 +328,7 @@ class PlanRequest:
         return "bfloat16" if all(device.fast_dtype == "bfloat16" for device in devices) else "float32"
 
     def _changed(self, config: RunConfig) -> RunConfig:
-        """The configuration with what was asked for besides."""
+        """Return the configuration with the changes of the request."""
         axes = {
             "tp": self.tp,
             "pp": self.pp,
@@ -305,10 +340,10 @@ class PlanRequest:
         }
         parallel = _given(**axes, sequence=self.sequence_parallel or None)
         if self.pp not in (None, config.parallel.pp):
-            parallel["cut"] = None  # The file's is of another number of stages.
+            parallel["cut"] = None  # The file's cut is for another number of stages.
         batch = _given(micro_size=self.micro, global_size=self.global_size)
         if len(batch) == 2:
-            batch["accumulation"] = None  # It follows.
+            batch["accumulation"] = None  # Derived from the two sizes.
         changes = {
             "parallel": parallel,
             "zero": _given(stage=self.zero, **self._switches()),
@@ -321,15 +356,15 @@ class PlanRequest:
         }
         given: dict[str, Any] = {part: values for part, values in changes.items() if values}
         if self.in_backward:
-            given["clip_norm"] = None  # Which a plan does not count, and a run would have to leave out.
+            given["clip_norm"] = None  # An update in backward cannot clip; clipping costs no memory or time here.
         return config.replace(**given)
 
     def _beside(self) -> dict[str, Any]:
-        """Fields of a set-up that no configuration has, or with fewer choices."""
+        """Return fields of a set-up that a configuration does not have, or has with fewer choices."""
         return _given(checkpointing=self.checkpointing, attention=self.attention)
 
     def _kept(self) -> dict[str, Any]:
-        """Fields of a set-up that say as what states and inputs of blocks are kept, and how long."""
+        """Return fields of a set-up about the format of states and block inputs, and about updates."""
         optimizer = OptimizerConfig(in_backward=True) if self.in_backward else None
         return _given(
             masters=self.masters,
@@ -341,11 +376,11 @@ class PlanRequest:
         )
 
     def _meetings(self) -> dict[str, Any]:
-        """What is said of how islands meet, as fields of `outer`."""
+        """Return the given options of `outer`."""
         return _given(every_steps=self.outer_every_steps, compression=self.outer_compression)
 
     def _switches(self) -> dict[str, Any]:
-        """What is said of ZeRO++."""
+        """Return the given options of ZeRO++."""
         return _given(
             quantized_weights=self.quantized_weights or None,
             quantized_gradients=self.quantized_gradients or None,
@@ -353,7 +388,7 @@ class PlanRequest:
         )
 
     def _away(self) -> dict[str, Any]:
-        """What is said of where states lie, as fields of `offload`."""
+        """Return the given options of `offload`."""
         return _given(
             optimizer=self.offload_optimizer,
             parameters=self.offload_parameters,
@@ -383,12 +418,16 @@ class PlanRequest:
 
 
 def _given(**values: Any) -> dict[str, Any]:
-    """Without what is not said."""
+    """Return the arguments that are not None."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def count(text: str) -> float:
-    """'300B', '1.5T', '3e11' as a number. Raises ValueError."""
+    """Parse a count: '300B', '1.5T', '3e11'.
+
+    Raises:
+            ValueError: the text is not a count.
+    """
     found = _COUNT.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no count; write for instance 300B, 1.5T or 3e11")
@@ -396,7 +435,11 @@ def count(text: str) -> float:
 
 
 def size_bytes(text: str) -> int:
-    """'128GiB', '1.5 TB', '30e12' as bytes. Raises ValueError."""
+    """Parse a size in bytes: '128GiB', '1.5 TB', '30e12'.
+
+    Raises:
+            ValueError: the text is not a size.
+    """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no size; write for instance 128GiB (1024³ bytes each), 1.5TB (10¹²) or 30e12")

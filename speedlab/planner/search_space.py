@@ -1,5 +1,7 @@
-"""What a search has to choose from: every layout whose axes divide, and every batch, stage, checkpointing and schedule
-that this engine has. What is fixed is left as it is. No torch."""
+"""Enumerate the search space: layouts whose axes divide, batches, ZeRO stages, checkpointing and schedules. No torch.
+
+Values that are fixed do not vary.
+"""
 
 from __future__ import annotations
 
@@ -19,23 +21,23 @@ from speedlab.planner.setup import Checkpointing, ModelShape, Setup, can_be_cut,
 _Choice = TypeVar("_Choice")
 
 _MOST_MICRO = 64
-"""Sequences of the largest micro-batch that is looked at, unless it is fixed."""
+"""Sequences of the largest micro-batch in the search, unless it is fixed."""
 _WIDEST_TP = 16
 LEAST_TOKENS = 4096
-"""Of a sequence on a rank: cp is looked at where it leaves so many, so that short sequences are cut only when asked."""
+"""Minimum tokens of a sequence on a rank for a search over cp. Shorter parts only on request."""
 _DEEPEST_PP = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """What a search leaves as it is. None is free to choose."""
+    """Values that a search keeps; None: free."""
 
     tp: int | None = None
     pp: int | None = None
     dp: int | None = None
     cp: int | None = None
     islands: int | None = None
-    """One where nobody says: islands are another training than one gradient's, which no speed makes up for."""
+    """1 if None: islands change the training itself (DiLoCo), so a search never adds them for speed."""
     zero_stage: int | None = None
     micro_size: int | None = None
     checkpointing: Checkpointing | None = None
@@ -43,16 +45,17 @@ class Fixed:
     chunks: int | None = None
     sequence_parallel: bool | None = None
     others: Mapping[str, Any] = field(default_factory=dict)
-    """Other fields of `Setup`, which no search chooses: attention, offload, the optimizer, meetings of islands."""
+    """Other fields of `Setup`, which no search varies: attention, offload, the optimizer, synchronisation of islands.
+    """
 
     @property
     def least_layers(self) -> int:
-        """Of a model that can be laid out so."""
+        """Minimum number of layers of a model with this pipeline."""
         pipeline = ParallelConfig(pp=self.pp or 1, schedule=self.schedule or "1f1b", chunks=self.chunks or 2)
         return max(2, pipeline.pp * pipeline.stages_per_rank)
 
     def __str__(self) -> str:
-        """'tp 3, zero_stage 2, optimizer on host, moments 8bit'; empty when nothing is."""
+        """Return the fixed values as text, for instance 'tp 3, zero_stage 2, moments 8bit'; empty if all are free."""
         chosen = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "others"}
         words = [f"{name} {value}" for name, value in chosen.items() if value is not None]
         usual = {"offload": OffloadConfig(), "optimizer": OptimizerConfig(), "masters": "float32", "moments": "float32"}
@@ -68,7 +71,7 @@ FREE = Fixed()
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """A model on machines, and what is fixed of how it is trained."""
+    """The search space of a model on machines."""
 
     shape: ModelShape
     machines: Machines
@@ -77,20 +80,25 @@ class Space:
 
     @property
     def most_devices(self) -> int:
-        """All of them, unless the whole layout is fixed."""
+        """Number of all devices, or of the fixed layout if tp, pp and dp are all fixed."""
         tp, pp, dp = self.fixed.tp, self.fixed.pp, self.fixed.dp
         given = tp and pp and dp and tp * pp * dp * (self.fixed.cp or 1) * (self.fixed.islands or 1)
         return given or self.machines.world_size
 
     def fewer_devices(self) -> list[int]:
-        """Powers of two of devices in one host and of whole hosts, fewer than all."""
+        """Return smaller sizes to try: powers of two inside a host, and of whole hosts."""
         machines = self.machines
         in_host = {2**k for k in range(machines.per_host.bit_length())}
         whole = {2**k * machines.per_host for k in range(machines.hosts.bit_length())}
         return sorted(size for size in in_host | whole if size < self.most_devices)
 
     def setups(self, size: int, global_size: int) -> Iterator[Setup]:
-        """Every way to train on `size` devices with so many sequences a step."""
+        """Yield every way to train on `size` devices.
+
+        Args:
+                size: number of devices.
+                global_size: sequences of a step, over all ranks.
+        """
         for layout in self._layouts(size):
             if global_size % layout.data_size:
                 continue
@@ -101,8 +109,13 @@ class Space:
                         yield from self._schedules(layout, stage, micro, share // micro, checkpointing)
 
     def smallest(self, global_size: int | None) -> Iterator[Setup]:
-        """Each layout of all devices as it holds least: one sequence, blocks computed again, the highest stage. Without
-        a global batch, one micro-batch a pipeline stage."""
+        """Yield for each layout of all devices the set-up with the least memory.
+
+        That is one sequence a micro-batch, recomputed blocks and the highest ZeRO stage, unless fixed.
+
+        Args:
+                global_size: sequences of a step; None: one micro-batch for each pipeline stage.
+        """
         micro = self.fixed.micro_size or 1
         checkpointing = self.fixed.checkpointing or "block"
         for layout in self._layouts(self.most_devices):
@@ -113,7 +126,11 @@ class Space:
                 yield from self._schedules(layout, stage, micro, share // turn, checkpointing)
 
     def empty(self, global_size: int | None) -> ValueError:
-        """What to say where there is nothing to choose from."""
+        """Return the error for an empty search space, with all rules and their numbers.
+
+        Args:
+                global_size: sequences of a step; None: free.
+        """
         shape, machines, fixed = self.shape, self.machines, self.fixed
         stage = 3 if fixed.zero_stage is None else fixed.zero_stage
         alone = Layout(
@@ -143,7 +160,7 @@ class Space:
         )
 
     def _layouts(self, size: int) -> Iterator[Layout]:
-        """Of `size` devices: equal islands, of several whole hosts or several of them in one, each laid out alike."""
+        """Yield layouts of `size` devices: equal islands, each of whole hosts, or several inside one host."""
         islands = self.fixed.islands or 1
         each, rest = divmod(size, islands)
         if each and not rest and islands_problem(self.machines, islands, size) is None:
@@ -166,7 +183,7 @@ class Space:
                         yield layout
 
     def _cuts_sequences(self, layout: Layout) -> bool:
-        """Whether this cp is one to look at."""
+        """Return whether the search considers this cp."""
         if layout.cp == 1:
             return True
         setup = Setup(shape=self.shape, layout=layout, dtype=self.dtype, **_ALONE, **self.fixed.others)
@@ -189,7 +206,7 @@ class Space:
             return _only(self.fixed.zero_stage, (3,))
         if layout.replicas == 1:
             return _only(self.fixed.zero_stage, (0,))
-        # In a pipeline stages 2 and 3 keep whole gradients during a step and gather once a micro-batch.
+        # With a pipeline, stages 2 and 3 keep whole gradients during a step anyway, and gather for each micro-batch.
         return _only(self.fixed.zero_stage, (0, 1) if layout.pp > 1 else (0, 1, 2, 3))
 
     def _schedules(
@@ -224,8 +241,10 @@ _ALONE: dict[str, Any] = {"zero_stage": 0, "micro_size": 1, "accumulation": 1}
 
 
 def worth_cutting(setup: Setup) -> bool:
-    """Whether a search cuts sequences so: the engine does it for its own GPT alone, and it costs more than it gives for
-    short parts."""
+    """Return whether a search splits sequences along this cp.
+
+    The engine does so only for its built-in GPT, and short parts cost more than they save.
+    """
     shape = setup.shape
     return is_built_in(shape) and shape.sequence_length // setup.layout.cp >= LEAST_TOKENS
 
@@ -235,21 +254,32 @@ def _only(fixed: _Choice | None, free: Sequence[_Choice]) -> Sequence[_Choice]:
 
 
 def islands_problem(machines: Machines, islands: int, ranks: int) -> str | None:
-    """What stands against so many islands of `ranks` on these machines, as the engine will say it; None for nothing."""
+    """Return why these machines cannot have so many islands, in the engine's words; None if they can.
+
+    Args:
+            machines: the hosts.
+            islands: number of islands.
+            ranks: number of all ranks.
+    """
     if islands == 1:
         return None
     return host_problem(islands, [str(rank // machines.per_host) for rank in range(ranks)])
 
 
 def quantized_hosts_problem(machines: Machines, setup: Setup) -> str | None:
-    """What stands against ZeRO++'s switches that look at hosts, as the engine will say it; None for nothing."""
+    """Return why ZeRO++'s host-aware switches cannot work on these machines, in the engine's words; None if they can.
+
+    Args:
+            machines: the hosts.
+            setup: the training.
+    """
     layout = setup.layout
     if layout.replicas == 1 or not (setup.quantized_gradients or setup.secondary_partition):
         return None
     for rank in range(layout.world_size):
         own = layout.coordinates(rank)
         if any(own[axis] for axis in REPLICATED):
-            continue  # Not the first of its group.
+            continue  # Check each group once, at its first rank.
         group = layout.peers(rank, *REPLICATED)
         counts = list(Counter(peer // machines.per_host for peer in group).values())
         if problem := unequal_problem(counts) or secondary_problem(setup.secondary_partition, counts[0]):

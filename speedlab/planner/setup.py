@@ -70,8 +70,9 @@ class Setup:
     """Blocks of each pipeline stage; None: balanced by parameters."""
     bucket_bytes: int = 2**20
     scattered_messages: bool = False
-    """Whether each tensor-parallel rank sends 1/tp of a message to the next pipeline stage, which gathers it there
-    (arXiv:2104.04473, section 4.1). This engine sends whole tensors.
+    """Whether tensor-parallel ranks split the messages between pipeline stages.
+
+    Each rank sends 1/tp, which the next stage gathers (arXiv:2104.04473, section 4.1). This engine sends whole tensors.
     """
     wide_sums: bool = True
     """Whether gradients of several micro-batches are summed in float32, as in this engine."""
@@ -163,8 +164,9 @@ class Setup:
 
     @property
     def cuts_inputs(self) -> bool:
-        """Whether tensor-parallel ranks partition the inputs of blocks. Under sequence parallelism the inputs are
-        partitioned anyway.
+        """Whether tensor-parallel ranks partition the inputs of blocks.
+
+        Under sequence parallelism the inputs are partitioned anyway.
         """
         asked = self.partition_inputs and self.checkpointing != "none"
         return asked and self.layout.tp > 1 and not self.sequence_parallel

@@ -1,7 +1,7 @@
-"""What of an estimate lies outside what was compared with measurements. No torch.
+"""List the parts of an estimate that no measurement has validated. No torch.
 
-Times are compared with published runs and this machine's own (`timing`); memory with the engine itself, over the grid
-of `bench planner`.
+Times are compared with published runs and with measurements of this machine (`speedlab.planner.time`). Memory is
+compared with the engine itself, over the grid of `bench planner`.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from speedlab.planner.setup import Setup
 from speedlab.planner.time.step_time import StepTime
 
 _MOST_PUBLISHED = 16_384
-"""Devices of the largest published run that the times were compared with."""
+"""Devices of the largest published run in the comparison of times."""
 
 
 def caution(time: StepTime) -> str:
-    """In words, of a set-up's memory and time; empty when all of it was compared."""
+    """Return the unvalidated parts of a set-up's memory and time as text; empty if there are none."""
     doubts = [time.caution, *_memory_doubts(time.setup)]
     devices = time.setup.layout.world_size
     if devices > _MOST_PUBLISHED:

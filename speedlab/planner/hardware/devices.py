@@ -1,7 +1,7 @@
-"""Devices that are described rather than present, and clusters of them. No torch.
+"""Describe devices from data sheets, and hosts of equal devices. No torch.
 
-Figures are NVIDIA's data sheets: dense matrix multiplication (no sparsity), decimal bandwidths. Memory is what a
-process can see of it, which is a little less than what is printed on the card.
+Figures are from NVIDIA's data sheets: dense matrix multiplication (no sparsity), decimal bandwidths. Memory is what a
+process can use, slightly less than the number printed on the card.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from speedlab.planner.machine_spec import MOST_IN_HOST, USUAL_IN_HOST, read_word
 _GIB = 2**30
 
 _MESHED = 4
-"""GPUs of a host that NVLink joins without a switch (NVIDIA's boards of four)."""
+"""Maximum number of GPUs in a host that NVLink connects without a switch (NVIDIA's boards of four)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceSpec:
-    """One device as the planner sees it."""
+    """The planner's description of one device."""
 
     name: str
     memory_bytes: int
@@ -29,18 +29,25 @@ class DeviceSpec:
     """FLOP/s of matrix multiplication by dtype."""
     memory_bytes_per_second: float
     in_host: str = ""
-    """The link that devices of one host usually have."""
+    """The usual link between devices of one host."""
     host_link: str = "pcie4"
-    """To the host's memory."""
+    """The link to the host's memory."""
     sold_gb: tuple[int, ...] = ()
-    """What is printed of its memory."""
+    """Memory sizes printed on the card, in GB."""
     network: str = ""
-    """Between hosts of such devices, as NVIDIA builds them."""
+    """The network between hosts of these devices, as NVIDIA builds them."""
     unaligned_share: float = 1.0
-    """Of the peak at 16 bits, by products whose inner size does not divide by 8: without matrix units, at float32's."""
+    """Share of the 16-bit peak for products whose inner size is not a multiple of 8.
+
+    Matrix units do not take them, so they run at float32's speed.
+    """
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s in `dtype`. Raises ValueError for a dtype that the device does not multiply."""
+        """Return the peak FLOP/s of matrix multiplication in a dtype.
+
+        Raises:
+                ValueError: the device does not support the dtype.
+        """
         if dtype not in self.peak_flops:
             raise ValueError(
                 f"{self.name} has no matrix multiplication in {dtype}; it has {', '.join(sorted(self.peak_flops))}"
@@ -49,12 +56,12 @@ class DeviceSpec:
 
     @property
     def family(self) -> str:
-        """Its name without its memory."""
+        """Name without the memory size, for instance "A100"."""
         return self.name.partition("-")[0]
 
     @property
     def on_host(self) -> bool:
-        """Whether its memory is the host's, and the host's processors compute: CPU cores."""
+        """Whether the device is the host itself: CPU cores with the host's memory."""
         return self.name == "cpu"
 
 
@@ -102,7 +109,14 @@ DEVICES = {
 
 
 def device(name: str) -> DeviceSpec:
-    """A described device by its name, in any case. Raises ValueError with the nearest known ones."""
+    """Return a described device.
+
+    Args:
+            name: its name, in any case.
+
+    Raises:
+            ValueError: the name is unknown; the message lists the nearest ones.
+    """
     for known, spec in DEVICES.items():
         if known.lower() == name.strip().lower():
             return spec
@@ -118,13 +132,13 @@ class Machines:
     hosts: int = 1
     in_host: Link
     between: Link | None = None
-    """None only where there is one host."""
+    """None only for a single host."""
     host: HostSpec = field(default_factory=HostSpec)
     """The memory and the disk of each host."""
     price_per_device_hour: float | None = None
-    """In whatever currency the user counts."""
+    """Price in any currency."""
     assumed: tuple[str, ...] = field(default=(), compare=False)
-    """What a text that described them left open, and how it was taken."""
+    """Assumptions for what a parsed text left open."""
 
     def __post_init__(self) -> None:
         if self.per_host < 1 or self.hosts < 1:
@@ -141,8 +155,11 @@ class Machines:
         return self.hosts * self.per_host
 
     def in_host_bytes_per_second(self, ranks: int) -> float:
-        """Of a ring of `ranks` devices of one host. Up to four have no switch: each pair has its own links, so that a
-        device reaches all of its bandwidth only with all others."""
+        """Return the bandwidth of a ring of `ranks` devices inside a host, in bytes/s.
+
+        Hosts with up to four devices have no switch: each pair has its own links, so a device reaches its full
+        bandwidth only together with all others.
+        """
         bandwidth = self.in_host.bandwidth_bytes_per_second
         if ranks < 2 or self.per_host > _MESHED or not self.in_host.name.startswith("nvlink"):
             return bandwidth
@@ -150,10 +167,18 @@ class Machines:
 
     @classmethod
     def parse(cls, text: str, *, price_per_device_hour: float | None = None) -> Machines:
-        """'64x8 A100-80 nvlink3 ib-200x8': hosts x devices of each, the device, links inside a host and between them.
+        """Parse machines, for instance '64x8 A100-80 nvlink3 ib-200x8'.
 
-        Read as people write it (`machine_words`). What is left out is what NVIDIA's own hosts have, and is said in
-        `assumed`. Raises ValueError: what is missing, or the nearest known names.
+        The parts are hosts x devices, the device, the link inside a host, the link between hosts.
+        `machine_spec.read_words` accepts many spellings. Omitted parts are those of NVIDIA's own hosts, listed in
+        `assumed`.
+
+        Args:
+                text: the description.
+                price_per_device_hour: in any currency.
+
+        Raises:
+                ValueError: the text is incomplete, or a name is unknown; the message lists the nearest ones.
         """
         words = read_words(text)
         alike = [spec for spec in DEVICES.values() if spec.family == words.device.upper()]

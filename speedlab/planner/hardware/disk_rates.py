@@ -1,5 +1,7 @@
-"""How fast this machine's disks are, as they were measured: a small file beside the calibration, by file system. No
-torch; whoever measures has it."""
+"""Store measured disk speeds of this machine, by file system, in a small file next to the calibration. No torch.
+
+`speedlab.offload` measures; this module only stores.
+"""
 
 from __future__ import annotations
 
@@ -19,26 +21,44 @@ _LIMIT_BYTES = 2**16
 
 @dataclass(frozen=True, kw_only=True)
 class DiskRates:
-    """Bytes a second of states that are read and written whole."""
+    """Measured speed for whole states, in bytes/s."""
 
     read_bytes_per_second: float
     write_bytes_per_second: float
 
 
 def path(cache: Path | None = None) -> Path:
-    """This machine's file, in `cache` or in the user's."""
+    """Return the file of this machine.
+
+    Args:
+            cache: folder of the file; None: the user's cache.
+    """
     beside = store.path(cache)
     return beside.with_name(f"disks{beside.name.removeprefix('calibration')}")
 
 
 def known(folder: Path, *, cache: Path | None = None) -> DiskRates | None:
-    """What was measured on the file system where `folder` is, or would be made; None where nobody has."""
+    """Return the measured speed of the file system of `folder`, or None if it was never measured.
+
+    Args:
+            folder: a folder, which need not exist yet.
+            cache: folder of the file; None: the user's cache.
+    """
     found = _load(cache).get(_file_system(folder))
     return None if found is None else DiskRates(read_bytes_per_second=found[0], write_bytes_per_second=found[1])
 
 
 def keep(folder: Path, rates: DiskRates, *, cache: Path | None = None) -> None:
-    """Remember a measurement; the newest of a file system counts. Raises ValueError for rates that cannot be."""
+    """Store a measurement. The newest of a file system counts.
+
+    Args:
+            folder: a folder on the measured file system.
+            rates: the measured speed.
+            cache: folder of the file; None: the user's cache.
+
+    Raises:
+            ValueError: a speed is not above 0 and finite.
+    """
     if not all(0 < rate < float("inf") for rate in asdict(rates).values()):
         raise ValueError(f"{rates} is no speed of a disk; both have to be above 0")
     disks = _load(cache)
@@ -62,7 +82,7 @@ def _file_system(folder: Path) -> str:
 
 
 def _load(cache: Path | None) -> dict[str, tuple[float, float]]:
-    """Of a file that is damaged, what is sound: a measurement is made again easily."""
+    """Return the valid entries of the file. Damaged entries are dropped, because a new measurement is cheap."""
     try:
         text = path(cache).read_bytes()[:_LIMIT_BYTES]
         found = json.loads(text)

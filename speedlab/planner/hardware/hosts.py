@@ -1,7 +1,7 @@
-"""What stands beside the devices of a host: its memory, and a disk on which states may lie. No torch.
+"""Describe the memory and the disk of a host. No torch.
 
-Figures of described hosts are those of NVIDIA's own (DGX-1, DGX-2, DGX A100, H100, H200, B200), with eight or sixteen
-GPUs: memory and disks from their data sheets, reading as they are specified, writing half as fast.
+The figures are those of NVIDIA's own hosts (DGX-1, DGX-2, DGX A100, H100, H200, B200) with eight or sixteen GPUs:
+memory and disks from the data sheets, the specified read speed, and half of it for writes.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from pathlib import Path
 _GB, _TB = 10**9, 10**12
 
 USUAL_DISK_BYTES_PER_SECOND = 1e9
-"""Of a disk of which nothing is known, in either direction."""
+"""Assumed speed of an unknown disk, in both directions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HostSpec:
-    """One host as the planner sees it. All its ranks share what it has."""
+    """The planner's description of one host. All ranks of the host share its resources."""
 
     memory_bytes: int = 512 * _GB
     disk_bytes: int | None = None
-    """Free on the disk for states; None: nobody said, so that no plan is refused for it."""
+    """Free bytes on the disk for states; None: unknown, so that no plan is refused for it."""
     disk_read_bytes_per_second: float = USUAL_DISK_BYTES_PER_SECOND
     disk_write_bytes_per_second: float = USUAL_DISK_BYTES_PER_SECOND
     disk_measured: bool = False
-    """Whether these rates were measured where the states would lie."""
+    """Whether the speeds were measured in the folder of the states."""
 
 
 def _dgx(memory_tb: float, disk_tb: float, read_gb: float) -> HostSpec:
@@ -47,16 +47,20 @@ HOSTS = {
     "H200": _dgx(2, 30.7, 50),
     "B200": _dgx(2, 30.7, 50),
 }
-"""Name of a device -> the host that NVIDIA builds with it."""
+"""Device name -> NVIDIA's host with this device."""
 
 
 def existing(folder: Path) -> Path | None:
-    """The folder, or the nearest one above it that there is."""
+    """Return the folder, or its nearest existing parent; None if there is none."""
     return next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), None)
 
 
 def free_disk_bytes(folder: Path) -> int | None:
-    """Free for this user on the file system where `folder` is, or would be made; None where that cannot be told."""
+    """Return the free bytes for this user on the file system of `folder`; None if unknown.
+
+    Args:
+            folder: a folder, which need not exist yet.
+    """
     there = existing(folder)
     if there is None:
         return None

@@ -1,6 +1,6 @@
-"""What connects devices: bandwidth and latency of links, from data sheets. No torch.
+"""Describe links between devices: bandwidth and latency from data sheets. No torch.
 
-All bandwidths are of one direction. What of it collectives reach is `Efficiency`'s business, not the link's.
+All bandwidths are for one direction. The share that collectives reach is part of `Efficiency`, not of the link.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ class Link:
 
     name: str
     bandwidth_bytes_per_second: float
-    """In one direction; of one card where there are several."""
+    """In one direction, of one card if there are several."""
     latency_seconds: float
-    """From one rank's send to the other's receive, software included."""
+    """From the send of one rank to the receive of the other, including software."""
     cards: int = 1
-    """Network cards of a host that work side by side."""
+    """Network cards of a host that work in parallel."""
 
     def __post_init__(self) -> None:
         if self.bandwidth_bytes_per_second <= 0 or self.latency_seconds < 0 or self.cards < 1:
@@ -34,12 +34,18 @@ class Link:
 
     @property
     def host_bytes_per_second(self) -> float:
-        """Of all cards of a host together."""
+        """Bandwidth of all cards of a host together."""
         return self.bandwidth_bytes_per_second * self.cards
 
 
 def pretended(text: str, *, bits_per_second: float, latency_seconds: float) -> Link:
-    """The link that engines of a cluster pretend to have between them; `text` is how it was written."""
+    """Return the simulated link between the engines of a cluster.
+
+    Args:
+            text: the link as the user wrote it.
+            bits_per_second: bandwidth in one direction.
+            latency_seconds: latency of a message.
+    """
     return Link(
         name=f"pretended link of {text}",
         bandwidth_bytes_per_second=bits_per_second / 8,
@@ -67,9 +73,10 @@ _NETWORK = re.compile(r"(?P<kind>[a-z]+)-(?P<gbit>\d+(?:\.\d+)?)(?:x(?P<cards>\d
 
 
 def parse_link(text: str) -> Link:
-    """'nvlink3', 'pcie4'; 'ib-200x8' (8 cards of 200 Gbit/s a host), 'eth-100', 'roce-400x8'.
+    """Parse a link: 'nvlink3', 'pcie4', 'eth-100', 'ib-200x8' (8 cards of 200 Gbit/s a host).
 
-    Raises ValueError with the nearest known names.
+    Raises:
+            ValueError: the name is unknown; the message lists the nearest ones.
     """
     name = text.strip().lower()
     if name in IN_HOST:

@@ -1,5 +1,4 @@
-"""This machine as the planner sees it: as `speedlab calibrate` measured it; before that, its kind of devices with usual
-rates."""
+"""Describe this machine for the planner: from its calibration, or with assumed rates before `speedlab calibrate`."""
 
 from __future__ import annotations
 
@@ -24,47 +23,56 @@ from speedlab.planner.time.step_time import StepTime, predict_time
 
 NOT_CALIBRATED = "(not yet calibrated)"
 
-# What a CPU of these years usually reaches, for each thread that a rank has; nobody has measured it here.
+# Assumed rates of a current CPU for each thread of a rank, until the machine is calibrated.
 _THREAD_FLOPS = 5e10
 _THREAD_BYTES_PER_SECOND = 5e9
 _NARROW_SLOWDOWN = 4.0
-"""Of bfloat16 against float32 where the CPU has no instructions for it."""
+"""Slowdown of bfloat16 against float32 on a CPU without bfloat16 instructions."""
 _SHARED_MEMORY = Link(name="shared-memory", bandwidth_bytes_per_second=3e9, latency_seconds=3e-5)
 _KERNEL_SECONDS = 2e-5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Machines, and what is known of how fast they are."""
+    """Machines, and what is known about their speed."""
 
     machines: Machines
     efficiency: Efficiency
     calibration: Calibration | None = None
-    """Where this machine was measured."""
+    """The calibration of this machine, if there is one."""
     kind: Literal["cpu", "cuda"] = "cuda"
-    """Which allocator counts the memory."""
+    """Which allocator's rules count the memory."""
     note: str = ""
-    """What is to be said beside every speed."""
+    """Text to show next to every speed."""
 
     @property
     def process_bytes(self) -> int:
-        """What an engine's process holds beside its tensors; 0 where nobody measured it."""
+        """Bytes of an engine's process outside its tensors; 0 if not measured."""
         return 0 if self.calibration is None else self.calibration.process_remainder()[0]
 
     def memory(self, setup: Setup) -> list[RankMemory]:
-        """What each distinct position of `setup` holds. Raises ValueError."""
+        """Return the memory of each distinct position of a set-up.
+
+        Raises:
+                ValueError: the layout or cut does not divide the model.
+        """
         return _memory(setup, self.kind, self.process_bytes)
 
     def by_rank(self, setup: Setup) -> list[RankMemory]:
-        """What each rank holds."""
+        """Return the memory of each rank of a set-up, by rank."""
         return memory_by_rank(setup, self.memory(setup))
 
     def time(self, setup: Setup) -> StepTime:
-        """How long a step of `setup` takes. Raises ValueError."""
+        """Return the predicted time of a step of a set-up.
+
+        Raises:
+                ValueError: the shape or dtype is invalid.
+                LayoutError: the machines have too few devices.
+        """
         return predict_time(setup, self.machines, self.efficiency)
 
     def over(self, link: Link) -> Hardware:
-        """The same devices where each pretends to be a host of its own, with `link` between them."""
+        """Return the same devices, each modelled as its own host, with `link` between them."""
         machines = self.machines
         host, count = machines.host, machines.world_size
         disk = None if host.disk_bytes is None else host.disk_bytes // count
@@ -74,19 +82,27 @@ class Hardware:
 
     @classmethod
     def of(cls, machines: Machines) -> Hardware:
-        """Described machines."""
+        """Return described machines with their usual efficiency."""
         return cls(machines=machines, efficiency=efficiency_of(machines.device))
 
 
 @lru_cache(maxsize=256)
 def _memory(setup: Setup, kind: Literal["cpu", "cuda"], process_bytes: int) -> list[RankMemory]:
-    """Kept, because a panel asks for all stages with every move of a control, and most stay."""
+    """Return a cached prediction of the memory.
+
+    A panel asks for all ZeRO stages at every change of a control, and most of them do not change.
+    """
     return predict_memory(setup, device=kind, outside_framework=process_bytes)
 
 
 def hardware_here(devices: Sequence[Device], dtype: str, folder: Path | None = None) -> Hardware:
-    """These devices of this machine, as measured in `dtype` where they were. `folder`: where states on disk would lie;
-    the present one when it is left out."""
+    """Return these devices of this machine, with measured rates if there are any.
+
+    Args:
+            devices: devices of this machine, one for each rank.
+            dtype: the dtype of the measured rates.
+            folder: folder of states on disk; None: the current folder.
+    """
     hardware = _devices_here(devices, dtype)
     folder = folder or Path()
     host = replace(hardware.machines.host, memory_bytes=memory_bytes()[0], disk_bytes=free_disk_bytes(folder))
@@ -114,7 +130,7 @@ def _devices_here(devices: Sequence[Device], dtype: str) -> Hardware:
                 kind=kind,
             )
         note = NOT_CALIBRATED
-    except ValueError as error:  # Damaged, of another machine, or not measured in this dtype.
+    except ValueError as error:  # A damaged file, one of another machine, or no measurement in this dtype.
         note = f"(not calibrated: {error})"
     machines, efficiency = usual(devices)
     return Hardware(machines=machines, efficiency=efficiency, kind=kind, note=note)
@@ -130,18 +146,21 @@ def _calibration() -> Calibration | None:
 
 @lru_cache(maxsize=1)
 def _loaded(changed: int) -> Calibration | None:
-    """The file as it was at that time: a panel asks with every move of a control."""
+    """Return the calibration with this modification time; cached, because a panel asks at every change of a control."""
     return store.load()
 
 
 def usual(devices: Sequence[Device]) -> tuple[Machines, Efficiency]:
-    """One host with these devices, the smallest of them for each, and what is assumed of their efficiency."""
+    """Return one host with these devices, and their assumed efficiency.
+
+    The device with the least memory represents all of them.
+    """
     first = min(devices, key=lambda device: device.capacity_bytes)
     spec = described(first)
     if spec is None:
         machines = Machines(device=_cpu(first), per_host=len(devices), in_host=_SHARED_MEMORY)
         return machines, Efficiency.measured(kernel_seconds=_KERNEL_SECONDS)
-    # What has no arithmetic in bfloat16 computes it in float32.
+    # A GPU without bfloat16 arithmetic computes it in float32.
     peaks = {"bfloat16": spec.peak_flops["float32"], **spec.peak_flops}
     spec = replace(spec, memory_bytes=first.capacity_bytes, peak_flops=peaks)
     link = parse_link(spec.in_host if spec.in_host in IN_HOST else spec.host_link)
@@ -149,8 +168,10 @@ def usual(devices: Sequence[Device]) -> tuple[Machines, Efficiency]:
 
 
 def described(device: Device) -> DeviceSpec | None:
-    """The data sheet of a GPU of this name and memory; the nearest in memory where its name says nothing, None for
-    CPU cores."""
+    """Return the data sheet of a GPU by its name, and by its memory among several; None for CPU cores.
+
+    If the name is unknown, the device with the nearest memory represents it.
+    """
     if device.kind != "cuda":
         return None
     words = set(re.findall(r"[A-Z]+\d+", device.name.upper()))

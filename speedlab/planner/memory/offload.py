@@ -1,4 +1,4 @@
-"""What of a rank's states lies away from its device, and the room that their way takes. No torch."""
+"""Predict which states are offloaded, and the memory of their staging buffers. No torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,22 @@ from speedlab.placement import EIGHT_BITS, ITEM_BYTES, MemoryKind, ZeroPolicy
 from speedlab.planner.setup import Setup
 
 PAGE_BYTES = 4096
-"""Memory for decoded states comes in whole pages."""
+"""Memory for decoded states is allocated in whole pages."""
 
 _STAGED = 2
-"""Flats of each state on disk for which there is room in the host's memory: one is read ahead, or written behind,
-while another one is used."""
+"""Number of staging buffers in host memory for each state on disk.
+
+One flat is read ahead, or written back, while another one is used.
+"""
 
 
 def zero_policy_of(setup: Setup, device: str = "cpu") -> ZeroPolicy:
-    """Who holds which state, and where, on devices of a kind."""
+    """Return the ZeRO policy of a set-up: which ranks hold which state, and in which memory.
+
+    Args:
+            setup: the training.
+            device: "cpu" or "cuda".
+    """
     return ZeroPolicy.of_stage(
         setup.zero_stage,
         setup.layout.replicas,
@@ -34,7 +41,7 @@ def zero_policy_of(setup: Setup, device: str = "cpu") -> ZeroPolicy:
 
 
 def state_places(zero_policy: ZeroPolicy) -> dict[str, MemoryKind]:
-    """Category of the ledger -> where such states lie between two uses."""
+    """Return ledger category -> memory of these states between two uses."""
     return {
         "parameters": zero_policy.parameters_at,
         "gradients": zero_policy.gradients_at,
@@ -44,17 +51,29 @@ def state_places(zero_policy: ZeroPolicy) -> dict[str, MemoryKind]:
 
 
 def has_masters(setup: Setup, device: str) -> bool:
-    """Whether there are float32 masters beside the parameters: of narrower ones, unless these do without, and of those
-    that stay on a GPU while the update is computed on the host."""
+    """Return whether separate float32 master weights exist.
+
+    They exist for narrower parameters (unless updates are rounded stochastically), and for parameters that stay on a
+    GPU while the host computes the update.
+
+    Args:
+            setup: the training.
+            device: "cpu" or "cuda".
+    """
     if setup.dtype == "float32":
         return zero_policy_of(setup, device).separate_masters
     return setup.masters == "float32" or setup.dtype != "bfloat16"
 
 
 def state_widths(setup: Setup, device: str) -> dict[str, float]:
-    """Category of the ledger -> bytes of an element between two steps."""
+    """Return ledger category -> bytes of an element between two steps.
+
+    Args:
+            setup: the training.
+            device: "cpu" or "cuda".
+    """
     element = ITEM_BYTES[setup.dtype]
-    # Sums of several are taken in float32, and by the optimizer itself.
+    # Several micro-batches are summed in float32; so are gradients that the optimizer sums itself.
     summed = ITEM_BYTES["float32"] if setup.accumulation > 1 or setup.optimizer.sums_itself else element
     return {
         "parameters": element,
@@ -65,26 +84,40 @@ def state_widths(setup: Setup, device: str) -> dict[str, float]:
 
 
 def decoded_bytes(setup: Setup, largest: int) -> int:
-    """Of float32 memory in which coded states of a flat are decoded, which a rank has `largest` elements of; where the
-    update is computed."""
+    """Return the bytes of float32 buffers for decoded states of one flat, where the update runs.
+
+    Args:
+            setup: the training.
+            largest: elements of the rank's share of its largest flat.
+    """
     decoded = setup.optimizer.moments if setup.moments == EIGHT_BITS else 0
     decoded += setup.dtype == "bfloat16" and setup.masters == "none"
     return decoded * padded_numel(4 * largest, PAGE_BYTES)
 
 
 def decodes_on_host(setup: Setup, device: str) -> bool:
-    """Whether that is in the host's memory, beside a GPU's. A CPU's is the host's."""
+    """Return whether states are decoded in host memory, separate from the device's. On a CPU both are the same."""
     return device != "cpu" and zero_policy_of(setup, device).states_at is not MemoryKind.DEVICE
 
 
 def inputs_away(setup: Setup, device: str) -> bool:
-    """Whether inputs of blocks wait on the host. A CPU's memory is the host's, so that there is nothing to move."""
+    """Return whether inputs of blocks are offloaded to the host; never on a CPU, where both memories are the same.
+
+    Args:
+            setup: the training.
+            device: "cpu" or "cuda".
+    """
     return device != "cpu" and setup.offload.activations == "host" and setup.checkpointing == "block"
 
 
 def staging_bytes(setup: Setup, largest: int, widths: Mapping[str, float]) -> int:
-    """Of the host's memory, what the way to and from the disk takes. `largest`: elements that a rank has of its largest
-    flat; `widths`: category -> bytes of an element."""
+    """Return the bytes of host memory for staging to and from disk.
+
+    Args:
+            setup: the training.
+            largest: elements of the rank's share of its largest flat.
+            widths: ledger category -> bytes of an element.
+    """
     zero_policy = zero_policy_of(setup)
     places = state_places(zero_policy)
     staged = sum(width for state, width in widths.items() if places[state] is MemoryKind.DISK)
@@ -94,7 +127,7 @@ def staging_bytes(setup: Setup, largest: int, widths: Mapping[str, float]) -> in
 
 
 def offload_words(offload: OffloadConfig) -> str:
-    """'optimizer on disk, parameters on host'; '' where everything stays on the device."""
+    """Return the offload as text, for instance 'optimizer on disk, parameters on host'; empty without offload."""
     states = ("optimizer", "parameters", "activations")
     words = [f"{state} on {place}" for state in states if (place := getattr(offload, state)) != "none"]
     words += [f"updates delayed from step {first}"] if (first := offload.delayed_update) is not None else []

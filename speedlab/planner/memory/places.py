@@ -1,4 +1,4 @@
-"""The places in which a rank holds something, device, host and disk: how much of what there is. No torch."""
+"""Compare the bytes of a rank with its share of the capacity of device, host and disk. No torch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,30 @@ from speedlab.planner.setup import Setup
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceBytes:
-    """Bytes of a rank in one place, and its equal share of what there is. Where the host's memory is the device's, the
-    device's bytes are those of both."""
+    """Bytes of a rank in one place, and its equal share of the capacity.
+
+    If host and device share one memory, the bytes of the device are those of both.
+    """
 
     name: str
     """device, host or disk."""
     held_bytes: int
     capacity_bytes: int | None
-    """None where it is not known; nothing is refused then."""
+    """None if unknown; then nothing is refused."""
 
     @property
     def free_bytes(self) -> int | None:
-        """Negative where it does not fit."""
+        """Free bytes, negative if the place is too small; None if the capacity is unknown."""
         return None if self.capacity_bytes is None else self.capacity_bytes - self.held_bytes
 
     @property
     def share(self) -> float:
-        """Of its capacity; 0 where that is not known."""
+        """Used share of the capacity; 0 if the capacity is unknown."""
         return self.held_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
 
     @property
     def fits(self) -> bool:
+        """Whether the bytes fit, or the capacity is unknown."""
         return self.free_bytes is None or self.free_bytes >= 0
 
     def __str__(self) -> str:
@@ -45,7 +48,13 @@ class PlaceBytes:
 
 
 def places(memory: Sequence[RankMemory], setup: Setup, machines: Machines) -> list[PlaceBytes]:
-    """Device, host and disk, those of them that hold something, each with what the rank holds there that holds most."""
+    """Return the used places (device, host, disk), each with the bytes of the rank that holds most there.
+
+    Args:
+            memory: memory of each distinct position.
+            setup: the training.
+            machines: the capacities.
+    """
     sharing = min(machines.per_host, setup.layout.world_size)
     host = machines.host
     found = [
@@ -57,7 +66,7 @@ def places(memory: Sequence[RankMemory], setup: Setup, machines: Machines) -> li
         PlaceBytes(
             name="host",
             held_bytes=max(rank.host_bytes for rank in memory),
-            # On CPU cores the device's line counts it.
+            # On CPU cores the device entry already counts this memory.
             capacity_bytes=machines.device.memory_bytes if memory[0].one_memory else host.memory_bytes // sharing,
         ),
         PlaceBytes(

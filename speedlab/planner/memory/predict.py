@@ -1,9 +1,9 @@
-"""What each rank of a run will hold at the peak of a step, by the ledger's categories, and how it comes and goes.
+"""Predict the memory of each rank at the peak of a step, by ledger category, and its course over a step. No torch.
 
-Model states follow the engine's flats to the byte: units, padding, alignment, dtypes, partitions (arXiv:1910.02054).
-Communication buffers are those of the engine: gathered units under stage 3, and the whole gradients that are borrowed
-while partitions are reduced; the same where states lie away from the device (`planner.away`). Activations:
-`planner.activations`. No torch.
+- Model states follow the engine's flats to the byte: units, padding, alignment, dtypes, partitions (arXiv:1910.02054).
+- Communication buffers are those of the engine: gathered units under stage 3, and buffers for whole gradients while
+  partitions are reduced. The same for offloaded states (`speedlab.planner.memory.offload`).
+- Activations: `speedlab.planner.memory.activations`.
 """
 
 from __future__ import annotations
@@ -37,24 +37,27 @@ _ALIGNMENT_BYTES = 16
 """Parameters start at multiples of this inside a flat."""
 
 _CODES = 256
-"""Elements of a block of codes."""
+"""Elements of a block of 8-bit codes."""
 
 _BORROWED = 2
-"""Buffers of one size that reductions use in turn."""
+"""Number of buffers of one size that reductions use alternately."""
 
 
 def predict_memory(
     setup: Setup, *, device: Device = "cuda", other_framework: int = 0, outside_framework: int = 0
 ) -> list[RankMemory]:
-    """Each different (pipeline, tensor) position of the layout, the first pipeline rank first.
+    """Return the memory of each distinct (pipeline, tensor) position of the layout, first pipeline rank first.
 
-    Of an encoder and decoder, which the built-in GPT cannot be, by the rules of published systems.
+    An encoder-decoder is predicted by the rules of published systems, because the built-in GPT has no encoder.
 
     Args:
-        device: activations and buffers as a GPU's allocator counts them, or as the engine's trace does on CPUs.
-        other_framework, outside_framework: what calibration has found beside tensors; the same for all ranks.
+            setup: the training.
+            device: count activations and buffers like a GPU's allocator, or like the engine's trace on CPUs.
+            other_framework: bytes of framework memory outside tensors, from a calibration; equal for all ranks.
+            outside_framework: bytes of the process outside the framework, from a calibration; equal for all ranks.
 
-    Raises ValueError for a set-up that the built-in GPT does not cover.
+    Raises:
+            ValueError: the layout or cut does not divide the model.
     """
     if setup.shape.decoder_layers:
         ranks = memory_by_rules(setup)
@@ -82,8 +85,12 @@ def predict_memory(
 
 
 def memory_by_rank(setup: Setup, positions: Sequence[RankMemory]) -> list[RankMemory]:
-    """What each rank holds, by rank, from the `positions` that `predict_memory` lists: one of those that hold as much
-    stands for all of them."""
+    """Return the memory of each rank, by rank.
+
+    Args:
+            setup: the training.
+            positions: the result of `predict_memory`; each entry represents all equal ranks.
+    """
     rows = [ActivationSizes(setup, "cpu", tensor).vocabulary for tensor in range(setup.layout.tp)]
     of_pipeline: dict[int, dict[int, RankMemory]] = {}
     for memory in positions:
@@ -99,10 +106,18 @@ def memory_by_rank(setup: Setup, positions: Sequence[RankMemory]) -> list[RankMe
 def memory_timeline(
     setup: Setup, position: tuple[int, int] = (0, 0), *, device: Device = "cuda"
 ) -> list[tuple[str, dict[str, int]]]:
-    """What the rank at `position` (pipeline, tensor) holds in a step: (label, bytes by category), in order of time.
+    """Return the memory of one rank over a step, in order of time.
 
-    Without a pipeline, unit by unit of one micro-batch; with one, action by action, as F2 or B0 of a stage: each with
-    the most bytes there are during it.
+    Without a pipeline there is an entry for each unit of one micro-batch. With a pipeline there is an entry for each
+    action (for instance F2 or B0 of a stage), with the peak bytes during the action.
+
+    Args:
+            setup: the training.
+            position: (pipeline, tensor) indices of the rank.
+            device: count activations like a GPU's allocator, or like the engine's trace on CPUs.
+
+    Returns:
+            (label, bytes by category) for each moment.
     """
     _check(setup)
     pipeline, tensor = position
@@ -144,7 +159,7 @@ def _check(setup: Setup) -> None:
 
 
 def _tensor_positions(setup: Setup, *, ends: bool) -> dict[int, int]:
-    """Tensor index → how many hold as much: only a vocabulary that does not divide makes a difference."""
+    """Return tensor index -> number of equal ranks. Ranks differ only if tp does not divide the vocabulary."""
     if not ends:
         return {0: setup.layout.tp}
     rows = [ActivationSizes(setup, "cpu", tensor).vocabulary for tensor in range(setup.layout.tp)]
@@ -152,7 +167,7 @@ def _tensor_positions(setup: Setup, *, ends: bool) -> dict[int, int]:
 
 
 class _Walks:
-    """Micro-batches through stages; most stages are alike."""
+    """Cached simulations of a micro-batch through a stage; most stages are equal."""
 
     def __init__(self, setup: Setup, device: Device) -> None:
         self._setup = setup
@@ -174,7 +189,15 @@ class _Walks:
 
 
 def block_sizes(shape: ModelShape, tp: int = 1) -> list[int]:
-    """Elements of a block's parameters on each of `tp` ranks: matrices first, as flats have them, then vectors."""
+    """Return the elements of a block's parameters on each tensor-parallel rank.
+
+    Args:
+            shape: the model.
+            tp: tensor-parallel ranks.
+
+    Returns:
+            Matrices first, as in flats, then vectors.
+    """
     hidden, inner = shape.hidden, shape.ffn_hidden
     size = shape.head_size or hidden // shape.heads
     queries = shape.heads * size
@@ -185,8 +208,14 @@ def block_sizes(shape: ModelShape, tp: int = 1) -> list[int]:
 
 
 def flat_elements(sizes: Sequence[int], element: int, dp: int, *, coded: bool = False) -> int:
-    """Elements, of so many bytes each, of a flat of parameters of these `sizes`, in this order, with alignment and
-    padding: to whole blocks for each rank, where moments are `coded`."""
+    """Return the elements of a flat, with alignment and padding.
+
+    Args:
+            sizes: elements of each parameter, in order.
+            element: bytes of an element.
+            dp: data-parallel ranks that share the flat.
+            coded: whether moments are in 8 bits; then each rank gets whole blocks of codes.
+    """
     step = max(1, _ALIGNMENT_BYTES // element)
     end = 0
     for size in sizes:
@@ -196,7 +225,7 @@ def flat_elements(sizes: Sequence[int], element: int, dp: int, *, coded: bool = 
 
 @dataclass(frozen=True)
 class Flats:
-    """The flats of one pipeline stage: elements of each unit, padded."""
+    """The flats of one pipeline stage: padded elements of each unit."""
 
     setup: Setup
     cut: Sequence[int]
@@ -205,19 +234,22 @@ class Flats:
 
     @property
     def first(self) -> bool:
+        """Whether the stage has the embedding."""
         return self.number == 0
 
     @property
     def last(self) -> bool:
+        """Whether the stage has the head."""
         return self.number == len(self.cut) - 1
 
     @cached_property
     def rows(self) -> int:
-        """Of the token table."""
+        """Rows of the token table on this rank."""
         return ActivationSizes(self.setup, "cpu", self.tensor).vocabulary
 
     @cached_property
     def root(self) -> int:
+        """Padded elements of the root unit: tables, positions and final norm."""
         shape = self.setup.shape
         table = self.rows * shape.hidden
         sizes = [table] if self.first or (self.last and shape.tied) else []
@@ -230,14 +262,17 @@ class Flats:
 
     @cached_property
     def merged(self) -> list[int]:
-        """Blocks of each unit behind the root: neighbours together while their whole float32 values are few bytes."""
+        """Number of blocks in each unit after the root.
+
+        Small neighbours share a unit up to `bucket_bytes` of float32 values.
+        """
         together = max(1, self.setup.bucket_bytes // (_FLOAT32 * sum(block_sizes(self.setup.shape))))
         full, rest = divmod(self.cut[self.number], together)
         return [together] * full + ([rest] if rest else [])
 
     @cached_property
     def units(self) -> list[int]:
-        """Of the units behind the root, in order."""
+        """Padded elements of the units after the root, in order."""
         sizes = block_sizes(self.setup.shape, self.setup.layout.tp)
         elements = {count: self._elements(sizes[:4] * count + sizes[4:] * count) for count in set(self.merged)}
         return [elements[count] for count in self.merged]
@@ -249,8 +284,10 @@ class Flats:
         )
 
     def partial(self) -> Iterator[int]:
-        """Elements of each flat whose gradients the tensor-parallel ranks have terms of: under sequence parallelism
-        norms, and biases that are added to sums."""
+        """Yield the elements of each flat whose gradients are partial sums on tensor-parallel ranks.
+
+        Under sequence parallelism these are norms, and biases that are added to sums.
+        """
         shape = self.setup.shape
         if not (self.setup.sequence_parallel and self.setup.layout.tp > 1):
             return
@@ -264,7 +301,7 @@ class Flats:
 
 
 def _gradient_bytes(setup: Setup) -> int:
-    """Of one element: sums of several micro-batches are taken in float32, and by the optimizer itself."""
+    """Return the bytes of a gradient's element: several micro-batches, and some optimizers, sum in float32."""
     return _FLOAT32 if setup.accumulation > 1 or setup.optimizer.sums_itself else DTYPE_BYTES[setup.dtype]
 
 
@@ -287,7 +324,7 @@ def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device
     }
     for state, where in state_places(zero_policy).items():
         by_place[where][state] = round(widths[state] * held[state])
-    if setup.optimizer.sums_itself:  # Each rank's own error feedback, and that of the partition that it sums.
+    if setup.optimizer.sums_itself:  # Each rank's own error feedback, and that of the partition it reduces.
         kept = _FLOAT32 * (elements + Replication.OWN_PART.share(elements, dp))
         by_place[MemoryKind.DEVICE]["gradients"] += kept
     if setup.layout.islands > 1:
@@ -314,13 +351,13 @@ def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device
 
 
 def _waiting_inputs(setup: Setup, passes: Sequence[MicroBatchMemory], pipeline: int) -> dict[str, int]:
-    """Inputs of blocks on the host, of as many micro-batches as are under way."""
+    """Return the bytes of offloaded block inputs on the host, for all micro-batches in flight."""
     waiting = sum(each.away for each in passes)
     return {"activations": math.ceil(most_in_flight(setup, pipeline) * waiting)} if waiting else {}
 
 
 def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: int, device: Device) -> int:
-    """Communication buffers on the device of a rank with the pipeline stages `numbers`, at their most."""
+    """Return the peak bytes of communication buffers on the device, for a rank with the pipeline stages `numbers`."""
     stages = [Flats(setup, cut, number, tensor) for number in numbers]
     width, pp = _gradient_bytes(setup), setup.layout.pp
     total = 0
@@ -339,7 +376,7 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
     largest = max(size for flats in stages for size in (flats.root, *flats.units))
     owned = zero_policy.optimizer_states.share(largest, setup.layout.replicas)
     decoded = 0 if decodes_on_host(setup, device) else decoded_bytes(setup, owned)
-    # In the update nothing is gathered any more, unless it is in backward, or beside the next step.
+    # The update needs no gathered units, unless it runs in backward or overlaps with the next step.
     beside = zero_policy.update_in_backward or zero_policy.grads_double_buffered
     sent = sent_by_update((each for root, units in ways for each in (root, *units)), zero_policy)
     total += borrowed + (gathered + decoded if beside else max(gathered, decoded, sent))
@@ -351,14 +388,25 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
 
 
 def borrowed_bytes(kinds: Counter[int], *, kept: bool) -> int:
-    """What stays of whole gradients that were borrowed while their partitions were reduced. `kinds`: bytes of a flat's
-    gradient → flats of this kind. Two take turns; `kept`: a pipeline keeps all of them to the end of the step."""
+    """Return the bytes of the buffers for whole gradients while their partitions are reduced.
+
+    Args:
+            kinds: bytes of a flat's gradient -> number of flats of this size. Two buffers of each size alternate.
+            kept: whether all of them stay until the end of the step, as in a pipeline.
+    """
     return sum(size * max(_BORROWED, count if kept else 0) for size, count in kinds.items())
 
 
 def passing_bytes(stages: Sequence[tuple[Passing, Sequence[Passing]]], zero_policy: ZeroPolicy) -> int:
-    """What passes at once. `stages`: the root and the units behind it: of the stage at work as one is used after the
-    other; of the others the root and the last unit, with which their backwards begin."""
+    """Return the peak bytes of temporary buffers over all stages of a rank.
+
+    The stage at work uses its units one after the other. Each other stage keeps its root and last unit gathered,
+    because its backward begins with them.
+
+    Args:
+            stages: for each stage its root, and the units after the root.
+            zero_policy: which states are partitioned, quantized or offloaded.
+    """
     at_work = [most_at_work(root, units, zero_policy) for root, units in stages]
     waiting = [sum(each.gathered for each in (root, *units[-1:])) for root, units in stages]
     return max(work + sum(waiting) - waiting[k] for k, work in enumerate(at_work))

@@ -1,16 +1,16 @@
-"""Seconds of collectives: a latency for each message and a bandwidth, over rings and trees. No torch.
+"""Predict seconds of collectives: latency and bandwidth, over rings and trees. No torch.
 
 Let n be the ranks of a group, of which k are in each host, and b the bytes of the whole tensor.
 
-- all-gather and reduce-scatter go round a ring: n - 1 messages, b (n - 1) / n bytes over each link.
-- all-reduce is both, or a tree down and up where messages are short: 2 log2(n) latencies, 2 b bytes.
-- A ring through several hosts crosses each host's border once in each direction. A host's cards are shared by its
-  ranks: a group with k of a host's ranks has k / per_host of them.
-- A message from one rank to another goes through one card, however many its host has: collectives open a channel on
-  each, a message has one.
+- all-gather and reduce-scatter use a ring: n - 1 messages, b (n - 1) / n bytes over each link.
+- all-reduce is both, or a tree up and down for short messages: 2 log2(n) latencies, 2 b bytes.
+- A ring through several hosts crosses each host's border once in each direction. The ranks of a host share its cards: a
+  group with k ranks in a host gets k / per_host of them.
+- A message between two ranks uses one card, even in a host with several: collectives open a channel on each card, a
+  message has one.
 
-Seconds in which a rank's parameters come together and its gradients are summed once, as they are sent: whole, or as
-integers with their kernels, over all data-parallel ranks, or inside hosts and between them. No torch.
+`Sending` applies this to ZeRO: gather parameters and reduce gradients, whole or quantized (with the time of the
+kernels), over all data-parallel ranks, or first inside hosts and then between them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from speedlab.planner.time.efficiency import Efficiency
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """A group of ranks as its messages see it."""
+    """A group of ranks, described by its size, bandwidth and latency."""
 
     ranks: int
     bytes_per_second: float
@@ -35,18 +35,18 @@ class Ring:
     crosses_hosts: bool
 
     def gather(self, nbytes: float) -> float:
-        """Seconds until every rank has the whole tensor of `nbytes`, of which each had 1/n."""
+        """Return the seconds of an all-gather of a tensor of `nbytes`, of which each rank has 1/n."""
         n = self.ranks
         if n == 1:
             return 0.0
         return (n - 1) * self.latency_seconds + nbytes * (n - 1) / n / self.bytes_per_second
 
     def reduce_scatter(self, nbytes: float) -> float:
-        """Seconds until every rank has 1/n of the sum of tensors of `nbytes`."""
+        """Return the seconds of a reduce-scatter of tensors of `nbytes`: each rank gets 1/n of the sum."""
         return self.gather(nbytes)
 
     def all_reduce(self, nbytes: float) -> float:
-        """Seconds until every rank has the sum of tensors of `nbytes`: the faster of ring and tree."""
+        """Return the seconds of an all-reduce of tensors of `nbytes`, by the faster of ring and tree."""
         n = self.ranks
         if n == 1:
             return 0.0
@@ -54,13 +54,20 @@ class Ring:
         return min(2 * self.gather(nbytes), tree)
 
     def send(self, nbytes: float) -> float:
-        """Seconds of one message from a rank to the next."""
+        """Return the seconds of one message of `nbytes` from a rank to the next."""
         return self.latency_seconds + nbytes / self.bytes_per_second if self.ranks > 1 else 0.0
 
 
 def ring(machines: Machines, efficiency: Efficiency, *, ranks: int, stride: int, messages: bool = False) -> Ring:
-    """The ring of `ranks` ranks whose numbers are `stride` apart; with `messages`, of ranks that send to the next one
-    rather than sum or gather."""
+    """Return the ring of `ranks` ranks with a distance of `stride` between their rank numbers.
+
+    Args:
+            machines: the hosts, their devices and links.
+            efficiency: reached shares of the bandwidths.
+            ranks: size of the group.
+            stride: distance of neighbours in rank numbers; decides how many of the ranks share a host.
+            messages: whether ranks send to the next one, rather than reduce or gather.
+    """
     per_host = machines.per_host
     inside = min(ranks, max(1, per_host // stride))
     in_host = machines.in_host_bytes_per_second(inside) * (efficiency.messages if messages else efficiency.in_host)
@@ -87,25 +94,32 @@ def ring(machines: Machines, efficiency: Efficiency, *, ranks: int, stride: int,
 
 @dataclass(frozen=True, kw_only=True)
 class Rings:
-    """A layout's groups."""
+    """The groups of a layout."""
 
     dp: Ring
-    """Of all ranks that hold the same parameters."""
+    """All ranks with the same parameters."""
     islands: Ring
-    """Of the ranks that have the same part in each island."""
+    """Ranks with the same part in each island."""
     inside: Ring
-    """Of those on one host."""
+    """Ranks of `dp` on one host."""
     between: Ring
-    """Of those at one place on all hosts."""
+    """Ranks of `dp` at the same place on all hosts."""
     secondary: Ring
-    """Of a secondary partition's; of one where there is none."""
+    """Ranks of a secondary partition; one rank if there is none."""
     cp: Ring
     tp: Ring
     pp: Ring
 
 
 def rings(layout: Layout, machines: Machines, efficiency: Efficiency, *, secondary: int = 1) -> Rings:
-    """Along each axis, as far apart as the layout puts its ranks; `secondary`: ranks of a secondary partition."""
+    """Return the groups along each axis of a layout.
+
+    Args:
+            layout: the ranks.
+            machines: the hosts, their devices and links.
+            efficiency: reached shares of the bandwidths.
+            secondary: ranks of a secondary partition.
+    """
     stride = layout.stride("cp")
     inside = math.gcd(layout.replicas, max(1, machines.per_host // stride))
     return Rings(
@@ -122,25 +136,29 @@ def rings(layout: Layout, machines: Machines, efficiency: Efficiency, *, seconda
 
 @dataclass(frozen=True, kw_only=True)
 class Sending:
-    """The ways of one set-up's flats."""
+    """Data-parallel traffic of one set-up."""
 
     setup: Setup
     groups: Rings
     memory_bytes: float
-    """Of a device in a second, which kernels that encode and decode read and write."""
+    """Memory bandwidth of a device in bytes/s, for kernels that encode and decode."""
     elements: float
-    """That a rank holds or gathers."""
+    """Elements that a rank holds or gathers."""
     units: int
-    """In which they travel one after the other."""
+    """Number of units, sent one after the other."""
     mapped: bool
-    """Whether ranks use each other's parameters where they lie, so that these need not travel."""
+    """Whether ranks read each other's parameters in shared memory, so that no parameters are sent."""
 
     @property
     def _element(self) -> float:
         return ITEM_BYTES[self.setup.dtype]
 
     def parameters(self, *, again: bool = False) -> float:
-        """Of all units; `again`: gathered before since the last update."""
+        """Return the seconds to gather all units.
+
+        Args:
+                again: whether the units were already gathered since the last update.
+        """
         if self.mapped:
             return self.units * self.groups.dp.gather(0)
         each = self.elements / self.units
@@ -152,13 +170,17 @@ class Sending:
         return self.units * self.groups.dp.gather(each * ITEM_BYTES[INT8]) + decoded * (self.groups.dp.ranks > 1)
 
     def gradients(self, element: float) -> float:
-        """Of all units, of so many bytes an element, into 1/dp on each rank."""
+        """Return the seconds to reduce all units' gradients to 1/dp on each rank.
+
+        Args:
+                element: bytes of an element.
+        """
         each, groups = self.elements / self.units, self.groups
         if not self.setup.quantized_gradients:
             return self.units * groups.dp.reduce_scatter(each * element)
         inside, between = groups.inside, groups.between
         first = inside.gather(each * ITEM_BYTES[INT4])
         second = between.gather(each / inside.ranks * ITEM_BYTES[INT4])
-        passes = (inside.ranks > 1) + (between.ranks > 1) / inside.ranks  # Encoded and summed, all, then a share.
+        passes = (inside.ranks > 1) + (between.ranks > 1) / inside.ranks  # Encode and sum everything, then a share.
         coded = passes * self.elements * (element + 2 * ITEM_BYTES[INT4]) / self.memory_bytes
         return self.units * (first + second) + coded

@@ -1,8 +1,7 @@
-"""How much of a device's and a link's data sheet a training run reaches: few constants, one set for each device.
+"""Define which share of the data sheet a training reaches: a few constants for each device.
 
-They are not derived but set, by the rows that `published.CALIBRATION` names; all other rows
-only test them. On this machine `speedlab calibrate` measures the rates themselves, so that most shares are 1
-(`Efficiency.measured`).
+The constants are set by the rows named in `published.CALIBRATION`; all other rows only test them. On this machine
+`speedlab calibrate` measures the rates, so most shares are 1 (`Efficiency.measured`).
 """
 
 from __future__ import annotations
@@ -15,38 +14,44 @@ from speedlab.planner.hardware.devices import DeviceSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """Shares of the peaks, 0 to 1, and fixed times."""
+    """Reached shares of the peaks, 0 to 1, and fixed times."""
 
     matmul: float
-    """Of the peak FLOP/s that large matrix multiplications reach; the time to read and write operands is extra."""
+    """Share of the peak FLOP/s for large matrix multiplications; reading and writing operands is added."""
     attention: float
-    """Of the peak FLOP/s that fused attention reaches."""
+    """Share of the peak FLOP/s for fused attention."""
     memory: float
-    """Of the memory's bandwidth that elementwise kernels and matrix operands reach."""
+    """Share of the memory bandwidth for elementwise kernels and matrix operands."""
     in_host: float
-    """Of a link's bandwidth inside a host."""
+    """Share of a link's bandwidth inside a host."""
     between: float
-    """Of the network's bandwidth between hosts, by collectives of many ranks."""
+    """Share of the network's bandwidth between hosts, for collectives of many ranks."""
     messages: float
-    """Of a link's bandwidth, by messages from one rank to another."""
+    """Share of a link's bandwidth for messages between two ranks."""
     overlap: float
-    """Of data-parallel communication that runs beside kernels, how much is for nothing; the rest slows them down."""
+    """Share of overlapped data-parallel communication that costs nothing; the rest slows kernels down."""
     kernel_seconds: float
     """Fixed time of a kernel on the device."""
     drawn_seconds: float = 0.0
-    """Of a random number for dropout, on processors."""
+    """Seconds of a random number for dropout, on CPUs."""
     host_link: float = 0.8
-    """Of the bandwidth of the link to the host's memory."""
+    """Share of the bandwidth of the link to the host's memory."""
     host_adam_seconds: float = 0.25e-9
-    """Of the host's processors together, for one parameter's update (arXiv:2101.06840, table 4)."""
+    """Seconds for one parameter's update by all CPU cores of a host together (arXiv:2101.06840, table 4)."""
     validated: bool = True
     """Whether measured runs, published or own, have set and tested these constants."""
     calibration: Any = field(default=None, hash=False, repr=False)
-    """Of a machine that was measured: its `Calibration`, whose `predict(setup)` knows more than these shares say."""
+    """`Calibration` of a measured machine; its `predict(setup)` is more exact than these shares."""
 
     @classmethod
     def measured(cls, *, kernel_seconds: float, drawn_seconds: float = 0.0, overlap: float = 0.0) -> Efficiency:
-        """For a machine whose rates were measured, so that the device's peaks are what is reached."""
+        """Return the efficiency of a machine with measured rates: its peaks are what it reaches.
+
+        Args:
+                kernel_seconds: fixed time of a kernel.
+                drawn_seconds: time of a random number for dropout, on CPUs.
+                overlap: share of overlapped communication that costs nothing.
+        """
         return cls(
             matmul=1,
             attention=1,
@@ -81,6 +86,8 @@ EFFICIENCY = {
 
 
 def efficiency_of(device: DeviceSpec) -> Efficiency:
-    """A described device's constants. Devices of which no run was published here take the H100's, marked as not
-    validated."""
+    """Return the constants of a described device.
+
+    Devices without a published run take the H100's, marked as not validated.
+    """
     return EFFICIENCY.get(device.name) or replace(_H100, validated=False)

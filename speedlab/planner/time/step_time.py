@@ -1,25 +1,24 @@
-"""How long a training step takes, before it runs. No torch.
+"""Predict the time of a training step before it runs. No torch.
 
-1. Kernels of the slowest pipeline stage, for one micro-batch: forward, backward, what is computed again.
-2. Tensor-parallel sums of it: two of a micro-batch's hidden states in each block in each direction, and again where a
-   block is recomputed. They are waited for.
-3. All micro-batches of a step, and the share of the time in which a pipeline stands still while it fills and drains.
-4. Gradients and parameters between data-parallel ranks; what forward and backward can hide is not waited for.
-5. The update, on the device or on the host, and what is waited for of states that lie away (`offload_time`).
+`predict_time` adds up:
 
-How much of a pipeline stands still, by theory: every block equally long, a backward pass twice a forward one,
-messages for nothing. No torch.
+1. Kernels of the slowest pipeline stage for one micro-batch: forward, backward, recomputation.
+2. Its tensor-parallel sums: two of a micro-batch's hidden states in each block and direction, again for a recomputed
+   block. They are not hidden.
+3. All micro-batches of a step, and the pipeline's idle time while it fills and drains (`bubble_share`).
+4. Gradients and parameters between data-parallel ranks, minus the part that forward and backward hide.
+5. The update, on the device or on the host, and the wait for offloaded states (`planner.time.offload`).
 
-A rank's work is the same under every schedule; what differs is how long the whole takes, from the first forward to the
-last backward. Let p be pipeline ranks, m micro-batches, v pipeline stages of each rank; a forward pass through one of
-these stages takes 1.
+The theory of `bubble_share`: all blocks take equally long, a backward takes twice a forward, messages take no time. A
+rank's work is the same under every schedule; the total from the first forward to the last backward differs. Let p be
+pipeline ranks, m micro-batches, v pipeline stages of each rank; a forward through one stage takes 1.
 
-- gpipe, 1f1b (arXiv:1811.06965, arXiv:2104.04473): the pipeline fills and drains once, so that of m + p - 1 turns a
-  rank uses m: the share is (p - 1) / (m + p - 1).
-- interleaved (arXiv:2104.04473, section 2.2): a stage is 1/v of a rank's work, and so is a turn: of v m + p - 1 a rank
-  uses v m. Micro-batches go round in groups of p; a smaller group has to wait for its first one to come round.
-- zero-bubble (ZB1P of arXiv:2401.10241): while it drains, a rank computes gradients of weights that it had put off, so
-  that of 3 v m + p - 1 turns of a third only p - 1 are lost; more where m is less than p.
+- gpipe, 1f1b (arXiv:1811.06965, arXiv:2104.04473): the pipeline fills and drains once. Of m + p - 1 turns a rank uses
+  m: the share is (p - 1) / (m + p - 1).
+- interleaved (arXiv:2104.04473, section 2.2): a stage, and so a turn, is 1/v of a rank's work: of v m + p - 1 turns a
+  rank uses v m. Micro-batches run in groups of p; a smaller group waits until its first one returns.
+- zero-bubble (ZB1P of arXiv:2401.10241): while the pipeline drains, a rank computes postponed gradients of weights. Of
+  3 v m + p - 1 turns of a third only p - 1 are lost; more if m is less than p.
 """
 
 from __future__ import annotations
@@ -42,9 +41,16 @@ _SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 def bubble_share(schedule: str, *, pp: int, chunks: int = 1, micro_batches: int) -> float:
-    """Share (0 to 1) of the ranks' time, from the first forward to the last backward, in which they stand still.
+    """Return the idle share (0 to 1) of the ranks' time, from the first forward to the last backward.
 
-    `chunks` counts only under the schedules interleaved and zero-bubble. Raises ValueError for what cannot be.
+    Args:
+            schedule: gpipe, 1f1b, interleaved or zero-bubble.
+            pp: pipeline ranks.
+            chunks: pipeline stages of each rank; used only by interleaved and zero-bubble.
+            micro_batches: micro-batches of a step.
+
+    Raises:
+            ValueError: the schedule is unknown, or a number is below 1.
     """
     if schedule not in _SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is not one of {', '.join(_SCHEDULES)}")
@@ -62,11 +68,14 @@ def bubble_share(schedule: str, *, pp: int, chunks: int = 1, micro_batches: int)
 
 
 _SIGN_BYTES = 1 / 8 + 4 / 2**10
-"""Of an element of a momentum on its way: a sign, and its share of a chunk's magnitude (`comm.signs`)."""
+"""Bytes of a compressed momentum's element in a message: a sign, and its share of a chunk's scale (`comm.signs`)."""
 
 _EXCHANGE_BYTES = 38
-"""Of an element in the memory of a rank whose momentum is compressed, beyond an update's: what is given is packed (12),
-the mean taken and the rest kept (16), and of two ranks each averages, packs and measures half of it (20)."""
+"""Memory traffic of a rank for each element of a compressed momentum, in bytes, beyond that of an update.
+
+Packing (12), taking the mean and keeping the error (16), and, with two ranks, averaging, packing and measuring half of
+it (20): 12 + 16 + 20 / 2.
+"""
 
 PARTS = {
     "forward": "forward kernels",
@@ -83,35 +92,40 @@ PARTS = {
     "offload": "waiting for the host's memory or the disk",
     "engine": "the engine's own work around the kernels",
 }
-"""Part of a step -> in words."""
+"""Part of a step -> its description."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """A step's time, and what it means for a whole training."""
+    """Predicted time of a step, and the resulting time and cost of a whole training."""
 
     setup: Setup
     machines: Machines
     parts: dict[str, float] = field(hash=False)
-    """Seconds by part, in the order of `PARTS`; they sum to the step."""
+    """Seconds by part, in the order of `PARTS`; the sum is the step."""
     hidden_seconds: float
-    """Data-parallel communication that forward and backward hide."""
+    """Data-parallel communication hidden by forward and backward."""
     caution: str
-    """What of the estimate was not validated; empty when all was."""
+    """Parts of the estimate that were not validated; empty if all were."""
 
     @property
     def step_seconds(self) -> float:
+        """Seconds of one step."""
         return sum(self.parts.values())
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together."""
+        """Tokens per second of all devices together."""
         return self.setup.global_size * self.setup.shape.sequence_length / self.step_seconds
 
     def tflops(self, convention: Convention) -> float:
-        """TFLOP/s of each device, by that convention."""
+        """Return TFLOP/s of each device.
+
+        Args:
+                convention: which operations count, and whether recomputation does.
+        """
         setup = self.setup
-        # Fused attention is not computed again, and the rest of what is has no products.
+        # Selective recomputation of fused attention repeats no matrix products, so no FLOPs count.
         fused = setup.checkpointing == "selective" and setup.attention != "plain"
         again = "none" if fused else setup.checkpointing
         flops = token_flops(setup.shape, convention, again, attention_share=setup.attention_share)
@@ -119,27 +133,32 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Model FLOP as a share of the device's peak, 0 to 1."""
+        """Model FLOPs as a share of the device's peak, 0 to 1."""
         return self.tflops("model") * 1e12 / self.machines.device.peak(self.setup.dtype)
 
     def seconds_for(self, tokens: float) -> float:
-        """Seconds of a training on so many tokens."""
+        """Return the seconds of a training on `tokens` tokens."""
         return tokens / self.tokens_per_second
 
     def days(self, tokens: float) -> float:
+        """Return the days of a training on `tokens` tokens."""
         return self.seconds_for(tokens) / 86400
 
     def device_hours(self, tokens: float) -> float:
+        """Return the device-hours of a training on `tokens` tokens."""
         return self.seconds_for(tokens) / 3600 * self.setup.layout.world_size
 
     def cost(self, tokens: float) -> float | None:
-        """In the currency of the machines' price; None when they have none."""
+        """Return the cost of a training on `tokens` tokens in the machines' currency; None without a price."""
         price = self.machines.price_per_device_hour
         return None if price is None else price * self.device_hours(tokens)
 
     @property
     def limit(self) -> str:
-        """What limits the step, in words: the largest part, kernels left out where something else takes a fifth."""
+        """What limits the step, as text.
+
+        That is the largest part besides forward and backward if it takes a fifth of the step, otherwise computing.
+        """
         waits = {part: seconds for part, seconds in self.parts.items() if part not in ("forward", "backward")}
         part = max(waits, key=waits.__getitem__)
         share = waits[part] / self.step_seconds
@@ -150,9 +169,16 @@ class StepTime:
 
 
 def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> StepTime:
-    """The time of one step of `setup` on `machines`.
+    """Predict the time of one step.
 
-    Raises ValueError for a shape that cannot be, LayoutError when the machines have too few devices.
+    Args:
+            setup: the training.
+            machines: the hosts and their devices.
+            efficiency: shares of the peak rates; with a calibration, the prediction is the calibration's.
+
+    Raises:
+            ValueError: the shape is invalid.
+            LayoutError: the machines have too few devices.
     """
     check_shape(setup.shape)
     if setup.layout.world_size > machines.world_size:
@@ -161,7 +187,7 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
             "use a smaller layout or more hosts"
         )
     if efficiency.calibration is not None:
-        # Of one host; where there are more, its devices pretend to be hosts of their own (`Hardware.over`).
+        # A calibration covers one host. With several, each device is modelled as a host (`Hardware.over`).
         return replace(efficiency.calibration.predict(setup, link=machines.between), machines=machines)
     rates = Rates.of(machines.device, efficiency, setup.dtype)
     groups = rings(setup.layout, machines, efficiency, secondary=setup.secondary_partition or 1)
@@ -191,7 +217,13 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
 
 
 def balance(setup: Setup, machines: Machines, efficiency: Efficiency) -> float:
-    """What a micro-batch takes on the pipeline ranks in the mean, over what it takes on the slowest one."""
+    """Return the mean time of a micro-batch over the pipeline ranks, divided by that of the slowest rank (0 to 1).
+
+    Args:
+            setup: the training.
+            machines: the hosts and their devices.
+            efficiency: shares of the peak rates.
+    """
     rates = Rates.of(machines.device, efficiency, setup.dtype)
     groups = rings(setup.layout, machines, efficiency)
     turns = [sum(turn.values()) for turn in _turns(setup, rates, groups, efficiency.overlap)]
@@ -199,13 +231,13 @@ def balance(setup: Setup, machines: Machines, efficiency: Efficiency) -> float:
 
 
 def _turns(setup: Setup, rates: Rates, groups: Rings, overlap: float) -> list[dict[str, float]]:
-    """Seconds by part of one micro-batch on each pipeline rank, the last one first."""
+    """Return seconds by part of one micro-batch for each pipeline rank, last rank first."""
     shape, layout = setup.shape, setup.layout
     block, head = block_pass(setup, rates), head_pass(setup, rates)
     cross = block_pass(setup, rates, cross=True) if shape.decoder_layers else block
     counts = blocks_by_rank(setup)
     decoders = shape.decoder_layers
-    # Decoder layers come last; where there are none, every block is alike.
+    # Decoder layers are the last ones. In a model without them, all blocks are equal.
     after, turns = 0, []
     for rank, count in reversed(list(enumerate(counts))):
         of_decoder = min(count, max(0, decoders - after))
@@ -228,7 +260,10 @@ def _turn(
     head: KernelSeconds,
     last: bool,
 ) -> dict[str, float]:
-    """Seconds by part of one micro-batch on a pipeline rank with so many plain and crossed blocks."""
+    """Return seconds by part of one micro-batch on a pipeline rank.
+
+    `plain` blocks have self-attention only, `crossed` blocks also attend to an encoder.
+    """
     layout, shape = setup.layout, setup.shape
     hidden_bytes = setup.tokens * shape.hidden * (4 if setup.dtype == "float32" else 2)
     again = setup.checkpointing == "block"
@@ -251,26 +286,28 @@ def _turn(
 
 
 def _between_positions(setup: Setup, cp: Ring, nbytes: float, *, again: bool) -> float:
-    """Seconds of a block's attention between ranks that have other positions; `nbytes`: of a rank's queries. Nothing of
-    it is taken to be hidden."""
+    """Return the seconds of communication for a block's attention between context-parallel ranks.
+
+    Nothing of it is assumed hidden. `nbytes`: bytes of a rank's queries.
+    """
     if setup.layout.cp == 1:
         return 0.0
     shared = setup.heads_shared
     turns, wide = setup.layout.cp // shared - 1, 4 / (4 if setup.dtype == "float32" else 2)
-    # Queries, keys, values and what attention gives of them change places; there and back again.
+    # All-to-all of queries, keys, values and outputs: before and after attention.
     heads = replace(cp, ranks=shared).gather(4 * nbytes)
     if setup.attention == "sparse":
         forward = sum(cp.send(2 * share * nbytes) for share in _sent_shares(setup, turns + 1))
-        backward = 2 * forward  # Keys and values again, whose gradients then go straight home.
+        backward = 2 * forward  # Keys and values again, then their gradients directly to the owner.
     else:
         forward = turns * cp.send(2 * nbytes)
-        # Keys and values again, and with them the sums of their gradients, a turn further.
+        # Keys and values again, with the sums of their gradients, which need one turn more.
         backward = forward + (turns + 1) * cp.send(2 * wide * nbytes) if turns else 0.0
     return (2 if again else 1) * (heads + forward) + heads + backward
 
 
 def _sent_shares(setup: Setup, ring: int) -> list[float]:
-    """For each turn of a ring of so many ranks: of a rank's keys, what the rank needs that needs most of them."""
+    """Return for each turn of the ring the share of a rank's keys that is sent: the most that any rank needs."""
     if ring == 1:
         return []
     multiple = 2 * ring * setup.pattern.block
@@ -282,7 +319,7 @@ def _sent_shares(setup: Setup, ring: int) -> list[float]:
 def _data_parallel(
     setup: Setup, machines: Machines, groups: Rings, rates: Rates, turn: dict[str, float], efficiency: Efficiency
 ) -> tuple[float, float]:
-    """(exposed, hidden) seconds of a step between data-parallel ranks."""
+    """Return (exposed, hidden) seconds of a step between data-parallel ranks."""
     dp = groups.dp
     if setup.zero_stage == 3 and setup.listed_gathers:
         return _listed(setup, dp, efficiency), 0.0
@@ -296,7 +333,7 @@ def _data_parallel(
     sending = Sending(
         setup=setup, groups=groups, memory_bytes=rates.memory_bytes, elements=held, units=units, mapped=mapped
     )
-    if setup.optimizer.sums_itself:  # In its update, behind all backwards: one message there, one back.
+    if setup.optimizer.sums_itself:  # In the update, after all backwards: one message out, one back.
         return 2 * dp.gather(held * _SIGN_BYTES) / setup.optimizer.exchange_every, 0.0
     if setup.zero_stage == 0:
         gradients, parameters = dp.all_reduce(held * summed), 0.0
@@ -304,7 +341,7 @@ def _data_parallel(
         gradients, parameters = scatters * sending.gradients(summed), sending.parameters()
     computing = turn["forward"] + turn["backward"] + turn["recompute"] + turn["logits"]
     if setup.zero_stage < 3:
-        # The last micro-batch's backward hides gradients, stage 2's every one; parameters are waited for.
+        # Backward of the last micro-batch hides gradients (with stage 2, of every one); parameters are exposed.
         window = scatters * (turn["backward"] + turn["recompute"])
         hidden = efficiency.overlap * min(gradients, window)
         if "dp" in setup.overlap:
@@ -317,8 +354,11 @@ def _data_parallel(
 
 
 def _meetings(setup: Setup, islands: Ring, computing: float) -> float:
-    """Seconds that a step waits for meetings in the mean: each rank's partition goes to its peers in other islands, in
-    float32 or as codes, of which all get all. `computing`: of a step, of which some hide a meeting that is late."""
+    """Return the mean seconds that a step waits for the synchronisation of islands.
+
+    Each rank sends its partition to its peers in other islands, in float32 or compressed; all ranks get all partitions.
+    `computing`: seconds of a step; some steps hide a delayed synchronisation.
+    """
     outer = setup.outer
     held = rank_parameters(setup) / setup.layout.replicas / outer.fragments
     if outer.compression == "none":
@@ -330,8 +370,10 @@ def _meetings(setup: Setup, islands: Ring, computing: float) -> float:
 
 
 def _listed(setup: Setup, dp: Ring, efficiency: Efficiency) -> float:
-    """Seconds of a step of ZeRO-3 that gathers lists of tensors (`Setup.listed_gathers`): each matrix is a collective
-    of its own, and each rank's part is copied into or out of the list by a kernel."""
+    """Return the seconds of a step of ZeRO-3 that gathers lists of tensors (`Setup.listed_gathers`).
+
+    Each matrix is a separate collective, and a kernel copies each rank's part into or out of the list.
+    """
     element = 4 if setup.dtype == "float32" else 2
     matrices = 5 if setup.shape.gated else 4
     count = matrices * max(blocks_by_rank(setup)) + 1
@@ -341,25 +383,26 @@ def _listed(setup: Setup, dp: Ring, efficiency: Efficiency) -> float:
 
 
 def _fits_ahead(setup: Setup, machines: Machines) -> bool:
-    """Whether the next unit can be gathered while this one is used: a device has to hold both, and the gradient of
-    one."""
+    """Return whether the next unit can be gathered while one is used: the device must hold both, and a gradient."""
     element = 4 if setup.dtype == "float32" else 2
     unit = rank_parameters(setup) / max(blocks_by_rank(setup)) * element
     return 3 * unit <= machines.device.memory_bytes
 
 
 def _update(setup: Setup, machines: Machines, rates: Rates, efficiency: Efficiency, owned: float) -> float:
-    """Seconds of the update of so many parameters: on the device, or where their states lie away from a GPU on the
-    host's processors, which the ranks of a host share."""
+    """Return the seconds of the update of `owned` parameters.
+
+    The device computes it, or, if states are offloaded from a GPU, the host's processors, which its ranks share.
+    """
     if setup.offload.optimizer != "none" and not machines.device.on_host:
         return owned * min(machines.per_host, setup.layout.world_size) * efficiency.host_adam_seconds
     element = rates.element_bytes
     # Master weights and moments are read and written, gradients read twice (the norm, the update), parameters written.
     moved = owned * (8 * (1 + setup.optimizer.moments) + 2 * element + (element if element < 4 else 0))
-    # What is coded is decoded before and encoded after: that is read or written twice in float32 and twice as codes.
+    # 8-bit states are decoded before and encoded after: twice in float32 and twice as codes.
     moved += owned * (8 + 2) * (setup.optimizer.moments if setup.moments == "8bit" else 0)
     moved += owned * (8 + 2) * (setup.dtype == "bfloat16" and setup.masters == "none")
-    if setup.optimizer.looks_at_parameters:  # Masters and moments are read once more.
+    if setup.optimizer.looks_at_parameters:  # LAMB-like norms read masters and moments once more.
         moved += owned * 4 * (1 + setup.optimizer.moments)
     if setup.optimizer.sums_itself and setup.layout.replicas > 1:
         moved += rank_parameters(setup) * _EXCHANGE_BYTES
@@ -367,13 +410,13 @@ def _update(setup: Setup, machines: Machines, rates: Rates, efficiency: Efficien
 
 
 def blocks_by_rank(setup: Setup) -> list[int]:
-    """Blocks of each pipeline rank."""
+    """Return the number of blocks of each pipeline rank."""
     counts = block_cut(setup)
     return [sum(counts[rank :: setup.layout.pp]) for rank in range(setup.layout.pp)]
 
 
 def rank_parameters(setup: Setup) -> float:
-    """Parameters of the pipeline rank that computes with most, on one tensor-parallel rank."""
+    """Return the parameters of the heaviest pipeline rank, on one tensor-parallel rank."""
     shape, layout = setup.shape, setup.layout
     weights = block_weights(shape)
     block = weights.matrices / layout.tp + weights.rest
@@ -387,7 +430,7 @@ def rank_parameters(setup: Setup) -> float:
 
 
 def _caution(setup: Setup, machines: Machines, efficiency: Efficiency) -> str:
-    """What of this was outside the published rows and own measurements."""
+    """Return what the published runs and own measurements do not cover."""
     doubts = []
     if not efficiency.validated:
         doubts.append(f"no published run of {machines.device.name} was compared; its efficiency is taken from H100")
