@@ -1,10 +1,10 @@
-"""Cluster: engines on devices, and what one does with them.
+"""Cluster: start engines on devices, submit work to them, and stop them.
 
-It is a handle: several, in several kernels, may speak to one cluster. Everything that must outlive them is its
-supervisor's (`supervisor/`), which a handle asks (`handle.py`); what runs is written in the cluster's folder
-(`home.py`), so that a new kernel finds it.
+A `Cluster` is a handle: several handles, in several kernels, can use one cluster. Everything that must outlive a handle
+is part of the supervisor (`supervisor/`), which a handle asks (`connection.py`). The folder of the cluster records what
+runs (`files/cluster_dir.py`), so that a new kernel finds it.
 
-What a handle asks of its cluster: of one that it starts, and of one that it finds.
+`ClusterRequest` holds what the user asked for, and compares it with a cluster that runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BACKENDS = ("shared", "gloo")
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterRequest:
-    """As `Cluster` has it; None, and the device 'auto', where whatever runs will do."""
+    """The arguments of `Cluster`. None, and the device 'auto', accept whatever runs."""
 
     engines: int | None
     device: str
@@ -66,7 +66,19 @@ class ClusterRequest:
         spec: host_specs.Spec | None,
         timeout_seconds: float | None = None,
     ) -> ClusterRequest:
-        """Raises ClusterError for what no cluster can be."""
+        """Check the arguments of `Cluster`.
+
+        Args:
+            engines: Number of engines.
+            device: 'cuda', 'cpu' or 'auto'.
+            backend: 'shared' or 'gloo'.
+            link: Simulated link, such as "1 Gbit/s 1 ms".
+            spec: Hosts of the cluster.
+            timeout_seconds: Timeout of collectives.
+
+        Raises:
+            ClusterError: If no cluster can have these arguments.
+        """
         if timeout_seconds is not None and not 0 < timeout_seconds < math.inf:
             raise ClusterError(f"timeout_seconds is {timeout_seconds!r}; it is a number of seconds above 0")
         if backend not in (None, *BACKENDS):
@@ -81,7 +93,11 @@ class ClusterRequest:
         )
 
     def require(self, state: ClusterState) -> None:
-        """Raise ClusterError unless the cluster that runs is such a one."""
+        """Raise ClusterError unless a running cluster fits this request.
+
+        Args:
+            state: State of the running cluster.
+        """
         name, size, kind = state.name, len(state.devices), state.devices[0].kind
         attach = f"speedlab.Cluster.attach({name!r})"
         what_to_do = f"use it as it is with {attach}, stop it first, or give the new one another name; "
@@ -117,44 +133,55 @@ class ClusterRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStatus:
-    """One rank's engine, as it is now."""
+    """The current status of one rank's engine."""
 
     rank: int
     engine_id: int
     pid: int
     device: Device
     state: str
-    """'idle', 'busy', 'frozen' (its process is suspended) or 'dead' (it ended, or stopped answering)."""
+    """'idle', 'busy', 'frozen' (the process is suspended) or 'dead' (it ended, or stopped answering)."""
     rss_bytes: int
     host: str = ""
-    """Of a cluster of several hosts: on which one it runs; there `pid` counts."""
+    """Name of the host in a cluster of several hosts; `pid` is a process id of that host."""
 
     @property
     def place(self) -> str:
-        """'cpu 0', or 'cpu 0 on gpu-1' where there are several hosts."""
+        """'cpu 0', or 'cpu 0 on gpu-1' in a cluster of several hosts."""
         return f"{self.device.name} on {self.host}" if self.host else self.device.name
 
 
 class Cluster(SupervisorConnection):
-    """One engine per GPU, else 4 on CPU cores; or, if one of that name runs, a handle of it.
+    """One engine per GPU, or 4 engines on CPU cores without GPUs. If a cluster of this name runs, a handle to it.
 
-    `device`: 'cuda', 'cpu', or 'auto'. `backend`: how CPU engines reach each other, 'shared' (memory, the default) or
-    'gloo' (sockets). With `start=False` nothing happens until `start()`. Raises ClusterError when
-    there are too few devices, or the running cluster has another number or kind of engines.
+    On several hosts, in one of three ways:
 
-    On several hosts, in one of three ways: `hosts=["gpu-1:8", "gpu-2:8"]` over SSH, as the user may;
-    `slurm={"nodes": 4, "gpus_per_node": 8, "partition": "a100", "time": "8:00:00"}`; `mpi={"hostfile": "hosts"}`.
-    They have the same Python, and share the folders of runs (a home on the network): else records come over the wire,
-    and checkpoints cannot be. `interface`: of the hosts, over which
-    ranks reach each other; "" takes the one that leads here. `progress` hears what a start waits for, as a place in a
-    queue. `speedlab guide hosts` tells more.
+    - `hosts=["gpu-1:8", "gpu-2:8"]`: over SSH, with the rights of the user;
+    - `slurm={"nodes": 4, "gpus_per_node": 8, "partition": "a100", "time": "8:00:00"}`;
+    - `mpi={"hostfile": "hosts"}`.
 
-    `link="1 Gbit/s 1 ms"`: each CPU engine pretends to be a host of its own, and what they send each other takes as
-    long as it would over such a link, for lessons on slow networks. Raises ClusterError for what is no link, with GPUs,
-    and together with hosts, which have links of their own.
+    The hosts need the same Python. They should share the folders of runs (a home folder on the network); otherwise
+    records are sent over the network, and checkpoints are not possible. `speedlab guide hosts` has the details.
 
-    `timeout_seconds`: how long a collective waits for a rank that does not come; 1,800 by default. Then the ranks raise
-    PeerLost, which names the call in which each of them is. A configuration may have another limit (`timeout_seconds`).
+    Args:
+        engines: Number of engines.
+        name: Name of the cluster.
+        device: 'cuda', 'cpu' or 'auto'.
+        backend: How CPU engines communicate: 'shared' (shared memory, the default) or 'gloo' (sockets).
+        link: Simulated link, such as "1 Gbit/s 1 ms", for lessons on slow networks. Each CPU engine acts as a host of
+            its own, and transfers take as long as over such a link. Not with GPUs or several hosts.
+        timeout_seconds: How long a collective waits for a missing rank; 1,800 by default. Then the ranks raise
+            PeerLost, which names the call that each rank is in. A run's configuration can set its own
+            `timeout_seconds`.
+        start: False to start nothing until `start()`.
+        hosts: Hosts to reach over SSH.
+        slurm: Resources to request from Slurm.
+        mpi: Arguments for mpirun.
+        interface: Network interface of the hosts for traffic between ranks; "" for the one that leads here.
+        progress: Called with what a start waits for, such as a position in a queue.
+
+    Raises:
+        ClusterError: If there are too few devices, or the running cluster has another number or kind of engines.
     """
 
     def __init__(
@@ -180,13 +207,20 @@ class Cluster(SupervisorConnection):
         self._interface, self._given_up = interface, threading.Event()
         self._waiting = spawn.StartWaiter(progress=progress, given_up=self._given_up.is_set)
         self.runs = ClusterRuns(self)
-        """The runs of this cluster, as its supervisor has them."""
+        """The runs of this cluster, as its supervisor sees them."""
         if start:
             self.start()
 
     @classmethod
     def attach(cls, name: str | None = None) -> Cluster:
-        """A handle of a running cluster: `name`, else 'default', else the newest. ClusterError when none runs."""
+        """Return a handle to a running cluster.
+
+        Args:
+            name: Name of the cluster; None for 'default' if it runs, else the newest.
+
+        Raises:
+            ClusterError: If no such cluster runs.
+        """
         running = {state.name: state for state in running_clusters()}
         if not running or (name is not None and name not in running):
             what = f"cluster {name!r} does not run" if name is not None else "no cluster runs"
@@ -201,7 +235,12 @@ class Cluster(SupervisorConnection):
         return cluster
 
     def start(self) -> None:
-        """Start the engines, or connect to those of this name that run. Returns when all are ready, torch imported."""
+        """Start the engines, or connect to running ones of this name. Returns after all are ready and have imported
+        torch.
+
+        Raises:
+            ClusterError: If the engines do not start, or the running cluster does not fit the arguments.
+        """
         self._given_up.clear()
         with self._lock, self._home.lock():
             state = self._home.read()
@@ -214,17 +253,20 @@ class Cluster(SupervisorConnection):
             self._disconnect("the controller of the cluster had died")
             if state is None and self._joins_a_start():
                 return
-            ending.end_processes(self._home, 0.0)  # Its controller died, or its supervisor before all was ready.
+            # The controller died, or the supervisor died before the engines were ready.
+            ending.end_processes(self._home, 0.0)
             self._start()
 
     def give_up_start(self) -> None:
-        """Let a `start` that another thread is in end with ClusterError; what it has begun, also a place in a queue, is
-        given back. Does nothing when there is none."""
+        """Cancel a `start` in another thread, which then raises ClusterError. Everything it began is undone, also a
+        queued job.
+        """
         self._given_up.set()
 
     def _joins_a_start(self) -> bool:
-        """Whether somebody else has begun to start the cluster, as a kernel before its restart; it is ready when this
-        returns."""
+        """Wait for a start that another process began, such as a kernel before its restart; return False if there is
+        none.
+        """
         try:
             self._client = Client(
                 self._home.supervisor_socket, self.output.printed, self._waiting.progress, self._waiting.given_up
@@ -275,7 +317,7 @@ class Cluster(SupervisorConnection):
             raise
 
     def _give_hosts_back(self) -> None:
-        """Of a start that nobody wants any more: where it was too late to cancel it, its supervisor has to be asked."""
+        """Return the hosts of a cancelled start. If it was too late to cancel, the supervisor has to stop them."""
         with contextlib.suppress(ClusterError, SupervisorGoneError, TimeoutError):
             client = Client(self._home.supervisor_socket, self.output.printed)
             client.ask(m.Stop(), seconds=ending.STOP_HOSTS_SECONDS)
@@ -285,7 +327,7 @@ class Cluster(SupervisorConnection):
 
     @property
     def directory(self) -> Path:
-        """The cluster's own folder, mode 0700; it is removed when the cluster stops."""
+        """Folder of the cluster, mode 0700; removed when the cluster stops."""
         return self._home.path
 
     @property
@@ -300,17 +342,17 @@ class Cluster(SupervisorConnection):
 
     @property
     def link(self) -> LinkRate | None:
-        """What the engines pretend to have between them; None where they pretend nothing."""
+        """The simulated link between engines; None without one."""
         text = self._now().link
         return LinkRate.parse(text) if text else None
 
     @property
     def token(self) -> str:
-        """Which cluster of this name it is."""
+        """Unique id; distinguishes clusters of the same name."""
         return self._now().token
 
     def status(self) -> list[EngineStatus]:
-        """Each rank's engine, as it is now."""
+        """Return the current status of each rank's engine."""
         state = self._now()
         hosts = {engine.rank: engine.host for engine in state.engines}
         return [
@@ -331,12 +373,24 @@ class Cluster(SupervisorConnection):
     def submit(
         self, function: Callable[..., Any], /, *args: Any, ranks: Iterable[int] | None = None, **kwargs: Any
     ) -> RankResults:
-        """Run `function(*args, **kwargs)` on each rank; returns at once.
+        """Run `function(*args, **kwargs)` on each rank; return at once.
 
-        What a notebook, or a module in the user's folder, defines travels by value, with the globals that it uses;
-        globals that the notebook has not are those of the engines' namespace, where cells of `%%ranks` put theirs, and
-        where stays what the function binds with `global`. Raises ClusterError for a rank that does not exist or whose
-        engine is dead, and for what cannot travel, such as an open file.
+        Functions from a notebook, or from a module in the user's folder, are sent by value, with the globals that they
+        use. A global that the notebook does not define is looked up in the engine's namespace, which `%%ranks` cells
+        fill. A name that the function binds with `global` is set in that namespace, too.
+
+        Args:
+            function: Function to call.
+            *args: Arguments of the function.
+            ranks: Ranks that call it; None for all.
+            **kwargs: Keyword arguments of the function.
+
+        Returns:
+            The results by rank, while they arrive.
+
+        Raises:
+            ClusterError: If a rank does not exist, its engine is dead, or something cannot be pickled, such as an open
+                file.
         """
         named = {getattr(function, "__name__", "the function"): function, "its arguments": args} | kwargs
         return self._submit(pack((function, args, kwargs), named), ranks)
@@ -344,9 +398,21 @@ class Cluster(SupervisorConnection):
     def execute(
         self, code: str, *, ranks: Iterable[int] | None = None, shown: bool = False, door: str = ""
     ) -> RankResults:
-        """Run a cell's code in each engine's namespace. The last expression is printed, and its text returned. `shown`:
-        whether `RankResults.sayings` is to tell what ranks print and display in it; `door`: name of the DebugServer
-        that is served, where `breakpoint()` in it is to stop."""
+        """Run the code of a cell in each engine's namespace. The last expression is printed, and its text is the
+        result.
+
+        Args:
+            code: Source code of the cell.
+            ranks: Ranks that run it; None for all.
+            shown: Whether `RankResults.sayings` yields what ranks print and display.
+            door: Name of the DebugServer at which `breakpoint()` in the cell stops; "" for none.
+
+        Returns:
+            The results by rank, while they arrive.
+
+        Raises:
+            ClusterError: If a rank does not exist or its engine is dead.
+        """
         work = pack((run_cell_at, (door, code), {}), {"the cell": code})
         return self._submit(work, ranks, shown=shown)
 
@@ -358,30 +424,37 @@ class Cluster(SupervisorConnection):
         loss: Callable[[Any, Any], Any] | None = None,
         tp_plan: Mapping[str, str] | None = None,
     ) -> Run:
-        """Check everything, start the run on all ranks, and return its handle. A try that fails leaves no name behind.
+        """Check the configuration, start the run on all ranks, and return its handle. A start that fails leaves no
+        folder.
+
+        A model of one's own is tried first: one micro-batch passes through it, without values or memory. What depends
+        on values cannot be tried; a warning then says so. The model is stored in the run folder, signed for this user,
+        so that any kernel can resume the run.
 
         Args:
-            config: RunConfig, a dict of its fields, or the path of a JSON or YAML file; of DeepSpeed's keys, too.
-            model: one's own, also one of the notebook: a torch.nn.Module, whose values all ranks begin with, or a class
-                or function that makes one without arguments, on each rank from the configuration's seed. One that is
-                too large to be whole on a rank is made under `torch.device("meta")`, and gets its values part by part.
-                None takes the GPT of the configuration. Its forward is one of these:
-                - `forward(tokens, targets)`, both (B, T) int64, gives the loss, or an output with `.loss`; with
-                  data.documents 'separate' it also takes `positions`, where each token stands in its document;
-                - `forward(input_ids=..., labels=...)` gives an output with `.loss`, as Hugging Face's models do; they
-                  get the targets as labels, at the right places;
+            config: RunConfig, a dict of its fields, or the path of a JSON or YAML file; DeepSpeed's keys are accepted,
+                too.
+            model: A model of one's own; None for the GPT of the configuration. Either a torch.nn.Module, whose values
+                all ranks begin with, or a class or function without arguments that makes one on each rank from the
+                configuration's seed. A notebook can define it. A model that is too large for one rank is made under
+                `torch.device("meta")` and gets its values part by part. Its forward is one of these:
+
+                - `forward(tokens, targets)`, both (B, T) int64, returns the loss, or an output with `.loss`. With
+                  data.documents 'separate' it also takes `positions`: the position of each token in its document.
+                - `forward(input_ids=..., labels=...)` returns an output with `.loss`, as Hugging Face models do. The
+                  targets are passed as labels, at the right positions.
                 - any other, together with `loss`.
-            loss: `loss(model, batch)` calls the model and gives the mean loss of a micro-batch, one number; `batch` is
-                (tokens, targets), and with data.documents 'separate' (tokens, targets, positions). Not under a
-                pipeline, where no rank holds the model.
-            tp_plan: how layers are cut over tensor-parallel ranks: pattern of module names → style. None takes the one
-                that the model brings along.
+            loss: `loss(model, batch)` calls the model and returns the mean loss of a micro-batch, a scalar. `batch` is
+                (tokens, targets), and with data.documents 'separate' (tokens, targets, positions). Not with a pipeline,
+                because no rank holds the whole model.
+            tp_plan: How layers are partitioned over tensor-parallel ranks: pattern of module names → style. None for
+                the plan of the model.
 
-        A model of one's own is tried before: one micro-batch goes through it without values or memory. What depends on
-        values cannot be tried so; a warning then says it. It is kept in the run folder, signed for this user, so that
-        the run can be resumed from any kernel.
-
-        Raises ConfigError, LayoutError, RunFolderError or ClusterError.
+        Raises:
+            ConfigError: If the configuration or the model is not valid.
+            LayoutError: If the layout does not fit the engines.
+            RunFolderError: If the run folder cannot be made or used.
+            ClusterError: If the engines cannot start the run.
         """
         from speedlab.cluster.start_run import start_run
 
@@ -396,60 +469,93 @@ class Cluster(SupervisorConnection):
     # Control
 
     def interrupt(self, timeout_seconds: float = 2.0) -> list[int]:
-        """Interrupt what the ranks are doing; returns the ranks that are idle then.
+        """Interrupt the work of all ranks.
 
-        1. Take tasks that have not begun out of the queues.
-        2. Send SIGINT, look, and send it again to a rank that still works on what it worked on before.
-        3. Cut the connections to the other ranks of one that does not come back, and break the store in which ranks
-           meet: it waits for a peer.
-        4. Let the ranks leave their process group: a collective that was cut off makes it unusable.
+        1. Remove tasks that have not begun from the queues.
+        2. Send SIGINT, look, and send it again to each rank that still works on the same task.
+        3. A rank that does not stop waits for a peer: abort its connections to the other ranks, and break the
+           rendezvous store.
+        4. Let the ranks leave their process group: an aborted collective makes it unusable.
 
-        A rank that is missing in the answer is inside a long native call or frozen; `restart(rank)` ends it. Or its
-        host does not answer, which the output names: it is interrupted once that does, if it still works on the same.
+        Args:
+            timeout_seconds: Longest time to wait until the ranks stop.
+
+        Returns:
+            The ranks that are idle afterwards. A missing rank is inside a long native call or suspended;
+            `restart(rank)` ends it. Or its host does not answer, and the output names the host: the rank is interrupted
+            after the host answers again, if it still works on the same task.
         """
         return self._interrupt(timeout_seconds)
 
     def debug(self, rank: int) -> None:
-        """Open a post-mortem of what `rank` raised last, with pdb's commands; `q` ends it. A rank keeps it, and the
-        tensors in its frames, until it begins with something else. Raises ClusterError for a rank that is not there, is
-        dead, works, or keeps nothing."""
+        """Open a post-mortem of the last exception of `rank`, with pdb's commands; `q` ends it.
+
+        A rank keeps the exception, and the tensors in its frames, until it begins with something else.
+
+        Args:
+            rank: The rank.
+
+        Raises:
+            ClusterError: If the rank does not exist, is dead, is busy, or keeps no exception.
+        """
         from speedlab.cluster.debug.post_mortem import debug
 
         debug(self, rank)
 
     def restart(self, rank: int, *more: int) -> None:
-        """End the engines of these ranks, where they are still there, and start new ones on the same devices.
+        """End the engines of these ranks, if they still run, and start new ones on the same devices.
 
-        What they held is lost. The others are interrupted, keep what they hold, and form a new process group with them.
-        Where the host of one was lost and is back, all engines of that host are started.
+        Their state is lost. The other ranks are interrupted, keep their state, and form a new process group with the
+        new engines. If the host of a rank was lost and is back, all engines of that host are started.
+
+        Args:
+            rank: Rank to restart.
+            *more: Further ranks to restart.
+
+        Raises:
+            ClusterError: If a rank does not exist or a new engine does not start.
         """
         self._ask(m.Restart(rank=rank, more=list(more)))
 
     def resize(self, engines: int, *, progress: Callable[[str], object] = print) -> None:
-        """Change the number of engines: those that stay keep their processes and what cells have put there, new ones
-        get the next devices, those too many are ended. Returns when all are ready.
+        """Change the number of engines; return after all are ready.
 
-        CPU cores are shared out anew. Hosts come and go whole, those that are lost first; one that was left out comes
-        back when there are to be more engines. Ranks lose their process group, and engines that cells have built lose
-        their peers. A paused run goes on from its newest checkpoint, with its configuration as it is;
-        `run.reshape(engines=…)` saves first and fits the configuration. Raises ClusterError, with the cluster as it
-        was, while a run or a cell is under way, or when there are too few devices.
+        1. Engines that stay keep their processes and what cells have defined there. New engines get the next devices.
+           Engines that are too many are ended.
+        2. CPU cores are divided again. Hosts are added and removed as a whole, lost hosts first; a host that was left
+           out is used again when there are more engines.
+        3. Ranks lose their process group, and training engines that cells have built lose their peers.
+        4. A paused run continues from its newest checkpoint, with its configuration as it is. `run.reshape(engines=…)`
+           saves first and adapts the configuration.
+
+        Args:
+            engines: New number of engines.
+            progress: Called with a sentence for the user.
+
+        Raises:
+            ClusterError: If a run or a cell is active, or devices are missing. The cluster stays as it was.
         """
         self._ask(m.ResizeCluster(engines=engines), progress=progress)
         self._wanted = replace(self._wanted, engines=engines)
 
     def check_size(self, engines: int) -> None:
-        """Raise ClusterError where `resize` could not give so many engines."""
+        """Raise ClusterError if `resize` could not change to so many engines.
+
+        Args:
+            engines: Number of engines.
+        """
         self._ask(m.ResizeCluster(engines=engines, only_look=True))
 
     def stop(self) -> None:
-        """End all engines, what they started, and the controller; interrupts first. Does nothing when none runs."""
+        """Interrupt the ranks, and end all engines, their child processes and the controller. Does nothing if no
+        cluster runs.
+        """
         with self._lock, self._home.lock():
             state = self._home.read()
             if state is not None and self._client is not None and state.running:
                 with contextlib.suppress(SupervisorGoneError, ClusterError, TimeoutError):
                     if state.hosts and self._lost:
-                        self._connect()  # Only a supervisor gives hosts back.
+                        self._connect()  # Only a supervisor can return the hosts.
                     self._client.ask(m.Stop(), seconds=ending.stop_seconds(state))
             ending.end_processes(self._home, ending.STOP_PATIENCE_SECONDS)
             self._disconnect("the cluster was stopped")

@@ -1,9 +1,9 @@
-"""A handle's connection to the supervisor of its cluster, and what is under way over it.
+"""A handle's connection to the supervisor of its cluster.
 
-It outlives a supervisor: where one has ended, the next question goes to a new one, which takes the cluster over, and
-what was submitted and has not ended is asked for again.
+The connection outlives a supervisor. If the supervisor has ended, the next request starts a new one, which takes the
+cluster over. Unfinished submissions are requested again.
 
-The runs of a cluster, as a handle of it asks the supervisor for them.
+`ClusterRuns` holds the requests about runs.
 """
 
 from __future__ import annotations
@@ -33,9 +33,14 @@ _MOST_ASKED = 3
 
 
 class SupervisorConnection:
-    """Of the cluster of this name, whichever that is by now."""
+    """The connection to the supervisor of the cluster with this name."""
 
     def __init__(self, name: str) -> None:
+        """Prepare the connection; nothing is started or connected.
+
+        Args:
+            name: Name of the cluster.
+        """
         self.name = name
         self._home = ClusterDir(name)
         self._lock = threading.RLock()
@@ -53,8 +58,9 @@ class SupervisorConnection:
         return state is not None and state.running
 
     def check_controller(self) -> None:
-        """Raise ClusterError when the cluster has ended, so that nobody waits for an answer that cannot come. Where
-        only its supervisor has, a new one takes over."""
+        """Raise ClusterError if the cluster has ended, so that no caller waits for ever. Reconnects if only the
+        supervisor has ended.
+        """
         state = self._state
         if state is None or not state.running:
             left = self._home.read()
@@ -72,8 +78,10 @@ class SupervisorConnection:
     def _ask(
         self, question: m.Question, *, progress: Callable[[str], object] | None = None, seconds: float | None = None
     ) -> Any:
-        """Ask the supervisor; a new one, where it ends meanwhile. What is asked twice must be the same as once. Raises
-        TimeoutError where it does not answer within `seconds`."""
+        """Send a request, to a new supervisor if the old one ends meanwhile. So requests must be idempotent.
+
+        Raises TimeoutError without an answer after `seconds`.
+        """
         for _ in range(_MOST_ASKED):
             try:
                 self._now()
@@ -95,8 +103,8 @@ class SupervisorConnection:
         try:
             results.begun(self._ask(m.Submit(id=results.id, work=work, ranks=chosen, shown=shown)))
         except KeyboardInterrupt:
-            del self._unfinished[results.id]  # Not asked for again, where the interrupt has cut the connection.
-            if is_the_users():  # Nobody has a handle of it: it must not go on.
+            del self._unfinished[results.id]  # Not requested again if the interrupt has closed the connection.
+            if is_the_users():  # The caller gets no handle to the submission, so it must not continue.
                 processes.uninterrupted(results.interrupt)
             raise
         return results
@@ -110,14 +118,14 @@ class SupervisorConnection:
         return self._ask(m.Interrupt(id=id, folder=folder, seconds=timeout_seconds))
 
     def _reconnect(self) -> None:
-        """Connect anew, to a new supervisor where the old one has ended."""
+        """Connect again, to a new supervisor if the old one has ended."""
         with self._lock:
             if self._lost:
                 with self._home.lock():
                     self._connect()
 
     def _connect(self) -> None:
-        """Connect to the supervisor; with the home's lock. Submissions that have not ended are asked for again."""
+        """Connect to the supervisor and request unfinished submissions again. Call with the lock of the cluster."""
         state = self._state
         assert state is not None
         self._client = None
@@ -126,7 +134,7 @@ class SupervisorConnection:
         except (ClusterError, FileNotFoundError):
             if state.running:
                 raise
-            # It has ended meanwhile; its logs, which such errors show, have nothing to do with it.
+            # The cluster has ended. The error would show unrelated logs.
             raise ClusterError(
                 f"cluster {self.name!r} ended just now; speedlab.Cluster(name={self.name!r}) starts it anew"
             ) from None
@@ -135,7 +143,7 @@ class SupervisorConnection:
             for results in [results for results in self._unfinished.values() if not results.done]:
                 self._ask_again(self._client, results)
         except BaseException:
-            self._client.close()  # Those that were not asked for again are, with the next connection.
+            self._client.close()  # The next connection requests all of them again.
             raise
 
     def _ask_again(self, client: Client, results: RankResults) -> None:
@@ -143,11 +151,12 @@ class SupervisorConnection:
         if known := client.ask(m.ResumeSubmission(id=results.id, shown=results.shown)):
             results.begun(known)
             return
-        # The supervisor had not heard of it, or had not begun with it.
+        # The supervisor did not receive it, or did not begin with it.
         wanted = results.ranks or results.wanted
         try:
             results.begun(client.ask(m.Submit(id=results.id, work=results.work, ranks=wanted, shown=results.shown)))
-        except ClusterError as error:  # Its engine has died meanwhile: that concerns who waits for it, and no other.
+        # The engine has died: only the caller that waits for this submission gets the error.
+        except ClusterError as error:
             results.begun(wanted or range(len(self._state.devices) if self._state is not None else 1))
             results.abandon(str(error))
 
@@ -165,7 +174,7 @@ class SupervisorConnection:
             results.abandon(reason)
 
     def _now(self) -> ClusterState:
-        """What runs by now. Raises ClusterError when nothing does."""
+        """Return the current state of the cluster. Raises ClusterError if it does not run."""
         state = self._state
         if state is None:
             raise ClusterError(f"cluster {self.name!r} is not running; cluster.start() starts it")
@@ -186,35 +195,69 @@ _LET_GO_SECONDS = 10.0
 
 
 class ClusterRuns:
-    """The runs of a cluster, by their folders."""
+    """Requests about the runs of a cluster, by folder."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = weakref.ref(cluster)
 
     def begin(self, folder: Path) -> None:
-        """Let the ranks begin with a new run. Raises ClusterError while another one is under way."""
+        """Start a new run on the ranks.
+
+        Args:
+            folder: Folder of the run.
+
+        Raises:
+            ClusterError: If another run is active.
+        """
         self._ask(m.StartRun(folder=str(folder)))
 
     def post(self, folder: Path, word: str, arguments: dict[str, Any]) -> int:
-        """Give a control word to a run; returns its number. Raises ClusterError when an engine is dead."""
+        """Post a command to a run.
+
+        Args:
+            folder: Folder of the run.
+            word: Name of the command.
+            arguments: Arguments of the command.
+
+        Returns:
+            The number of the command.
+
+        Raises:
+            ClusterError: If an engine is dead.
+        """
         return self._ask(m.SendCommand(folder=str(folder), word=word, arguments=arguments, key=secrets.token_hex(8)))
 
     def attend(self, folder: Path) -> None:
-        """Look whether words wait for a run that nobody works on."""
+        """Submit a run if commands wait for it and no rank works on it."""
         self._ask(m.WakeRun(folder=str(folder)))
 
     def standing(self, folder: Path) -> m.RunStatus:
-        """How a run stands with its ranks."""
+        """Return the status of a run."""
         return self._ask(m.GetRunStatus(folder=str(folder)))
 
     def interrupt(self, folder: Path, seconds: float = 2.0) -> list[int]:
-        """Interrupt what the ranks do for this run, and no more; returns the ranks that are idle then."""
+        """Interrupt the work of the ranks on this run, and nothing else.
+
+        Args:
+            folder: Folder of the run.
+            seconds: Longest time to wait until the ranks stop.
+
+        Returns:
+            The ranks that are idle afterwards.
+        """
         return self._ask(m.Interrupt(folder=str(folder), seconds=seconds))
 
     @contextlib.contextmanager
     def held(self, folder: Path, seconds: float = 10.0) -> Iterator[None]:
-        """Nobody advances the run meanwhile; words wait. The run has to rest; raises ClusterError when it is still
-        worked on after `seconds`."""
+        """Lock a run inside the block: no rank advances it, and commands wait.
+
+        Args:
+            folder: Folder of the run, which must rest.
+            seconds: Longest time to wait until it rests.
+
+        Raises:
+            ClusterError: If a rank still works on it after `seconds`.
+        """
         key = secrets.token_hex(8)
         try:
             self._ask(m.LockRun(folder=str(folder), seconds=seconds, key=key))

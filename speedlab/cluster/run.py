@@ -1,9 +1,10 @@
-"""Run: the kernel's handle of a run. It posts control words, waits for their answers, and keeps the ranks advancing.
+"""Run: the kernel's handle to a run. It posts commands, waits for the answers, and reads the records.
 
-The words travel through the supervisor of its cluster, so any number of handles, in any number of kernels, may speak
-to one run. `speedlab.cluster.supervisor.runs` keeps the ranks working on them.
+Commands are sent to the supervisor of the cluster, which makes the ranks execute them
+(`speedlab.cluster.supervisor.runs`). So any number of handles, in any number of kernels, can control one run.
 
-A checkpoint as a folder of transformers, written by a process of its own: the kernel's has no torch.
+`export_checkpoint` writes a checkpoint as a folder for transformers, in a separate process, because the kernel does not
+import torch.
 """
 
 from __future__ import annotations
@@ -56,10 +57,19 @@ if TYPE_CHECKING:
 
 
 def export_checkpoint(path: Path, folder: Path, **options: object) -> Path:
-    """Write the checkpoint `path` to `folder` as `speedlab export` does, whose `options` these are; None is left out.
-    Prints its line: which step was written, from where, how much.
+    """Write a checkpoint as a folder for transformers, as `speedlab export` does. Prints one line: step, source and
+    size.
 
-    Raises RunError with what the command says is wrong.
+    Args:
+        path: Folder of the checkpoint.
+        folder: Folder to write.
+        **options: Options of `speedlab export`; None is left out.
+
+    Returns:
+        The folder.
+
+    Raises:
+        RunError: With the message of the command, if it fails.
     """
     command = [sys.executable, "-m", "speedlab.cli", "export", str(path), str(folder)]
     for name, value in options.items():
@@ -76,7 +86,7 @@ _ENGINE_CHECK_SECONDS = 1.0
 
 
 class Run:
-    """A run on a cluster, or, without one, the record of a run to look at."""
+    """A run on a cluster; or, without a cluster, the records of a run."""
 
     def __init__(
         self,
@@ -85,7 +95,13 @@ class Run:
         *,
         attach: Callable[[str | None], Cluster] | None = None,
     ):
-        """`attach`: finds the engines in which a run whose own are gone may go on; without it, it is only looked at."""
+        """Open the folder of a run.
+
+        Args:
+            folder: Folder of the run, or its path.
+            cluster: Cluster whose engines hold the run.
+            attach: Find the engines in which a run without engines can continue; None to only read the run.
+        """
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
         self.cluster = cluster
         self.feed = Feed(self.folder)
@@ -97,31 +113,34 @@ class Run:
 
     @property
     def name(self) -> str:
+        """Name of the run, which is the name of its folder."""
         return self.folder.name
 
     @property
     def config(self) -> RunConfig:
+        """Configuration with which the run was started."""
         return self.folder.config
 
     @property
     def present_config(self) -> RunConfig:
-        """`config` with the ZeRO stage, layout and micro-batches that the run has now."""
+        """`config` with the current ZeRO stage, layout and micro-batches of the run."""
         self.feed.poll()
         return present_config(self.config, self.feed.events, self._engines())
 
     @property
     def errors(self) -> list[RankError]:
-        """What the ranks raised, oldest first, whether or not anybody watched them."""
+        """The errors that ranks raised, oldest first, even if no client was connected then."""
         return self._failures.all()
 
     @property
     def state(self) -> RunState:
+        """Current state of the run."""
         self.feed.poll()
         return self.feed.status.state
 
     @property
     def step(self) -> int:
-        """The last step recorded."""
+        """The last recorded step."""
         self.feed.poll()
         last, status = self.feed.last, self.feed.status
         went_back = last is not None and status.step < last.step and status.updated > last.time
@@ -129,11 +148,19 @@ class Run:
 
     @property
     def events(self) -> list[Event]:
+        """All events of the run, oldest first."""
         self.feed.poll()
         return self.feed.events
 
     def records(self, rank: int = 0) -> Sequence[StepRecord]:
-        """All step records of a rank, from the first step on, growing while the run does."""
+        """Return all step records of a rank, from the first step on. The list grows while the run trains.
+
+        Args:
+            rank: The rank.
+
+        Raises:
+            RunError: If the run has no such rank.
+        """
         self.feed.poll()
         if rank not in self.feed.records and not 0 <= rank < len(self.feed.status.rank_pids):
             raise RunError(
@@ -142,23 +169,28 @@ class Run:
         return self.feed.records.get(rank, [])
 
     def table(self) -> list[dict[str, Any]]:
-        """One row for each ZeRO stage the run has been through; see `speedlab.cluster.stage_table`. Below them: once
-        the run has ended, what of it is not saved."""
+        """Return one row per ZeRO stage that the run has used; see `speedlab.cluster.stage_table`.
+
+        After the end of the run, a note below the rows says which steps are not saved.
+        """
         from speedlab.cluster.stage_table import stage_table
 
         self.feed.poll()
         return stage_table(self.feed, devices=self._devices(), notes=filter(None, [unsaved_warning(self)]))
 
     def proof(self) -> Proof:
-        """What was checked of the run's first batch, or of the batch at the last `prove()`. Raises RunError if there is
-        no proof."""
+        """Return what was checked of the first batch, or of the batch at the last `prove()`.
+
+        Raises:
+            RunError: If there is no proof.
+        """
         found = read_proof(self.folder.path)
         if found is None:
             raise RunError(f"run {self.name!r} has no proof: {why_no_proof(self.config, self.step)}")
         return found
 
     def layout_table(self) -> LayoutTable:
-        """One row for each rank: its pipeline stages and their blocks, its data and tensor index, its device."""
+        """Return one row per rank: its pipeline stages and their blocks, its data and tensor index, its device."""
         config, engines = self.present_config, self._engines()
         layout, chunks = config.layout(engines, built_in=False), config.parallel.stages_per_rank
         counts = config.parallel.cut or ()
@@ -168,15 +200,32 @@ class Run:
         return layout_table(layout, counts, chunks=chunks, devices=devices, hosts=[platform.node()] * len(devices))
 
     def placement(self, rank: int = 0) -> PlacementTable:
-        """One row for each parameter that `rank` holds: which part of the whole, how its gradient comes together, who
-        answers for it, and who holds each of its states, where, and as what. As the run stands, also while it trains.
+        """Return one row per parameter that `rank` holds, for the current layout; also while the run trains.
 
-        Raises RunFolderError for a rank that the run has not."""
+        A row says which shard of the parameter the rank holds, how its gradient is reduced, which rank owns it, and
+        where each of its states is stored, and in which format.
+
+        Args:
+            rank: The rank.
+
+        Raises:
+            RunFolderError: If the run has no such rank.
+        """
         return placement_of(self.folder, rank)
 
     def trace(self, path: str | os.PathLike[str], step: int | None = None) -> int:
-        """Write the pipeline's timeline of `step`, or of the newest step, to `path`, as a Chrome trace that
-        chrome://tracing and Perfetto open; returns the step. Raises RunFolderError when there is no timeline of it."""
+        """Write the pipeline's timeline of a step as a Chrome trace, for chrome://tracing and Perfetto.
+
+        Args:
+            path: File to write.
+            step: The step; None for the newest with a timeline.
+
+        Returns:
+            The step.
+
+        Raises:
+            RunFolderError: If the step has no timeline.
+        """
         return write_trace(self.folder, path, step, devices=self._devices())
 
     def export(
@@ -188,12 +237,25 @@ class Run:
         config: str | os.PathLike[str] | None = None,
         dtype: str | None = None,
     ) -> Path:
-        """Write a checkpoint, the newest when none is named, as a folder that transformers loads: the weights, and the
-        tokenizer beside them. Prints which step that is, and returns the folder; the run goes on meanwhile, and needs
-        no engines.
+        """Write a checkpoint as a folder that transformers loads: the weights and the tokenizer. Prints which step was
+        written.
 
-        `config`: config.json of a model of transformers, for a model of your own that carried none; `dtype`: of the
-        weights, by name. Raises CheckpointError, ConfigError or RunError.
+        The run continues meanwhile. No engines are needed.
+
+        Args:
+            folder: Folder to write.
+            step: Step of the checkpoint, or what `save` returned; None for the newest.
+            tag: Tag or path of the checkpoint, instead of `step`.
+            config: config.json of a transformers model, for a model of one's own without one.
+            dtype: Name of the data type of the weights.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: If there is no such checkpoint.
+            ConfigError: If both `step` and `tag` are given.
+            RunError: If there is nothing to export, or the export fails.
         """
         chosen = checkpoint_of(self, step, tag)
         if chosen is None and not self.has_engines and saved_step(self.folder) is None:
@@ -204,17 +266,26 @@ class Run:
     # Control words: each returns at once
 
     def pause(self) -> CommandFuture:
-        """Stop after the step that is being computed; the engines keep everything and are free for `%%ranks` cells."""
+        """Pause after the current step. The engines keep all state and can execute `%%ranks` cells."""
         return self._post("pause")
 
     def resume(
         self, step: int | Saved | None = None, tag: Saved | None = None, *, steps: int | None = None
     ) -> CommandFuture:
-        """Go on: from where the run stands, or from the checkpoint of a step, or of a tag, or that `save` returned.
+        """Continue the run: from its current state, or from a checkpoint.
 
-        `steps` makes the run longer (or shorter); a finished one needs it. A run that was stopped goes on, too, and one
-        whose engines are gone, from its newest checkpoint in the engines that run now. Raises CheckpointError,
-        ConfigError or RunError, before anything is done, for what cannot be.
+        A stopped run continues, too. A run without engines continues from its newest checkpoint in the engines that run
+        now.
+
+        Args:
+            step: Step of the checkpoint, or what `save` returned; None for the current state.
+            tag: Tag or path of the checkpoint, instead of `step`.
+            steps: New last step of the run; a finished run needs it.
+
+        Raises:
+            CheckpointError: If there is no such checkpoint.
+            ConfigError: If the run would end before it begins.
+            RunError: If there is nothing to continue from. Nothing has changed then.
         """
         arguments = resume_arguments(self, step, tag, steps)
         if not self.has_engines and self._attach is not None:
@@ -222,55 +293,97 @@ class Run:
         return self._post("resume", **arguments)
 
     def go_on_in(self, cluster: Cluster) -> None:
-        """Let this run's next words go to the engines of `cluster`; its own are gone. `resume` does so by itself."""
+        """Continue this run in the engines of `cluster`, because its own engines are gone. `resume` calls this itself.
+
+        Args:
+            cluster: Cluster that runs.
+
+        Raises:
+            RunError: If the model of the run is not stored.
+            ClusterError: If another run is active there.
+        """
         with cluster.runs.held(self.folder.path):
             rebind_engines(self, cluster)
         self.cluster = cluster
 
     def advance(self, n: int = 1) -> CommandFuture:
-        """Compute `n` more steps, then pause. Raises ValueError for anything but a whole number of at least 1."""
+        """Compute `n` more steps, then pause.
+
+        Args:
+            n: Number of steps, at least 1.
+
+        Raises:
+            ValueError: If `n` is no whole number of at least 1.
+        """
         if not isinstance(n, SupportsIndex) or n.__index__() < 1:
             raise ValueError(f"advance({n!r}): a run only goes forward, by whole steps; n is an int, at least 1")
         return self._post("step", n=n.__index__())
 
     def stop(self) -> CommandFuture:
-        """End the run after the step that is being computed."""
+        """End the run after the current step."""
         return self._post("stop")
 
     def save(self, tag: str | None = None) -> CommandFuture:
-        """Write a checkpoint to `checkpoints/<tag>`, 'step-000200' when no tag is given."""
+        """Write a checkpoint to `checkpoints/<tag>`.
+
+        Args:
+            tag: Name of the checkpoint; None for a name such as 'step-000200'.
+        """
         return self._post("save", tag=tag)
 
     def prove(self) -> CommandFuture:
-        """Make the full proof of the next batch, between two steps; `proof()` then returns it. The step after it adds
-        what its update has changed."""
+        """Prove the next batch in full, between two steps; `proof()` then returns the result.
+
+        The step after the proof adds what its update has changed.
+        """
         return self._post("prove")
 
     def live(self, code: str, ranks: Iterable[int] | None = None, *, asks: bool = True) -> LiveCell:
-        """Run a cell between two steps on ranks, or on all, beside what they train: it finds `engine`, `model` and
-        `batch`, the micro-batch that its rank takes next. `.wait()` gives its last expression's text by rank.
+        """Run a cell between two training steps. It finds `engine`, `model`, and `batch`, the next micro-batch of its
+        rank.
 
-        Collectives in it, as those of a partitioned model's forward, need all ranks. An exception ends the cell, not
-        the run. Afterwards gradients and random numbers are what they would have been without it; what it changes on
-        purpose stays, and has to be changed on all ranks. Ranks without the cell wait for it, however long. Answers
-        that nobody takes (by `.wait()`, `await` or `.said()`) are kept of the last 16 cells. `asks`: `breakpoint()` in
-        it stops and asks whoever waits for it, by `.wait()`; while it may, no rank is late in a collective, and without
-        it a rank that others do not meet fails there as in any cell. Raises SyntaxError, RunError or ClusterError.
+        - Collectives in the cell, such as those in the forward of a partitioned model, need all ranks.
+        - An exception ends the cell, not the run.
+        - After the cell, gradients and random states are as if the cell had not run. What the cell changes on purpose
+          stays changed, and must be changed on all ranks.
+        - Ranks without the cell wait for it, without a limit.
+        - Answers that were not read (by `.wait()`, `await` or `.said()`) are kept for the last 16 cells.
+
+        Args:
+            code: Source code of the cell.
+            ranks: Ranks that run it; None for all.
+            asks: Whether `breakpoint()` stops and prompts in `.wait()`. While it may stop, collectives do not time out.
+                Without it, a rank fails in a collective that others do not join, as in any cell.
+
+        Returns:
+            The cell; `.wait()` returns the text of its last expression by rank.
+
+        Raises:
+            SyntaxError: If the code is not valid.
+            RunError: If the run has no engines.
+            ClusterError: If an engine is dead.
         """
         from speedlab.cluster.live_cells import post_live
 
         return post_live(self, code, ranks, asks=asks)
 
     def reshape(self, *, engines: int | None = None, **changes: Any) -> CommandFuture:
-        """Change the ZeRO stage, the layout, or how a pipeline works, between two steps; no state is lost.
+        """Change the ZeRO stage, the layout or the pipeline between two steps. No state is lost.
 
-        `changes`: zero, islands, tp, pp, cp, dp, schedule, chunks, micro_batches, sequence, cp_heads, cp_pad, cut,
-        offload (a dict of where the optimizer's states and the parameters lie: none, host or disk). What is not named
-        stays as it is, and dp follows from the engines. The global batch stays, so that the same data follow. Raises
-        ConfigError or LayoutError at once, with the rule and what would work, for what cannot be.
+        What is not named stays as it is; dp follows from the number of engines. The global batch stays the same, so the
+        order of the data does, too. With another number of `engines`, engines are started or stopped, and the run
+        continues from a checkpoint. This call waits for that; after a failure, the run has the engines it had. See
+        `speedlab.cluster.run_commands`.
 
-        With another number of `engines`, engines are started or stopped, and the run goes on from a checkpoint; this
-        waits for it, and a failure leaves the run with the engines it had. See `speedlab.cluster.run_commands`.
+        Args:
+            engines: New number of engines; None for the current one.
+            **changes: zero, islands, tp, pp, cp, dp, schedule, chunks, micro_batches, sequence, cp_heads, cp_pad, cut,
+                offload (a
+                dict: where optimizer states and parameters are stored: none, host or disk).
+
+        Raises:
+            ConfigError: If the change is not possible; the message has the rule and what would work.
+            LayoutError: If the layout does not fit the engines.
         """
         size = self._engines()
         if engines not in (None, size):
@@ -289,24 +402,24 @@ class Run:
 
     @property
     def is_built_in(self) -> bool:
-        """Whether the model is the GPT of the configuration, so that its shape says which layouts there are."""
+        """Whether the model is the GPT of the configuration, so that its shape determines the possible layouts."""
         self.feed.poll()
         return is_built_in(self.folder, self.feed.events)
 
     @property
     def has_engines(self) -> bool:
-        """Whether this handle reaches engines: they may have been stopped, here or elsewhere."""
+        """Whether this handle reaches engines; they may have been stopped, here or elsewhere."""
         return self._size() > 0
 
     def _size(self) -> int:
-        """Number of engines that this handle reaches."""
+        """Return the number of engines that this handle reaches."""
         try:
             return self.cluster.size if self.cluster is not None else 0
         except ClusterError:
             return 0
 
     def _devices(self) -> list[Device]:
-        """Devices by rank; [] when the engines are gone: what is on the disk can be looked at without."""
+        """Return the devices by rank; [] if the engines are gone, because the records can be read without them."""
         try:
             return list(self.cluster.devices) if self.cluster is not None else []
         except ClusterError:
@@ -316,7 +429,11 @@ class Run:
         return self._size() or len(self.feed.status.rank_pids)
 
     def check_can(self, word: str) -> None:
-        """Raise RunError where no engines hear a control word."""
+        """Raise RunError if there are no engines to execute a command.
+
+        Args:
+            word: Name of the command.
+        """
         if self.cluster is None or not self.has_engines:
             raise RunError(f"run {self.name!r} has no engines here and cannot {word}: {resume_hint(self)}")
 
@@ -326,22 +443,45 @@ class Run:
         return CommandFuture(self, self.cluster.runs.post(self.folder.path, word, arguments), word)
 
     def _standing(self) -> RunStatus:
-        """How it stands with the ranks of its cluster. Raises ClusterError when that has ended."""
+        """Return the status of the run from its supervisor. Raises ClusterError if the cluster has ended."""
         return self.cluster.runs.standing(self.folder.path) if self.cluster is not None else RunStatus()
 
     # Waiting
 
     def wait(self, timeout: float | None = None) -> RunState:
-        """Wait until the run rests: paused, finished or stopped. Raises RankError when it failed, TimeoutError after
-        `timeout` seconds. An interrupt of the kernel interrupts the ranks too, its restart does not."""
+        """Wait until the run is paused, finished or stopped. An interrupt of the kernel interrupts the ranks, too; a
+        restart does not.
+
+        Args:
+            timeout: Longest time to wait, in seconds; None for no limit.
+
+        Returns:
+            The state of the run.
+
+        Raises:
+            RankError: If the run failed.
+            TimeoutError: After `timeout` seconds.
+        """
         return self._until(self._resting_state, timeout, f"run {self.name!r}")
 
     def __await__(self) -> Generator[Any, None, RunState]:
         return self._until_async(self._resting_state, f"run {self.name!r}").__await__()
 
     def wait_until(self, step: int, timeout: float | None = None) -> int:
-        """Wait until `step` is recorded; returns the last step recorded. Raises what wait() raises, and RunError when
-        the run rests before that step."""
+        """Wait until `step` is recorded.
+
+        Args:
+            step: The step.
+            timeout: Longest time to wait, in seconds; None for no limit.
+
+        Returns:
+            The last recorded step.
+
+        Raises:
+            RunError: If the run rests before that step.
+            RankError: If the run failed.
+            TimeoutError: After `timeout` seconds.
+        """
 
         def reached() -> int | None:
             if self.step >= step:
@@ -355,7 +495,22 @@ class Run:
     def generate(
         self, prompt: str, tokens: int = 100, *, temperature: float = 0.8, seed: int = 0, timeout: float = 300.0
     ) -> str:
-        """Text that the model, as it is now, writes after `prompt`. The run has to rest; waits for the ranks."""
+        """Generate text with the current model. The run must rest; waits until the ranks are idle.
+
+        Args:
+            prompt: Beginning of the text.
+            tokens: Number of tokens to generate.
+            temperature: Temperature of the sampling.
+            seed: Seed of the sampling.
+            timeout: Longest time of each wait, in seconds.
+
+        Returns:
+            The text from rank 0.
+
+        Raises:
+            RunError: If the run has no engines or trains.
+            TimeoutError: After `timeout` seconds.
+        """
         if self.cluster is None or not self.has_engines:
             raise RunError(f"run {self.name!r} has no engines here, so no model: {resume_hint(self)}")
         self._until(self._idle, timeout, f"the ranks of run {self.name!r}")
@@ -366,35 +521,35 @@ class Run:
         return results.result()[0]
 
     def _idle(self) -> RunState | None:
-        """The state once the ranks have nothing to do. Raises RunError unless they come to that by themselves."""
+        """Return the state after the ranks have become idle. Raises RunError if they would stay busy."""
         if (state := self._resting_state()) is None and not self.is_settling:
             raise RunError(f"run {self.name!r} is {self.state}: its ranks are busy; run.pause().wait() first")
         return state
 
     @property
     def is_settling(self) -> bool:
-        """Whether the run has come to rest, and its ranks are about to be free."""
+        """Whether the run rests but its ranks are still finishing."""
         status = self.feed.status
         return status.state in RESTING and not self.folder.pending(status.command) and self._standing().active
 
     # Views, in a notebook
 
     def dashboard(self) -> None:
-        """Display the live dashboard: memory by rank, loss, throughput, anatomy of a step."""
+        """Display the live dashboard: memory by rank, loss, throughput, time of each part of a step."""
         with extras():
             from speedlab_notebook.dashboard.widget import show
 
         show(self)
 
     def panel(self) -> None:
-        """Display the panel that steers this run."""
+        """Display the panel that controls this run."""
         with extras():
             from speedlab_notebook.panel.panel import show
 
         show(self.cluster, self)
 
     def _until(self, check: Callable[[], Any], timeout: float | None, what: str) -> Any:
-        """Poll until `check` returns something."""
+        """Poll until `check` returns something other than None."""
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while (found := check()) is None:
@@ -413,7 +568,7 @@ class Run:
                     await asyncio.sleep(_POLL_SECONDS)
                 return found
             except (KeyboardInterrupt, asyncio.CancelledError):
-                # A kernel that is interrupted cancels what its cell awaits; others may cancel it without such a wish.
+                # An interrupted kernel cancels what its cell awaits. Other code may cancel it without an interrupt.
                 if interrupted():
                     self._interrupt_ranks()
                 raise
@@ -423,23 +578,24 @@ class Run:
             self.cluster.runs.interrupt(self.folder.path)
 
     def _resting_state(self) -> RunState | None:
-        """The state when nothing will change it without a new control word, else None."""
+        """Return the state if only a new command can change it, else None."""
         self.feed.poll()
         self._raise_trouble()
         if self.feed.status.state not in RESTING:
             return None
         if self.cluster is not None and (standing := self._standing()).active | standing.recovering:
             return None
-        self.feed.poll()  # Once more: what the supervisor made of the end was written before it said so.
+        # Poll again: the supervisor writes the final status before it reports that the run is inactive.
+        self.feed.poll()
         status = self.feed.status
         if self.cluster is not None and self.folder.pending(self.folder.read_status().command):
             return None
         self._raise_failure()
-        self.feed.poll(files=True)  # The last records may still be on their way through the stream.
+        self.feed.poll(files=True)  # The last records may still be in the stream.
         return status.state
 
     def _raise_failure(self) -> None:
-        """RankError, or what the folder knows of it when another kernel saw the failure, if the run has failed."""
+        """Raise RankError if the run has failed; RunError if only another kernel has its details."""
         if self.feed.status.state is not RunState.FAILED:
             return
         if self.errors:
@@ -447,14 +603,14 @@ class Run:
         raise RunError(self._where())
 
     def _raise_trouble(self) -> None:
-        """Raise what keeps the run from ever answering: its words cannot be sent on, or its engines are gone."""
+        """Raise if the run can never answer: its commands cannot be sent, or its engines are gone."""
         if self.cluster is not None:
             standing = self._standing()
             if standing.trouble:
                 raise (RunFolderError if standing.trouble_kind == "RunFolderError" else ClusterError)(standing.trouble)
             if standing.active or standing.recovering:
-                return  # The supervisor tells of its end.
-        self.feed.poll()  # What became of it was written before the supervisor said that it is over.
+                return  # The supervisor reports the end of an active run.
+        self.feed.poll()  # Poll again: the final status is written before the supervisor reports the end.
         status = self.feed.status
         if status.state in RESTING or time.time() - status.updated <= _ENGINE_CHECK_SECONDS:
             return
@@ -473,7 +629,7 @@ class Run:
         return f"<Run {self.name!r}: {self.state}, step {self.step} of {self.feed.status.steps}, {engines}{unsaved}>"
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, Any]:
-        """Beside its text and its line of HTML: pages whose server knows runs show the run itself, live."""
+        """Return data that a page with a run-aware server shows as a live run, in addition to text and HTML."""
         return {RUN_MIME: run_data(self.folder.path)}
 
     def _repr_html_(self) -> str:

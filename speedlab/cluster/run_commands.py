@@ -1,13 +1,12 @@
-"""Going on with a run: from which checkpoint, to which step, and in which engines.
+"""Commands of a Run that need checks before they are posted: resume, and resize with its checkpoint.
 
-Everything that can be wrong is found before a word is posted; the engines look once more when they carry it out.
-
-A run on another number of engines: the configuration that fits them, and the note of the change in its folder.
-
-Control words as a Run hands them out: the answer to one, once there is one.
-
-A run that goes on with another number of engines: paused, saved, and, when its cluster has them, resumed from what
-was saved, which any layout can load.
+1. `CommandFuture` is the answer to a command.
+2. `resume_arguments` and `checkpoint_of` check from which checkpoint and to which step a run continues. Errors are
+   found before a command is posted; the engines check again when they execute it.
+3. `find_engines` and `rebind_engines` move a run without engines to a running cluster.
+4. `resize_run` changes the number of engines: pause, save, resize, and resume from the checkpoint, which any layout can
+   load.
+5. `shapes_on` and `change_shape` adapt the configuration to another number of engines and record the change.
 """
 
 from __future__ import annotations
@@ -37,15 +36,34 @@ if TYPE_CHECKING:
 
 
 def is_built_in(folder: RunFolder, events: Sequence[Event]) -> bool:
-    """Whether the model is the GPT of the configuration, so that its shape says which layouts there are."""
+    """Return whether the model is the GPT of the configuration, so that its shape determines the possible layouts.
+
+    Args:
+        folder: Folder of the run.
+        events: Events of the run.
+    """
     said = next((event.details for event in events if event.kind == "started"), {})
     count = parameter_count(folder.config.model)
     return not (folder.path / OWN_MODEL).exists() and said.get("parameters", count) == count
 
 
 def shapes_on(folder: RunFolder, had: int, engines: int) -> tuple[RunConfig, RunConfig]:
-    """The configuration as the run has it on `had` engines, and as it would go on, on `engines`: the same but for dp,
-    with the same global batch. Raises ConfigError or LayoutError, with the nearest layouts, where it cannot."""
+    """Return the current configuration, and the one for another number of engines.
+
+    Only dp differs, and the global batch is the same.
+
+    Args:
+        folder: Folder of the run.
+        had: Current number of engines.
+        engines: New number of engines.
+
+    Returns:
+        (configuration on `had` engines, configuration on `engines` engines).
+
+    Raises:
+        ConfigError: If the configuration does not fit.
+        LayoutError: If no such layout exists; names the nearest layouts.
+    """
     events = folder.read_events()
     before = present_config(folder.config, events, had)
     return before, changed_config(before, engines, before=had, built_in=is_built_in(folder, events))
@@ -54,9 +72,17 @@ def shapes_on(folder: RunFolder, had: int, engines: int) -> tuple[RunConfig, Run
 def change_shape(
     folder: RunFolder, before: RunConfig, had: int, after: RunConfig, engines: int, *, step: int, started: float
 ) -> None:
-    """Write down that the run goes on as `after` on another number of engines. Only while no rank advances it.
+    """Record that the run continues on another number of engines. Call only while no rank advances the run.
 
-    `started`: when the change began, of `time.perf_counter`."""
+    Args:
+        folder: Folder of the run.
+        before: Configuration before.
+        had: Number of engines before.
+        after: Configuration after.
+        engines: Number of engines after.
+        step: Current step.
+        started: Start of the change, from `time.perf_counter`.
+    """
     folder.update_config(after)
     shapes = {"before": shape_of(before, had), "after": shape_of(after, engines)}
     text = f"{had} → {engines} engines, {before.layout(had, built_in=False)} → {after.layout(engines, built_in=False)}"
@@ -68,7 +94,7 @@ _ANSWER_GRACE_SECONDS = 0.5
 
 
 class CommandFuture:
-    """The answer to a control word, once there is one: `.wait()`, `await`, or look at `.event`."""
+    """The answer to a command: `.wait()`, `await`, or read `.event`."""
 
     def __init__(self, run: Run, number: int, word: str) -> None:
         self.number = number
@@ -78,19 +104,29 @@ class CommandFuture:
 
     @property
     def event(self) -> Event | None:
-        """What the ranks answered; None until then."""
+        """The event with which the ranks answered; None until then."""
         self._run.feed.poll()
         return next((event for event in reversed(self._run.feed.events) if event.command == self.number), None)
 
     @property
     def done(self) -> bool:
+        """Whether the ranks have answered."""
         return self.event is not None
 
     def wait(self, timeout: float | None = None) -> Event:
-        """Wait for the answer, and, where the run has come to rest, until its ranks are free.
+        """Wait for the answer and, if the run rests then, until its ranks are idle. An interrupt of the kernel
+        interrupts the ranks.
 
-        Raises RankError when a rank failed, RunError when the word was refused or the run ended before it, TimeoutError
-        after `timeout` seconds. An interrupt of the kernel interrupts the ranks too.
+        Args:
+            timeout: Longest time to wait, in seconds; None for no limit.
+
+        Returns:
+            The event with which the ranks answered.
+
+        Raises:
+            RankError: If a rank failed.
+            RunError: If the command was refused, or the run ended before it.
+            TimeoutError: After `timeout` seconds.
         """
         return self._run._until(self.look, timeout, str(self))
 
@@ -98,14 +134,19 @@ class CommandFuture:
         return self._run._until_async(self.look, str(self)).__await__()
 
     def look(self) -> Event | None:
-        """What `wait` would return, or raise, now; None where it would wait on."""
+        """Return or raise what `wait` would now; None if `wait` would continue to wait.
+
+        Raises:
+            RankError: If a rank failed.
+            RunError: If the command was refused, or the run ended before it.
+        """
         event = self.event
-        # The status is written after the event: who asks for the run's state next shall see what the word has done.
+        # The status is written after the event. Wait for it, so that `run.state` shows the effect of the command.
         if event is not None and self._run.feed.status.command >= self.number:
             if event.details.get("error"):
                 raise RunError(f"{self} was refused at step {event.step}: {event.text}")
             self._run._raise_trouble()
-            # Who pauses wants free ranks: their task ends a moment after it has said so.
+            # A caller that pauses wants idle ranks, and their task ends shortly after the answer.
             return None if self._run.is_settling else event
         self._run._raise_trouble()
         if self._run.feed.status.command < self.number:
@@ -128,11 +169,23 @@ class CommandFuture:
 
 
 Saved = str | os.PathLike[str] | CommandFuture | Event
-"""A checkpoint as a person has it at hand: its tag, its path, or what `run.save` returned."""
+"""Anything that names a checkpoint: its tag, its path, or what `run.save` returned."""
 
 
 def resume_arguments(run: Run, step: int | Saved | None, tag: Saved | None, steps: int | None) -> dict[str, Any]:
-    """What the word `resume` is to be given. Raises CheckpointError, ConfigError or RunError for what cannot be."""
+    """Return the arguments of the command `resume`.
+
+    Args:
+        run: The run.
+        step: Step of the checkpoint, or what `save` returned; None for the current state.
+        tag: Tag or path of the checkpoint, instead of `step`.
+        steps: New last step of the run.
+
+    Raises:
+        CheckpointError: If there is no such checkpoint.
+        ConfigError: If the run would end before it begins.
+        RunError: If there is nothing to continue from.
+    """
     chosen = checkpoint_of(run, step, tag)
     if chosen is not None and _is_being_saved(run, chosen.name):
         at = run.step
@@ -160,7 +213,17 @@ def resume_arguments(run: Run, step: int | Saved | None, tag: Saved | None, step
 
 
 def checkpoint_of(run: Run, step: int | Saved | None, tag: Saved | None) -> Path | None:
-    """The run's checkpoint that is named, None for none. Raises CheckpointError when it has no such one."""
+    """Return the folder of a checkpoint of the run; None if none is named.
+
+    Args:
+        run: The run.
+        step: Step of the checkpoint, or what `save` returned.
+        tag: Tag or path of the checkpoint, instead of `step`.
+
+    Raises:
+        CheckpointError: If the run has no such checkpoint.
+        ConfigError: If both are given, or the checkpoint belongs to another run.
+    """
     if step is not None and tag is not None:
         raise ConfigError(f"step {step} and tag {tag!r} both name a checkpoint; give one of them")
     saved = step if tag is None else tag
@@ -185,13 +248,17 @@ def checkpoint_of(run: Run, step: int | Saved | None, tag: Saved | None) -> Path
 
 
 def _is_being_saved(run: Run, tag: str) -> bool:
-    """Whether a word that waits will save it first: words are carried out in their order."""
+    """Return whether a waiting command will save it first; commands execute in order."""
     waiting = run.folder.pending(run.folder.read_status().command)
     return any(command.word == "save" and command.arguments.get("tag") == tag for command in waiting)
 
 
 def resume_hint(run: Run) -> str:
-    """How a run goes on whose engines the handle does not reach: in those that hold it, else from a checkpoint."""
+    """Return how a run without engines in this handle can continue: in the engines that hold it, or from a checkpoint.
+
+    Args:
+        run: The run.
+    """
     status = run.folder.read_status()
     running = running_clusters()
     if any(state.token == status.token for state in running):
@@ -205,14 +272,17 @@ def resume_hint(run: Run) -> str:
     first = f"speedlab.Cluster(name={status.cluster!r}, engines={len(status.rank_pids)}) starts others, then "
     steps = f"steps={2 * kept.step}" if kept is not None and kept.step >= run.config.steps else ""
     where = f"checkpoint of step {kept.step}" if kept is not None else "beginning"
-    # A bare handle finds no engines by itself.
+    # A handle without `attach` cannot find engines.
     call = f"run.resume({steps})" if run._attach else f"speedlab.attach({str(run.folder.path)!r}).resume({steps})"
     return f"its engines are gone; {'' if running else first}{call} goes on from its {where}"
 
 
 def unsaved_warning(run: Run) -> str:
-    """Of a run that has come to its end: what of it no checkpoint holds, and what can be done; empty when all is
-    saved."""
+    """Return which steps of an ended run no checkpoint holds, and what to do; "" if all are saved.
+
+    Args:
+        run: The run.
+    """
     if run.state not in (RunState.FINISHED, RunState.STOPPED):
         return ""
     step, kept = run.step, newest(run.folder.path / "checkpoints")
@@ -228,7 +298,15 @@ def unsaved_warning(run: Run) -> str:
 
 
 def find_engines(run: Run, attach: Callable[[str | None], Cluster]) -> Cluster:
-    """The running cluster that the run was on, else another that runs. Raises RunError when none does."""
+    """Return the running cluster of the run, or another running cluster.
+
+    Args:
+        run: The run.
+        attach: Return a handle to a running cluster, by name.
+
+    Raises:
+        RunError: If no cluster runs.
+    """
     status = run.folder.read_status()
     for name in dict.fromkeys([status.cluster or None, None]):
         try:
@@ -243,9 +321,17 @@ def find_engines(run: Run, attach: Callable[[str | None], Cluster]) -> Cluster:
 
 
 def rebind_engines(run: Run, cluster: Cluster) -> None:
-    """Note in the run's folder that it goes on in the engines of `cluster`, in a layout that fits them.
+    """Record that a run continues in the engines of `cluster`, in a layout that fits them.
 
-    Raises RunError, ClusterError, ConfigError or LayoutError, with nothing changed, where it cannot.
+    Args:
+        run: The run.
+        cluster: Cluster that runs.
+
+    Raises:
+        RunError: If the model of the run is not stored.
+        ClusterError: If another run is active there.
+        ConfigError: If the configuration does not fit.
+        LayoutError: If no layout fits. In all cases, nothing has changed.
     """
     if not (run.own_model or run.is_built_in):
         raise RunError(
@@ -269,14 +355,26 @@ Progress = Callable[[str], object]
 
 
 def resize_run(run: Run, engines: int, *, progress: Progress = print, **changes: Any) -> CommandFuture:
-    """Let a run go on with another number of engines: pause, save, resize its cluster, go on from what was saved.
+    """Continue a run on another number of engines: pause, save, resize its cluster, resume from the checkpoint.
 
-    The global batch stays, and so does the layout but for dp, unless `changes` (of `telemetry.shape.CHANGES`) say
-    otherwise. Returns, when the run is as it was, running or paused, the word that brought it there. One that has
-    failed, or has lost an engine, cannot be saved any more: it goes on from its newest checkpoint.
+    The global batch stays the same. The layout does, too, except for dp and `changes`. A run that has failed, or has
+    lost an engine, cannot be saved: it continues from its newest checkpoint. If a later step fails or is interrupted,
+    the run continues as before, with as many engines as before.
 
-    Raises ConfigError, LayoutError or ClusterError before anything is changed, for what cannot be. When it fails
-    later, or is interrupted, the run goes on as before, with as many engines as before.
+    Args:
+        run: The run.
+        engines: New number of engines.
+        progress: Called with a sentence for the user.
+        **changes: Changes of the layout, see `telemetry.run_shape.CHANGES`.
+
+    Returns:
+        The command that brought the run back to its state, running or paused.
+
+    Raises:
+        ConfigError: If the configuration does not fit; nothing has changed.
+        LayoutError: If no layout fits; nothing has changed.
+        ClusterError: If the cluster cannot have so many engines; nothing has changed.
+        RunError: If the run has ended or has no checkpoint, or if a later step failed.
     """
     cluster = run.cluster
     if cluster is None:
@@ -310,16 +408,16 @@ def resize_run(run: Run, engines: int, *, progress: Progress = print, **changes:
 
 
 class _Move:
-    """A run's way from one number of engines to another, and back if need be."""
+    """The change of a run from one number of engines to another, and back after a failure."""
 
     def __init__(self, run: Run, cluster: Cluster, word: str, progress: Progress) -> None:
-        """`word`: what brings the run into the state that it had."""
+        """`word`: the command that restores the state of the run, "resume" or "pause"."""
         self._run, self._cluster = run, cluster
         self._word, self._progress = word, progress
         self.config = run.folder.config
 
     def require_checkpoint(self) -> None:
-        """Raise RunError where there is nothing from which the run could go on."""
+        """Raise RunError if there is no checkpoint to continue from."""
         if saved_step(self._run.folder) is None:
             raise RunError(
                 f"run {self._run.name!r} has failed, or lost engines, and has no checkpoint: it can only be looked at; "
@@ -327,16 +425,16 @@ class _Move:
             )
 
     def save(self) -> None:
-        """Have a checkpoint of the step at which the run is paused."""
+        """Write a checkpoint of the step at which the run is paused, unless there is one."""
         run, step = self._run, int(self._run.step)
         if saved_step(run.folder) == step:
             return
         run.save().wait()
-        # It may be written behind the answer's back.
+        # The checkpoint may be written asynchronously, after the answer.
         run._until(lambda: saved_step(run.folder) == step or None, _SAVE_SECONDS, f"the checkpoint of step {step}")
 
     def to(self, engines: int, before: RunConfig, after: RunConfig) -> CommandFuture:
-        """Change the number of engines, write down the configuration for them, and go on."""
+        """Change the number of engines, record the new configuration, and continue."""
         started, had = time.perf_counter(), self._cluster.size
         with self._cluster.runs.held(self._run.folder.path):
             self._cluster.resize(engines, progress=self._progress)
@@ -345,6 +443,7 @@ class _Move:
         return self.go_on()
 
     def go_on(self) -> CommandFuture:
+        """Restore the state that the run had, and wait for it."""
         word = self._run.resume() if self._word == "resume" else self._run.pause()
         word.wait()
         return word
