@@ -263,8 +263,8 @@ class ClusterRuns:
             self._ask(m.LockRun(folder=str(folder), seconds=seconds, key=key))
             yield
         finally:
-            # Also when somebody interrupts just here: words would wait as long as this process lives. The hold goes
-            # with the connection where nobody answers.
+            # Release even after an interrupt at this point: otherwise commands wait as long as this process lives.
+            # Without an answer, the lock ends with the connection.
             with contextlib.suppress(TimeoutError, ClusterError):
                 processes.uninterrupted(
                     lambda: self._ask(m.ReleaseRun(folder=str(folder), key=key), seconds=_LET_GO_SECONDS)

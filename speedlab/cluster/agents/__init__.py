@@ -1,1 +1,1 @@
-"""Run one agent process on each further host and talk to it."""
+"""Agents: one process per host that starts, watches and ends the engines there."""

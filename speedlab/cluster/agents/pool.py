@@ -1,13 +1,12 @@
-"""The agents of a cluster, from the side of its supervisor: start them, ask them, let them start and end engines.
+"""The agents of a cluster, as its supervisor sees them: start agents, call them, start and end engines.
 
     spec = host_specs.parse(hosts=["gpu-1:8", "gpu-2:8"])
-    launching = launching_for(home, spec)        # of launching.py; its `prepare` may have been called
+    launching = launching_for(home, spec)
     agents = start_agents(home, client, launching, token=token)
     engines = agents.start_engines(environment)
-    ...
     agents.end()
 
-Every call may come from any thread, and returns, or raises HostLost, within its seconds.
+Every call is thread-safe. It returns, or raises HostLost, within its time limit.
 """
 
 from __future__ import annotations
@@ -47,11 +46,21 @@ def start_agents(
     progress: Callable[[str], None] = lambda words: None,
     cancelled: threading.Event | None = None,
 ) -> Agents:
-    """Start an agent on every host of `launching`; returns when all have registered and their devices are known.
+    """Start an agent on every host; return after all have registered and their devices are known.
 
-    `device`: as `choose_devices` takes it; `interface`: of the hosts, over which their ranks meet ("" : the one that
-    leads to the controller). `progress` hears what is waited for, such as a place in a queue; `cancelled` ends that.
-    Raises ClusterError that names the host and says what to do. Then nothing is left on any host, and no job.
+    Args:
+        home: Folder of the cluster.
+        client: Client of the controller.
+        launching: Starts the processes of agents; its `prepare` may have been called.
+        token: Unique id of the cluster.
+        device: 'cuda', 'cpu' or 'auto', see `choose_devices`.
+        interface: Network interface of the hosts for traffic between ranks; "" for the one that leads to the
+            controller.
+        progress: Called with what the start waits for, such as a position in a queue.
+        cancelled: Set to cancel the start.
+
+    Raises:
+        ClusterError: With the host and what to do. No agent and no queued job is left then.
     """
     agents = Agents(home, AgentRegistration(home, client, launching, token, device, interface))
     try:
@@ -65,53 +74,65 @@ def start_agents(
 
 
 class Agents:
-    """The agents of one cluster, by host. Made by `start_agents`, or by `Agents.of` for those that run."""
+    """The agents of one cluster, by host. Made by `start_agents`, or by `Agents.of` for running agents."""
 
     def __init__(self, home: ClusterDir, muster: AgentRegistration) -> None:
         self.known: dict[str, AgentEntry] = {}
-        """Each host's newest agent, also of hosts that were left out."""
+        """The newest agent of each host, including hosts that were left out."""
         self.stores: dict[str, Endpoint] = {}
-        """Where rank 0 serves what the ranks meet in, by the host that it is on; chosen when first asked for."""
+        """Address at which rank 0 serves the rendezvous store, by the host of rank 0; chosen at the first use."""
         self.out_of_reach: set[str] = set()
-        """Hosts that are not asked, as nobody would answer; `silent` and `restart` still try."""
+        """Hosts that are not called because they do not answer; `silent` and `restart` still try."""
         self._home, self._muster = home, muster
         self._used: tuple[str, ...] = ()
         self._coming = threading.RLock()
-        """Held while agents or engines are waited for: each takes those that register for its own."""
+        """Held while agents or engines are awaited, because each caller takes every new registration for its own."""
 
     @property
     def entries(self) -> tuple[AgentEntry, ...]:
-        """The agents of the hosts on which ranks are, in the order of ranks."""
+        """Agents of the hosts with ranks, in the order of ranks."""
         return tuple(self.known[name] for name in self._used)
 
     @property
     def aside(self) -> dict[str, int]:
-        """How many engines the hosts had that were left out."""
+        """Number of engines on each host that was left out."""
         return {name: len(entry.host.devices) for name, entry in self.known.items() if name not in self._used}
 
     @property
     def hosts(self) -> tuple[Host, ...]:
+        """Hosts with ranks, in the order of ranks."""
         return tuple(entry.host for entry in self.entries)
 
     @property
     def engine_ids(self) -> frozenset[int]:
-        """ipyparallel's numbers of the agents: no ranks, to be left out wherever all engines are meant."""
+        """ipyparallel's ids of the agents. They are no ranks: exclude them from "all engines"."""
         return frozenset(entry.engine_id for entry in self.entries)
 
     def host_of(self, rank: int) -> Host:
+        """Return the host of a rank."""
         return self.hosts[rank_hosts(self.hosts)[rank].host]
 
     # ---- hosts that go and come --------------------------------------------------------------------------------------
 
     def use(self, hosts: Sequence[str]) -> None:
-        """Ranks are on these hosts from now on, in this order, and are counted anew; `environments` gives what each is
-        to be bound to. The others are left out: they are asked no more, but ended with the rest."""
+        """Place ranks on these hosts, in this order, from now on.
+
+        Ranks get new numbers; `environments` returns what to bind each one to. Other hosts are left out: they are not
+        called any more, but are ended with the rest.
+
+        Args:
+            hosts: Names of hosts.
+        """
         self._used = tuple(hosts)
 
     def restart(self, host: str) -> None:
-        """Start the agent of a host anew where it was killed, or cut off; it finds the engines that run there.
+        """Restart the agent of a host after it was killed or cut off. The new agent finds the running engines.
 
-        Raises ClusterError where the host does not come.
+        Args:
+            host: Name of the host.
+
+        Raises:
+            ClusterError: If the agent does not register, or the number of devices differs.
         """
         with self._coming:
             devices = self.known[host].host.devices
@@ -132,11 +153,22 @@ class Agents:
         keep: Iterable[EngineEntry] = (),
         cancelled: Callable[[], bool] = lambda: False,
     ) -> tuple[EngineEntry, ...]:
-        """Start the engines of these ranks, None: all; returns when all have imported torch and registered. Others that
-        run on their hosts, but for those to `keep`, are ended before: nobody else could have them in hand.
+        """Start the engines of these ranks; return after all have imported torch and registered.
 
-        `environment`: what all of them get besides (SPEEDLAB_BACKEND). Raises ClusterError with the host and the end of
-        the engine's log where one ends before, and once `cancelled()`. Then none of these is left.
+        Other engines on these hosts are ended first, except those in `keep`, because no state records them.
+
+        Args:
+            environment: Further environment variables of all engines (SPEEDLAB_BACKEND).
+            ranks: Ranks to start; None for all.
+            keep: Running engines that stay.
+            cancelled: Polled during the start.
+
+        Returns:
+            The engines, in the order of ranks.
+
+        Raises:
+            ClusterError: If an engine ends early (with the host and the end of its log), or the start was cancelled.
+                None of these engines is left then.
         """
         wanted = sorted(range(len(rank_hosts(self.hosts))) if ranks is None else set(ranks))
         with self._coming:
@@ -149,7 +181,8 @@ class Agents:
                 for number, entry in enumerate(self.entries):
                     mine = {rank: environments[rank] for rank in wanted if rank_hosts(self.hosts)[rank].host == number}
                     if mine:
-                        self._await_imports([entry.host.name], cancelled)  # What was installed since is imported anew.
+                        # Packages may have been installed since the last import.
+                        self._await_imports([entry.host.name], cancelled)
                         kept = [(engine.pid, engine.started) for engine in keep if engine.host == entry.host.name]
                         started |= self.call(entry.host.name, agent_tasks.start_engines, mine, kept)
                 return self._await_engines(started, cancelled)
@@ -164,7 +197,9 @@ class Agents:
                 raise
 
     def _await_imports(self, hosts: Sequence[str], cancelled: Callable[[], bool]) -> None:
-        """Wait until agents can start engines at once: an agent that waits itself answers nobody."""
+        """Wait until agents can start engines at once. The supervisor waits, because a waiting agent answers no
+        call.
+        """
         left = list(dict.fromkeys(hosts))
         deadline = time.monotonic() + _ENGINE_SECONDS
         while left := [host for host in left if not self.call(host, agent_tasks.ready)]:
@@ -176,7 +211,11 @@ class Agents:
             time.sleep(_POLL_SECONDS)
 
     def environments(self, environment: Mapping[str, str]) -> list[dict[str, str]]:
-        """What the engine of each rank finds in its environment, by rank, `environment` included."""
+        """Return the environment variables of each rank's engine, including `environment`.
+
+        Args:
+            environment: Variables that all engines get.
+        """
         first = self.entries[0].host
         if first.name not in self.stores:
             port = self.call(first.name, free_port)
@@ -235,53 +274,98 @@ class Agents:
         return "\n".join(f"rank {rank}: {tail}" for rank, tail in tails.items())
 
     def engines(self) -> list[dict[str, Any]]:
-        """Engines of the hosts that answer: rank, pid, started, host, running, exit (see `agent_tasks.engines`)."""
+        """Return the engines of the hosts that answer: the fields of `agent_tasks.engines`, and the host."""
         answers, _ = self.ask_all(agent_tasks.engines)
         return [{**engine, "host": host} for host, found in answers.items() for engine in found]
 
     def signal(self, engines: Iterable[EngineEntry], number: int) -> list[EngineEntry]:
-        """Send a signal to these engines; returns those that were reached."""
+        """Send a signal to these engines; return those that were reached.
+
+        Args:
+            engines: Engines.
+            number: Number of the signal.
+        """
         return self._to_engines(engines, agent_tasks.send_signal, number)
 
     def signal_at_work(self, at_work: Mapping[EngineEntry, str], number: int) -> list[EngineEntry]:
-        """As `signal`, to engines that work on ipyparallel's message of that id, and to no others; returns those whose
-        agents answer. Waits for none of them longer than a moment: others wait meanwhile."""
+        """Send a signal to engines that still work on a message. Takes a moment at most, because other hosts wait.
+
+        Args:
+            at_work: ipyparallel's message id by engine.
+            number: Number of the signal.
+
+        Returns:
+            The engines whose agents answer.
+        """
         wanted = {engine: (engine.pid, engine.started, message) for engine, message in at_work.items()}
         return self._to_engines(wanted, agent_tasks.signal_at_work, number, seconds=AT_ONCE_SECONDS, given=wanted)
 
     def end_engines(self, engines: Iterable[EngineEntry], *, patience_seconds: float) -> list[EngineEntry]:
-        """End these engines and what they started; returns those that could not be ended. On hosts that do not answer
-        they end by themselves, half a minute after the controller is out of reach."""
+        """End engines and their child processes. On a silent host they end alone, half a minute after the controller is
+        out of reach.
+
+        Args:
+            engines: Engines.
+            patience_seconds: Time between SIGTERM and SIGKILL.
+
+        Returns:
+            The engines that were not ended.
+        """
         seconds = ANSWER_SECONDS + patience_seconds
         return self._to_engines(engines, agent_tasks.end_engines, patience_seconds, seconds=seconds)
 
     def set_generation(self, number: int, seconds: float = ANSWER_SECONDS) -> list[str]:
-        """Ranks that join from now on meet in this generation; returns the hosts that do not answer."""
+        """Let ranks that join from now on use this generation of the store.
+
+        Args:
+            number: Generation.
+            seconds: Longest time to wait.
+
+        Returns:
+            The hosts that do not answer.
+        """
         return self.ask_all(agent_tasks.set_generation, number, seconds=seconds)[1]
 
     def log(self, host: str, name: str, most_bytes: int = 20_000) -> str:
-        """The end of a log on a host: 'agent', or 'engine-3' of the engine that was started as rank 3."""
+        """Return the end of a log on a host.
+
+        Args:
+            host: Name of the host.
+            name: 'agent', or 'engine-3' for the engine that was started as rank 3.
+            most_bytes: Maximum length in bytes.
+        """
         return self.call(host, agent_tasks.log_tail, name, most_bytes)
 
     # ---- hosts -------------------------------------------------------------------------------------------------------
 
     def silent(self, seconds: float = SILENT_SECONDS, hosts: Iterable[str] | None = None) -> list[str]:
-        """The hosts whose agents do not answer within so many seconds."""
+        """Return the hosts whose agents do not answer.
+
+        Args:
+            seconds: Longest time to wait.
+            hosts: Hosts to call; None for the hosts with ranks.
+        """
         return self.ask_all(agent_tasks.who, seconds=seconds, hosts=self._used if hosts is None else hosts)[1]
 
     def look_round(self) -> tuple[dict[str, dict[str, str]], list[str]]:
-        """(by host, the doors at which ranks wait to be debugged, by their numbers in the lobby; hosts whose agents do
-        not answer). A supervisor looks once a second."""
+        """Return what waits to be debugged, and which hosts are silent. The supervisor calls this once a second.
+
+        Returns:
+            (by host: name of the DebugServer by caller id; hosts whose agents do not answer).
+        """
         answers, silent = self.ask_all(agent_tasks.who, seconds=SILENT_SECONDS, hosts=self._used)
         return {host: who.get("waiting", {}) for host, who in answers.items()}, silent
 
     def why_over(self) -> str | None:
-        """Why the hosts were taken away, as by a job's time limit, in a sentence; None where nobody took them."""
+        """Return why the hosts were taken away, such as a job's time limit; None if they were not."""
         return self._muster.launching.why_over()
 
     def end(self) -> list[str]:
-        """End all engines and agents, and give the hosts back; returns hosts that cannot be reached. There engines and
-        agent end by themselves, within a minute after the controller."""
+        """End all engines and agents, and return the hosts to their provider.
+
+        Returns:
+            Hosts that cannot be reached. There, engines and agent end alone, within a minute after the controller.
+        """
         came = {host: (engine_id, ()) for host, engine_id in self._muster.came.items()}
         answers, _ = self._muster.calls.gather(came, agent_tasks.end, ANSWER_SECONDS)
         ended = [host for host, left in answers.items() if not left]
@@ -290,7 +374,18 @@ class Agents:
     # ---- asking ------------------------------------------------------------------------------------------------------
 
     def call(self, host: str, function: Callable[..., Any], *arguments: Any, seconds: float = ANSWER_SECONDS) -> Any:
-        """What a function of `agent_tasks` returns on one host. Raises HostLost, or ClusterError with its failure."""
+        """Call a function of `agents/tasks.py` on one host.
+
+        Args:
+            host: Name of the host.
+            function: Function to call.
+            *arguments: Arguments of the function.
+            seconds: Time limit.
+
+        Raises:
+            HostLost: If the agent does not answer.
+            ClusterError: If the function raised; with its error.
+        """
         return self._muster.calls.ask(self.known[host].engine_id, host, function, *arguments, seconds=seconds)
 
     def ask_all(
@@ -300,15 +395,33 @@ class Agents:
         seconds: float = ANSWER_SECONDS,
         hosts: Iterable[str] | None = None,
     ) -> tuple[dict[str, Any], list[str]]:
-        """(answers by host, hosts that did not answer), all asked at once; `hosts`: None for those with ranks, as far
-        as they are in reach."""
+        """Call a function on several hosts at once, with the same arguments.
+
+        Args:
+            function: Function to call.
+            *arguments: Arguments of the function.
+            seconds: Time limit of all calls together.
+            hosts: Hosts to call; None for the reachable hosts with ranks.
+
+        Returns:
+            (results by host, hosts that did not answer).
+        """
         chosen = [name for name in self._used if name not in self.out_of_reach] if hosts is None else hosts
         return self._gather(dict.fromkeys(chosen, arguments), function, seconds)
 
     def ask_each(
         self, arguments: Mapping[str, tuple[Any, ...]], function: Callable[..., Any], *, seconds: float
     ) -> dict[str, Any]:
-        """Answers by host, of hosts with arguments of their own."""
+        """Call a function on several hosts at once, with arguments by host.
+
+        Args:
+            arguments: Arguments by host.
+            function: Function to call.
+            seconds: Time limit of all calls together.
+
+        Returns:
+            Results by host, for the hosts that answered.
+        """
         return self._gather(arguments, function, seconds)[0]
 
     def _gather(
@@ -325,8 +438,10 @@ class Agents:
         seconds: float = ANSWER_SECONDS,
         given: Mapping[EngineEntry, tuple[Any, ...]] | None = None,
     ) -> list[EngineEntry]:
-        """The engines whose process ids came back. `given`: what the function is told of each, by default its process
-        id and start time."""
+        """Call a function for engines on their hosts; return the engines whose process ids came back.
+
+        `given`: argument for each engine; None for its process id and start time.
+        """
         engines = list(engines)
         told = given or {engine: (engine.pid, engine.started) for engine in engines}
         asked = {}
@@ -340,7 +455,7 @@ class Agents:
     # ---- for the next supervisor -------------------------------------------------------------------------------------
 
     def to_fields(self) -> dict[str, Any]:
-        """What another process needs to know to go on with these agents, as plain data for JSON."""
+        """Return, as plain data for JSON, what another process needs to use these agents."""
         return {
             "agents": [asdict(entry) for entry in self.known.values()],
             "used": self._used,
@@ -354,7 +469,15 @@ class Agents:
     def of(
         cls, home: ClusterDir, client: ipyparallel.Client, spec: Spec, token: str, fields: Mapping[str, Any]
     ) -> Agents:
-        """Agents that another process has started: what its `to_fields` gave."""
+        """Return the agents that another process has started.
+
+        Args:
+            home: Folder of the cluster.
+            client: Client of the controller.
+            spec: Hosts of the cluster.
+            token: Unique id of the cluster.
+            fields: Result of `to_fields`.
+        """
         launching = launching_for(home, spec)
         for name in launching.to_fields().keys() - {"kind"}:
             setattr(launching, name, fields["launching"][name])
@@ -368,7 +491,7 @@ class Agents:
 
 
 def _ending(status: int) -> str:
-    """How a process has ended, in words; `status` as subprocess has it."""
+    """Return how a process ended, as text; `status` as in subprocess."""
     if status >= 0:
         return f"with status {status}"
     killer = ", as the system does where memory has run out" if -status == signal.SIGKILL else ""

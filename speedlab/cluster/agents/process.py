@@ -1,15 +1,14 @@
-"""The process of an agent: `python -m speedlab.cluster.agents.process`, one on each host, started over SSH, by Slurm or
-by MPI.
+"""Process of an agent: `python -m speedlab.cluster.agents.process`, one per host, started over SSH, by Slurm or by MPI.
 
-1. *Begin*: read the order (from stdin, or from a file that all hosts see); look whether this Python, torch and SpeedLab
-   are the cluster's, and whether the controller can be reached. What is wrong is one sentence, in the answer on stdout
-   and beside the order's file, and nothing is started.
-2. Make a folder of this host's own, readable by the user alone: connection file, logs, `generation` of the rendezvous.
-3. *Serve*: be an ipyparallel engine that runs the functions of `agent_tasks.py`. It is executed anew for that, so that
-   the cluster's token is in its environment, by which its processes are known.
-4. When the controller is gone for good, end the engines of this host, remove the folder, and end.
+1. *Begin*: read the order (from stdin, or from a file that all hosts see). Check that Python, torch and SpeedLab have
+   the cluster's versions, and that the controller can be reached. An error is one sentence, on stdout and in a file
+   next to the order; nothing is started then.
+2. Make the folder of this host, readable by its user only: connection file, logs, `generation` of the rendezvous.
+3. *Serve*: become an ipyparallel engine that runs the functions of `tasks.py`. The process executes itself again, so
+   that its environment holds the token of the cluster, by which processes are found.
+4. After the controller is gone for good, end the engines of this host, remove the folder, and exit.
 
-It never imports torch.
+The process never imports torch.
 """
 
 from __future__ import annotations
@@ -36,36 +35,38 @@ from speedlab.network import Endpoint, try_to_reach
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What an agent is told."""
+    """What an agent receives at its start."""
 
     cluster: str
     token: str
     connection: dict[str, Any]
-    """Of the controller, for engines: addresses, ports and keys."""
+    """Connection of an engine to the controller: addresses, ports and keys."""
     controller: str
-    """An Endpoint of it."""
+    """Endpoint of the controller."""
     expected: dict[str, str] = field(default_factory=dict)
-    """Versions of Python and of packages that must be the same here."""
+    """Versions of Python and of packages that must be the same on this host."""
     name: str = ""
-    """What the host is called; "": what it calls itself."""
+    """Name of the host; "" for its own name."""
     device: str = "auto"
-    """As `Cluster` has it."""
+    """'cuda', 'cpu' or 'auto'."""
     engines: int = 0
-    """How many the host is to have; 0: one for each of its devices, or not known here."""
+    """Number of engines on the host; 0 for one per device, or if it is not known yet."""
     end: bool = False
-    """Whether what runs of the cluster here is to be ended, and no more."""
+    """Whether only to end what runs of the cluster on this host."""
 
     @classmethod
     def from_json(cls, text: str) -> Order:
+        """Return the order in `text`; unknown fields are ignored."""
         data = json.loads(text)
         return cls(**{name: data[name] for name in cls.__dataclass_fields__ if name in data})
 
     def to_json(self) -> str:
+        """Return the order as JSON."""
         return json.dumps(asdict(self))
 
 
 def own_versions() -> dict[str, str]:
-    """Versions that must agree on all hosts, as far as they are installed."""
+    """Return the installed versions that must agree on all hosts."""
     versions = {"python": ".".join(platform.python_version_tuple()[:2])}
     for name in ("torch", "speedlab"):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -75,7 +76,12 @@ def own_versions() -> dict[str, str]:
 
 
 def problem_here(order: Order, host: str) -> str | None:
-    """Why there can be no agent here, in a sentence; None when there can."""
+    """Return why no agent can run here, as one sentence; None if it can.
+
+    Args:
+        order: Order of the agent.
+        host: Name of this host.
+    """
     own = own_versions()
     for name, version in order.expected.items():
         if own.get(name) != version:
@@ -90,7 +96,7 @@ def problem_here(order: Order, host: str) -> str | None:
 
 
 def main() -> None:
-    """Begin, or serve."""
+    """Run `begin`, or `serve` with `--serve`."""
     parser = argparse.ArgumentParser(prog="python -m speedlab.cluster.agents.process")
     parser.add_argument("--order", help="file with the order, which all hosts see; by default it comes on stdin")
     parser.add_argument("--detach", action="store_true", help="go on in the background; the answer is one line of JSON")
@@ -105,14 +111,22 @@ def main() -> None:
 
 
 def begin(file: Path | None, *, detach: bool) -> int:
-    """Steps 1 and 2; returns the exit status where it returns at all."""
+    """Run steps 1 and 2, and start step 3.
+
+    Args:
+        file: File with the order; None for stdin.
+        detach: Whether to serve in a background process.
+
+    Returns:
+        The exit status; does not return without `detach` if the agent starts.
+    """
     try:
         text = file.read_text() if file else sys.stdin.read()
     except OSError as error:
         print(f"{platform.node()} does not see {file} ({error.strerror}); the home folder must be shared", flush=True)
         return 3
     if not text:
-        if file is None:  # The one who connected has gone away without an order.
+        if file is None:  # The caller disconnected without an order.
             return 3
         problem = f"{platform.node()} sees {file} empty; its home folder is behind that of the machine that wrote it"
         print(problem, flush=True)
@@ -155,12 +169,25 @@ def begin(file: Path | None, *, detach: bool) -> int:
 
 
 def folder_of(order: Order, host: str) -> Path:
-    """The folder of this host's own."""
+    """Return the folder of this host.
+
+    Args:
+        order: Order of the agent.
+        host: Name of this host.
+    """
     return Path(tempfile.gettempdir()) / f"speedlab-{os.getuid()}-{order.token[:12]}-{host}"
 
 
 def make_folder(order: Order, host: str) -> Path:
-    """Make it, and write the connection file. Raises OSError where somebody else has one of that name."""
+    """Make the folder of this host and write the connection file.
+
+    Args:
+        order: Order of the agent.
+        host: Name of this host.
+
+    Raises:
+        OSError: If another user owns a folder of this name.
+    """
     folder = folder_of(order, host)
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
@@ -176,13 +203,20 @@ def make_folder(order: Order, host: str) -> Path:
 
 
 def serve(folder: Path, engines: int | None, device: str) -> None:
-    """Steps 3 and 4. `engines`, `device`: what is going to be asked for, for which torch is imported meanwhile."""
+    """Run steps 3 and 4.
+
+    Args:
+        folder: Folder of this host.
+        engines: Number of engines that will be requested; None for one per device. Torch is imported for them
+            meanwhile.
+        device: 'cuda', 'cpu' or 'auto'.
+    """
     os.environ["IPP_CONNECTION_INFO"] = next((folder / "security").glob("*-engine.json")).read_text()
     agent_tasks.begin(folder, time.time())
     agent_tasks.expect(engines, device)
     from ipyparallel.engine.app import IPEngine
 
-    # A signal is for the engines, never for the agent in the middle of a message.
+    # No nanny process: signals are for engines, never for the agent in the middle of a message.
     sys.argv[1:] = [
         f"--profile-dir={folder}",
         "--log-level=WARN",

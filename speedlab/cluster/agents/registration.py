@@ -1,6 +1,6 @@
-"""Agents come: they are launched, register with the controller, and say what their hosts have.
+"""Registration of agents and engines: launch agents, wait until they register, and identify them.
 
-Who has come: engines that register are asked which rank they are; ipyparallel's numbers do not tell.
+ipyparallel's ids do not say which rank or host an engine is, so each new engine is asked.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from speedlab.hardware import Device
 from speedlab.network import Endpoint
 
 _ASK_AGAIN_SECONDS = 1.0
-"""How often the hub is asked who has registered."""
+"""Interval at which the hub is asked which engines are registered."""
 _SILENT_SECONDS = 3.0
-"""Until an engine that has not answered is asked again who it is."""
+"""After this time without an answer, an engine is asked again who it is."""
 
 
 class EngineWatch:
-    """The engines that the hub counts, for who waits for new ones. A client is told of those that register after its
-    subscription has reached the hub, and its first list is older than that: an engine that comes in between, when all
-    start at once, it would never hear of. So the hub is asked again."""
+    """The engines that are registered with the hub.
+
+    A client receives notifications only after its subscription has reached the hub, and its first list is older than
+    that. It would miss an engine that registers in between, when all start at once. So the hub is polled, too.
+    """
 
     def __init__(self, client: ipyparallel.Client) -> None:
         self._client = client
@@ -43,9 +45,10 @@ class EngineWatch:
         self._ever = set(client.ids)
 
     def ids(self) -> set[int]:
-        """ipyparallel's numbers of the engines known now. Never waits."""
+        """Return ipyparallel's ids of the registered engines. Never waits."""
         now = time.monotonic()
-        if now > self._looked + _ASK_AGAIN_SECONDS:  # Nobody waited: what it tells may have come and gone meanwhile.
+        # There was a pause between calls: a pending answer may be out of date.
+        if now > self._looked + _ASK_AGAIN_SECONDS:
             self._answer = None
         self._looked = now
         self._ever |= set(self._client.ids)
@@ -58,14 +61,14 @@ class EngineWatch:
         return set(self._client.ids)
 
     def _take(self, engines: dict[str, str]) -> None:
-        """One that has gone since the hub wrote this must not come back: numbers are never used again."""
+        """Add missed engines. An engine that is gone must not be added again; ids are never reused."""
         unheard = {int(number): uuid for number, uuid in engines.items() if int(number) not in self._ever}
-        if unheard:  # The thread that hears of all others is the one that notes them.
+        if unheard:  # Only ipyparallel's IO thread may change its list of engines.
             self._client._io_loop.add_callback(self._client._update_engines, unheard)
 
 
 class RegisteredEngine(NamedTuple):
-    """An engine that has answered: `engine_id` is ipyparallel's number, `pid` is on its host."""
+    """An engine that has answered. `engine_id` is ipyparallel's id; `pid` is a process id on the engine's host."""
 
     rank: int
     pid: int
@@ -73,19 +76,21 @@ class RegisteredEngine(NamedTuple):
 
 
 class EngineRegistration:
-    """Engines that were asked and have not answered. One that ends meanwhile is none to wait for: a supervisor that
-    died may have left one that the hub counts for a while yet; whoever started an engine looks whether it runs.
+    """Asks new engines for their rank, and collects the answers.
 
-    One that is silent is asked again: what is sent to an engine that the scheduler does not know yet is dropped."""
+    An engine that ends before it answers is dropped: it may be a leftover of an earlier supervisor that the hub still
+    lists. The code that started an engine checks whether it runs. A silent engine is asked again, because the scheduler
+    drops messages to an engine that it does not know yet.
+    """
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._asked: dict[int, list[Any]] = {}
-        """What was sent to each, the newest last."""
+        """Requests by engine id, the newest last."""
         self._ask_again: dict[int, float] = {}
 
     def ask(self, engine_ids: Iterable[int]) -> None:
-        """Ask these engines who they are."""
+        """Ask these engines for their rank."""
         for engine_id in engine_ids:
             try:
                 task = self._calls.send(engine_id, remote.identify)
@@ -96,7 +101,9 @@ class EngineRegistration:
             self._ask_again[engine_id] = time.monotonic() + _SILENT_SECONDS
 
     def answers(self) -> Iterator[RegisteredEngine]:
-        """Those that have answered since the last look. Raises ipyparallel's RemoteError where one cannot."""
+        """Yield the engines that have answered since the last call. Raises ipyparallel's RemoteError if an engine
+        cannot answer.
+        """
         for engine_id, tasks in list(self._asked.items()):
             task = next((task for task in tasks if task.done()), None)
             if task is None:
@@ -114,13 +121,13 @@ class EngineRegistration:
 
 
 REGISTER_SECONDS = 60.0
-"""How long agents may take from the start of their process until they have registered."""
+"""Longest time between the start of an agent's process and its registration."""
 
 _POLL_SECONDS = 0.02
 
 
 class AgentRegistration:
-    """Brings the agents of one cluster together. `device` and `interface` as `start_agents` takes them."""
+    """Launches and registers the agents of one cluster."""
 
     def __init__(
         self,
@@ -131,16 +138,17 @@ class AgentRegistration:
         device: str,
         interface: str,
     ) -> None:
+        """Prepare the registration; see `start_agents` for the arguments."""
         self.launching, self.device, self.interface = launching, device, interface
         self.calls = Calls(client)
         self.came: dict[str, int] = {}
-        """ipyparallel's number of the agent that came last, by host."""
+        """ipyparallel's id of the newest agent, by host."""
         self._home, self._register, self._token = home, EngineWatch(client), token
         self._known = self._register.ids()
-        """Numbers that were there before, or were asked who they are."""
+        """Engine ids that existed before, or were asked already."""
 
     def order(self) -> Order:
-        """What an agent is told."""
+        """Return the order that an agent receives at its start."""
         connection = json.loads(self._home.connection_file("engine").read_text())
         address = connection["interface"].partition("://")[2]
         return Order(
@@ -153,7 +161,18 @@ class AgentRegistration:
         )
 
     def first(self, progress: Callable[[str], None], cancelled: threading.Event) -> tuple[AgentEntry, ...]:
-        """Launch all; returns when every one has come and has said what its host has, in the order of ranks."""
+        """Launch all agents; return after every one has registered and described its host.
+
+        Args:
+            progress: Called with what the start waits for.
+            cancelled: Set to cancel the start.
+
+        Returns:
+            The agents in the order of ranks.
+
+        Raises:
+            ClusterError: If an agent does not register, or its host cannot be used.
+        """
         self.launching.start(self.order())
         names = self.launching.names
         came = self._await(self.launching.count, progress, cancelled)
@@ -170,7 +189,15 @@ class AgentRegistration:
         return tuple(entries)
 
     def again(self, host: str, engines: int) -> AgentEntry:
-        """Launch the agent of one host once more. Raises ClusterError where it does not come."""
+        """Launch the agent of one host again.
+
+        Args:
+            host: Name of the host.
+            engines: Number of engines of the host.
+
+        Raises:
+            ClusterError: If the agent does not register.
+        """
         self.forget_new()
         self.launching.again(host, self.order())
         deadline = time.monotonic() + REGISTER_SECONDS
@@ -183,19 +210,25 @@ class AgentRegistration:
         return self._describe(came[0], engines)
 
     def forget_new(self) -> None:
-        """Who has registered until now is no agent that is waited for."""
+        """Ignore all engines that have registered until now."""
         self._known |= self._register.ids()
 
     def new_ids(self) -> set[int]:
-        """Numbers that have registered since they were last asked for."""
+        """Return the ids that have registered since the last call."""
         found = self._register.ids() - self._known
         self._known |= found
         return found
 
     def new(self, *, strays: bool) -> list[dict[str, Any]]:
-        """The agents among these, as `agent_tasks.who` describes them, with `engine_id`. `strays`: there may be engines
-        of a supervisor before, which are ending; what does not answer is then asked again as long as it is there. Else
-        raises HostLost for it."""
+        """Return the agents among the new engines, as `agent_tasks.who` describes them, with `engine_id`.
+
+        Args:
+            strays: Whether engines of an earlier supervisor may still be ending. Then an engine that does not answer is
+                asked again later, as long as it is registered.
+
+        Raises:
+            HostLost: If an engine does not answer and `strays` is False.
+        """
         found = []
         for engine_id in sorted(self.new_ids()):
             try:
@@ -221,7 +254,7 @@ class AgentRegistration:
             if words != said:
                 progress(words)
                 said = words
-            if words:  # A queue takes its time.
+            if words:  # Waiting in a queue has no time limit.
                 deadline = time.monotonic() + REGISTER_SECONDS
             if time.monotonic() > deadline:
                 there = {who["host"] for who in came}
@@ -251,8 +284,13 @@ class AgentRegistration:
 
 
 def check_equal(hosts: Sequence[Host], asked: Sequence[int | None]) -> None:
-    """Raise ClusterError where hosts have different numbers of devices and nobody has said how many each gives: ranks
-    of tensor parallelism share a host."""
+    """Raise ClusterError if hosts have different numbers of devices and the user named none: tensor-parallel ranks
+    share a host.
+
+    Args:
+        hosts: Hosts with their devices.
+        asked: Number of engines per host that the user named; None for unnamed.
+    """
     counts = {len(host.devices) for host in hosts}
     if len(counts) > 1 and None in asked:
         what = ", ".join(f"{host.name} has {len(host.devices)}" for host in hosts)

@@ -1,4 +1,4 @@
-"""Calling functions in agents, over the controller: every answer comes within its seconds, or the host is lost."""
+"""Call functions in agents, over the controller. Every call returns within its time limit, or raises HostLost."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.launch.placement import Host
 
 ANSWER_SECONDS = 10.0
-"""How long an agent may take to answer where nobody says."""
+"""Default time limit of a call."""
 AT_ONCE_SECONDS = 1.0
-"""How long an agent may take where what is asked is done to other hosts as well, and they wait."""
+"""Time limit of a call that is made to several hosts while others wait."""
 SILENT_SECONDS = 2.0
-"""How long an agent may take to answer when it is only asked whether it is there."""
+"""Time limit of a call that only checks whether the agent answers."""
 
 
 class HostLost(ClusterError):  # noqa: N818  # what happened, not a mistake made here
@@ -27,7 +27,10 @@ class HostLost(ClusterError):  # noqa: N818  # what happened, not a mistake made
 
 @dataclass(frozen=True, kw_only=True)
 class AgentEntry:
-    """One host's agent. `engine_id`: ipyparallel's number; `pid`: on its host; `folder`: of its host alone."""
+    """The agent of one host.
+
+    `engine_id` is ipyparallel's id; `pid` is a process id on the host; `folder` is the agent's folder on the host.
+    """
 
     host: Host
     engine_id: int
@@ -37,19 +40,31 @@ class AgentEntry:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> AgentEntry:
-        """From what `asdict` gave, without fields that a later version may have added."""
+        """Return an entry from the fields of `asdict`; ignore fields of a later version."""
         known = {name: fields[name] for name in cls.__dataclass_fields__}
         return cls(**{**known, "host": Host.from_fields(fields["host"])})
 
 
 def has_ended(error: ipyparallel.error.RemoteError) -> bool:
-    """Whether this says that the engine ended before it answered: ipyparallel passes it on by name alone."""
+    """Return whether the error says that the engine ended before it answered. ipyparallel reports it only by name."""
     return error.ename == "EngineError"
 
 
 def send_to(client: ipyparallel.Client, engine_id: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """The AsyncResult of a call in one engine. Raises IndexError where the hub has given it up, also while this sends:
-    what ipyparallel notes of an engine that it has just forgotten never ends."""
+    """Call a function in one engine; return ipyparallel's AsyncResult.
+
+    ipyparallel never completes a task for an engine that it has just forgotten, so check the engine again after
+    sending.
+
+    Args:
+        client: Client of the controller.
+        engine_id: ipyparallel's id of the engine.
+        function: Function to call.
+        *arguments: Arguments of the function.
+
+    Raises:
+        IndexError: If the hub has dropped the engine.
+    """
     try:
         task = client[engine_id].apply_async(function, *arguments)
     except (KeyError, ipyparallel.error.NoEnginesRegistered):
@@ -60,22 +75,36 @@ def send_to(client: ipyparallel.Client, engine_id: int, function: Callable[..., 
 
 
 class Calls:
-    """Calls of one client, from any thread."""
+    """Thread-safe calls over one client."""
 
     def __init__(self, client: ipyparallel.Client) -> None:
         self._client = client
         self._lock = threading.Lock()
 
     def send(self, engine_id: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        """The AsyncResult of a call in one engine. Raises HostLost where the hub has given it up."""
-        with self._lock:  # A client's views are not made for several threads.
+        """Call a function in one engine; return ipyparallel's AsyncResult.
+
+        Raises:
+            HostLost: If the hub has dropped the engine.
+        """
+        with self._lock:  # ipyparallel's views are not thread-safe.
             try:
                 return send_to(self._client, engine_id, function, *arguments)
             except IndexError:
                 raise HostLost(f"agent {engine_id} is gone") from None
 
     def answer(self, task: Any, host: str, seconds: float) -> Any:
-        """What a call returned. Raises HostLost, or ClusterError with what the function raised."""
+        """Wait for the result of a call.
+
+        Args:
+            task: AsyncResult of the call.
+            host: Name of the host, for messages.
+            seconds: Time limit.
+
+        Raises:
+            HostLost: If the agent does not answer.
+            ClusterError: If the function raised; with its error.
+        """
         try:
             return task.get(timeout=seconds)
         except ipyparallel.error.TimeoutError:
@@ -93,14 +122,30 @@ class Calls:
         *arguments: Any,
         seconds: float = ANSWER_SECONDS,
     ) -> Any:
-        """As `answer`, of a call that is made now."""
+        """Call a function and wait for its result; see `send` and `answer`.
+
+        Args:
+            engine_id: ipyparallel's id of the engine.
+            host: Name of the host, for messages.
+            function: Function to call.
+            *arguments: Arguments of the function.
+            seconds: Time limit.
+        """
         return self.answer(self.send(engine_id, function, *arguments), host, seconds)
 
     def gather(
         self, asked: Mapping[str, tuple[int, tuple[Any, ...]]], function: Callable[..., Any], seconds: float
     ) -> tuple[dict[str, Any], list[str]]:
-        """(answers by host, hosts that did not answer in time, or failed); `asked`: number and arguments by host, all
-        called at once."""
+        """Call a function on several hosts at once.
+
+        Args:
+            asked: (engine id, arguments) by host.
+            function: Function to call.
+            seconds: Time limit of all calls together.
+
+        Returns:
+            (results by host, hosts that failed or did not answer in time).
+        """
         tasks, silent = {}, []
         for host, (engine_id, arguments) in asked.items():
             try:

@@ -1,8 +1,8 @@
-"""Functions that run in an agent whose host does not see the run's folder: the run has one there, in the agent's own,
-and what ranks write into it is asked for from the cluster's side (`supervisor/wire.py`).
+"""Functions that run in an agent whose host does not see the run folder.
 
-Lines are told from the byte at which they were left off, other files whole when they have changed. Plain data goes in
-and comes out.
+The host has its own copy of the run folder, in the agent's folder. The supervisor fetches what ranks write there
+(`supervisor/record_relay.py`). Lines are returned from the last position on; other files are returned whole after a
+change. Arguments and results are plain data.
 """
 
 from __future__ import annotations
@@ -17,13 +17,18 @@ from speedlab.telemetry.proof import PROOF
 from speedlab.telemetry.run_folder import write_atomically
 
 MOST_BYTES = 8 * 2**20
-"""Of one answer; what is more comes with the next."""
+"""Maximum size of the lines in one answer; the rest follows in the next."""
 _FILES = (PROOF, "placement/*.json", "tokenizer/*", "tensorboard/*")
-"""What ranks write besides lines; of a control word rank 0's host tells the status."""
+"""Files other than lines that ranks write. Rank 0's host reports the result of commands in the status."""
 
 
 def sees(folder: str, configuration: str) -> bool:
-    """Whether the folder of a run is seen here, with that text as its configuration."""
+    """Return whether this host sees the run folder.
+
+    Args:
+        folder: Folder of the run.
+        configuration: Expected text of its config.json.
+    """
     try:
         return (Path(folder) / "config.json").read_text() == configuration
     except OSError:
@@ -31,17 +36,26 @@ def sees(folder: str, configuration: str) -> bool:
 
 
 def not_here(paths: Sequence[str]) -> list[str]:
-    """Those of the files and folders that are not on this host."""
+    """Return those files and folders that do not exist on this host."""
     return [path for path in paths if not Path(path).exists()]
 
 
 def own_folder(folder: str) -> Path:
-    """Where this host has its folder of the run whose folder elsewhere is `folder`."""
+    """Return this host's copy of a run folder.
+
+    Args:
+        folder: Folder of the run on the supervisor's host.
+    """
     return place_of(agent_tasks.own_folder() / RUNS_FOLDER, folder)
 
 
 def receive(folder: str, files: Mapping[str, str]) -> None:
-    """Write these files of the run's folder."""
+    """Write files into this host's copy of a run folder.
+
+    Args:
+        folder: Folder of the run on the supervisor's host.
+        files: Text by file name.
+    """
     own = own_folder(folder)
     own.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     write_atomically(own.parent / ORIGIN, folder)
@@ -52,11 +66,17 @@ def receive(folder: str, files: Mapping[str, str]) -> None:
 
 
 def news(folder: str, known: Mapping[str, Any], first: bool) -> dict[str, tuple[Any, bytes]]:
-    """What is new in this host's folder of a run: (what is to be known next time, bytes to append or the whole file) by
-    name. `known`: of lines the byte up to which they were told, of other files a stamp. `first`: of rank 0's host,
-    which tells of events and of the status.
+    """Return what is new in this host's copy of a run folder.
 
-    The status is read first and told last: what it counts as done is among the events then.
+    The status is read first and returned last, so that the events include everything that the status counts as done.
+
+    Args:
+        folder: Folder of the run on the supervisor's host.
+        known: Position by file name: a byte offset for lines, a stamp for other files.
+        first: Whether this is rank 0's host, which returns events and the status.
+
+    Returns:
+        (new position, bytes to append or the whole file) by file name.
     """
     own = own_folder(folder)
     found: dict[str, tuple[Any, bytes]] = {}
@@ -76,7 +96,7 @@ def news(folder: str, known: Mapping[str, Any], first: bool) -> dict[str, tuple[
 
 
 def _lines(path: Path, start: int, most_bytes: int) -> tuple[bytes, bool]:
-    """Whole lines from `start` on, and whether there is no more."""
+    """Return whole lines from `start` on, and whether that is all."""
     try:
         with path.open("rb") as file:
             file.seek(start)

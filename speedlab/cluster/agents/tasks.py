@@ -1,7 +1,7 @@
-"""Functions that run in an agent, called by `agents.py` through ipyparallel. Plain data goes in and comes out.
+"""Functions that run in an agent, called by `pool.py` through ipyparallel. Arguments and results are plain data.
 
-What runs on the host is never remembered, but looked up: processes with the cluster's token in their environment, and
-the name or command of an engine. So an agent that follows one that was killed knows the same.
+An agent keeps no list of engines. It looks up processes by the cluster's token in their environment and by the command
+of an engine. So an agent that replaces a killed one finds the same engines.
 """
 
 from __future__ import annotations
@@ -41,21 +41,26 @@ from speedlab.network import Endpoint, address_of, interface_towards
 
 HOST = "SPEEDLAB_AGENT_HOST"
 CONTROLLER = "SPEEDLAB_AGENT_CONTROLLER"
-"""Environment variables of an agent: its host's name, and the controller's endpoint."""
+"""Environment variables of an agent: the name of its host, and the endpoint of the controller."""
 
 
 def misses(seconds: float) -> str:
-    """The option of an engine that ends after so long without a heartbeat: it looks half a second less often than the
-    controller beats."""
+    """Return the option that ends an engine without heartbeats.
+
+    The engine checks half a second less often than the controller sends.
+
+    Args:
+        seconds: Time without heartbeat after which the engine ends.
+    """
     return f"--IPEngine.max_heartbeat_misses={round(seconds / (HEARTBEAT_SECONDS + 0.5))}"
 
 
 SUPERVISOR_SECONDS = 10.0
-"""How long an agent is asked nothing before it takes the supervisor for ended: that asks once a second."""
+"""After this time without a request, an agent assumes that the supervisor has ended: it asks once a second."""
 
 _END_SECONDS = 1.0
 _ANSWERED_SECONDS = 1.0
-"""After which an agent that was ended has answered."""
+"""After this time, an agent that ends has sent its answer."""
 _HEARD_SECONDS = 1.0
 _SAME_SECONDS = 0.05
 _folder: Path | None = None
@@ -64,14 +69,19 @@ _started = 0.0
 _heard = 0.0
 _loads = Loads()
 _children: dict[int, subprocess.Popen[bytes]] = {}
-"""Engines that this agent has started by themselves, by process id: to hear how they ended."""
+"""Engines that this agent started as separate processes, by process id; kept for their exit status."""
 _nursery: ForkServer | None = None
-"""What the others are forked off."""
+"""Fork server for CPU engines."""
 _threads = 1
 
 
 def begin(folder: Path, started: float) -> None:
-    """This process is an agent, and `folder` its host's own."""
+    """Make this process an agent.
+
+    Args:
+        folder: Folder of this host.
+        started: Start time of the agent, in seconds since the epoch.
+    """
     global _folder, _started, _lobby  # functions are sent by reference, and know their process by this
     _folder, _started, _lobby = folder, started, DebugRelay(folder)
     _hear()
@@ -79,13 +89,16 @@ def begin(folder: Path, started: float) -> None:
 
 
 def own_folder() -> Path:
+    """Return the folder of this host."""
     assert _folder is not None, "not an agent"
     return _folder
 
 
 def who() -> dict[str, Any]:
-    """Whether this is an agent (an engine of a rank is none), of which host, and who waits in its lobby. A supervisor
-    that asks is there."""
+    """Return whether this process is an agent, of which host, and which ranks wait to be debugged.
+
+    An engine of a rank is no agent. A call proves that the supervisor is alive.
+    """
     if _folder is not None:
         _hear()
     number = next(
@@ -101,7 +114,14 @@ def who() -> dict[str, Any]:
 
 
 def exchange(given: Mapping[str, Given]) -> dict[str, Said]:
-    """What ranks that are debugged have said, by their numbers in the lobby, for what is given to them."""
+    """Exchange data with debugged ranks.
+
+    Args:
+        given: Data for each rank, by its caller id.
+
+    Returns:
+        Data from each rank, by its caller id.
+    """
     assert _lobby is not None, "not an agent"
     return _lobby.exchange(given)
 
@@ -114,12 +134,15 @@ def _hear() -> None:
 
 
 def _listen() -> None:
-    """Leave a file for the engines of this host while nobody asks: rank 0 then ends its step and the run pauses
-    (`trainer/health.py`). An agent that has ended leaves none: the supervisor starts another one."""
+    """Make a file for the engines of this host while no supervisor asks.
+
+    Rank 0 then ends its step and the run pauses (`trainer/health.py`). An agent that has ended makes no file: the
+    supervisor restarts the agent.
+    """
     while True:
         time.sleep(_HEARD_SECONDS)
         if time.monotonic() - _heard > SUPERVISOR_SECONDS:
-            with suppress(OSError):  # The folder may have gone, or be full; it is tried again.
+            with suppress(OSError):  # The folder may be deleted or the disk full; the next round tries again.
                 _unsupervised().touch(mode=0o600)
         if _lobby is not None:
             _lobby.end_forgotten(SUPERVISOR_SECONDS)
@@ -130,15 +153,27 @@ def _unsupervised() -> Path:
 
 
 def expect(engines: int | None, device: str) -> None:
-    """So many engines (None: one for each device) are going to be asked for: what they are forked off begins to import
-    torch. `describe` says what is wrong with it."""
+    """Let the fork server import torch before engines are requested. `describe` reports errors.
+
+    Args:
+        engines: Number of engines; None for one per device.
+        device: 'cuda', 'cpu' or 'auto'.
+    """
     with suppress(ClusterError, OSError, ValueError):
         _have_nursery(choose_devices(engines, device))
 
 
 def describe(engines: int | None, device: str, interface: str) -> dict[str, Any]:
-    """This host: its address and interface, and the devices for so many engines (None: all). `problem`: why it cannot
-    be used, else ""."""
+    """Describe this host: its address and interface, its folders, and its devices.
+
+    Args:
+        engines: Number of engines; None for one per device.
+        device: 'cuda', 'cpu' or 'auto'.
+        interface: Network interface; "" for the one that leads to the controller.
+
+    Returns:
+        Fields of the host. `problem` says why it cannot be used, else "".
+    """
     try:
         devices = choose_devices(engines, device)
         _have_nursery(devices)
@@ -160,8 +195,11 @@ def describe(engines: int | None, device: str, interface: str) -> dict[str, Any]
 
 
 def _have_nursery(devices: Sequence[Device]) -> None:
-    """Engines of these will be forks, where they can be. What they are forked off begins to import torch now, unless
-    there are engines already: then this agent has followed another one, and may never be asked for more."""
+    """Make the fork server if engines on these devices can be forked.
+
+    It begins to import torch now, unless engines run already: then this agent has replaced another one, and may never
+    be asked for engines.
+    """
     global _nursery, _threads  # noqa: PLW0603  # as `begin`: this process is one agent
     if not can_fork(each.kind for each in devices):
         return
@@ -173,27 +211,40 @@ def _have_nursery(devices: Sequence[Device]) -> None:
 
 
 def _engine_environment() -> dict[str, str]:
-    """What an engine of this host has, besides what is its rank's."""
+    """Return the environment of an engine on this host, without the variables of its rank."""
     return {name: value for name, value in os.environ.items() if name not in (HOST, CONTROLLER, "IPP_CONNECTION_INFO")}
 
 
 def ready() -> bool:
-    """Whether engines can be started without a wait in which this agent would answer nobody. Raises ClusterError where
-    what they are forked off has ended over its imports."""
+    """Return whether engines can be started without a wait, in which this agent would answer no call.
+
+    Raises:
+        ClusterError: If the fork server ended during its imports.
+    """
     return _nursery is None or _nursery.ready(_threads)
 
 
 def set_generation(number: int) -> None:
-    """Ranks of this host that join from now on meet in that generation."""
+    """Let ranks of this host that join from now on use this generation of the store."""
     host_rendezvous.set_generation(own_folder() / "rendezvous", number)
 
 
 def start_engines(
     environments: Mapping[int, Mapping[str, str]], keep: Sequence[tuple[int, float]]
 ) -> dict[int, dict[str, Any]]:
-    """Start the engine of each rank with its environment, and end others that run here, but for those to `keep`.
-    Returns process id and start time by rank."""
-    if not ready():  # Before anything is ended.
+    """Start the engine of each rank; end other engines of this host, except those in `keep`.
+
+    Args:
+        environments: Environment variables by rank.
+        keep: (process id, start time) of engines that stay.
+
+    Returns:
+        Process id and start time by rank.
+
+    Raises:
+        ClusterError: If the fork server is not ready; nothing was ended then.
+    """
+    if not ready():  # Check before any engine is ended.
         raise ClusterError("what engines are forked off has just ended, and imports torch again; ask once more")
     folder = own_folder()
     kept = {process.pid for process in _known(keep)}
@@ -209,7 +260,8 @@ def start_engines(
                 pid = _started_by_itself(environment, arguments, log)
             started[rank] = {"pid": pid, "started": _start_of(pid)}
     except BaseException:
-        end_engines([(each["pid"], each["started"]) for each in started.values()], 0.0)  # Nobody would hear of them.
+        # The caller gets no list of them, so nothing else would end them.
+        end_engines([(each["pid"], each["started"]) for each in started.values()], 0.0)
         raise
     return started
 
@@ -217,7 +269,7 @@ def start_engines(
 def _start_of(pid: int) -> float:
     try:
         return psutil.Process(pid).create_time()
-    except psutil.NoSuchProcess:  # Who waits for it says how it ended.
+    except psutil.NoSuchProcess:  # The code that waits for the engine reports how it ended.
         return time.time()
 
 
@@ -236,9 +288,12 @@ def _started_by_itself(environment: Mapping[str, str], arguments: Sequence[str],
 
 
 def engines() -> list[dict[str, Any]]:
-    """The engines of this host: rank (as which they were started), process id, start time, bytes of memory, whether
-    they are stopped (`frozen`), whether they run; those that this agent has seen end, with their exit status (-9: the
-    signal 9)."""
+    """Return the engines of this host.
+
+    Returns:
+        For each: rank at its start, process id, start time, memory in bytes, whether it is suspended (`frozen`),
+        whether it runs. Also engines that this agent saw end, with their exit status (-9: signal 9).
+    """
     found = []
     for process in _engine_processes():
         found.append({**process, "running": True, "exit": None})
@@ -255,7 +310,7 @@ def engines() -> list[dict[str, Any]]:
 
 
 def look() -> list[dict[str, Any]]:
-    """The engines of this host that run, as `engines` has them, and how busy each is (`load`, the fields of a Load)."""
+    """Return the running engines of this host, see `engines`, with their `load` (the fields of a Load)."""
     found = _engine_processes()
     for engine in found:
         engine["load"] = tuple(Load())
@@ -282,8 +337,7 @@ def _engine_processes() -> list[dict[str, Any]]:
 
 
 def _known(wanted: Sequence[tuple[int, float]]) -> list[psutil.Process]:
-    """Of these (process id, start time) the engines of this cluster that run: a number alone may be somebody else's by
-    now. A time of 0 stands for any."""
+    """Return the running engines among (process id, start time). The start time detects a reused id; 0 accepts any."""
     found = []
     for pid, started in wanted:
         with suppress(psutil.NoSuchProcess):
@@ -295,7 +349,15 @@ def _known(wanted: Sequence[tuple[int, float]]) -> list[psutil.Process]:
 
 
 def send_signal(wanted: Sequence[tuple[int, float]], number: int) -> list[int]:
-    """Send a signal to these engines, by process id and start time; returns the ids of those that run."""
+    """Send a signal to engines.
+
+    Args:
+        wanted: (process id, start time) of engines.
+        number: Number of the signal.
+
+    Returns:
+        Process ids of those that run.
+    """
     reached = []
     for process in _known(wanted):
         with suppress(psutil.NoSuchProcess):
@@ -305,9 +367,15 @@ def send_signal(wanted: Sequence[tuple[int, float]], number: int) -> list[int]:
 
 
 def signal_at_work(wanted: Sequence[tuple[int, float, str]], number: int) -> list[int]:
-    """As `send_signal`, to those that work on ipyparallel's message of that id: this may be asked long before the host
-    is back that has to do it. Returns the process ids of all: one that has ended hears no more, and is not to be
-    waited for."""
+    """Send a signal to engines that still work on a message. The request may be old if the host was cut off.
+
+    Args:
+        wanted: (process id, start time, ipyparallel's message id) of engines.
+        number: Number of the signal.
+
+    Returns:
+        All process ids, because an engine that has ended must not be awaited.
+    """
     running = _known([(pid, started) for pid, started, _ in wanted])
     messages = {pid: message for pid, _, message in wanted}
     place = own_folder() / "rendezvous"
@@ -320,19 +388,27 @@ def signal_at_work(wanted: Sequence[tuple[int, float, str]], number: int) -> lis
 
 
 def end_engines(wanted: Sequence[tuple[int, float]] | None, patience_seconds: float) -> list[int]:
-    """End these engines, None: all, and everything they started; returns process ids that are left."""
+    """End engines and their child processes.
+
+    Args:
+        wanted: (process id, start time) of engines; None for all.
+        patience_seconds: Time between SIGTERM and SIGKILL.
+
+    Returns:
+        Process ids that are left.
+    """
     if wanted is None:
         wanted = [(engine["pid"], engine["started"]) for engine in _engine_processes()]
     engines = _known(wanted)
     found = [*engines, *(child for engine in engines for child in processes.descendants(engine))]
     left = processes.end(found, patience_seconds=patience_seconds)
     for child in _children.values():
-        child.poll()  # Takes what has ended off the system's list.
+        child.poll()  # Reap ended processes, so that they are no zombies.
     return [process.pid for process in left]
 
 
 def end_other_agents() -> None:
-    """End agents of this cluster and host that this one has followed: one may be stopped, or cut off."""
+    """End earlier agents of this cluster on this host: one may be suspended or cut off."""
     others = [each for each in processes.marked(os.environ[processes.TOKEN]) if each.pid != os.getpid()]
     processes.end([each for each in others if _is_agent_of(each, os.environ[HOST])], patience_seconds=0.0)
 
@@ -345,7 +421,12 @@ def _is_agent_of(process: psutil.Process, host: str) -> bool:
 
 
 def log_tail(name: str, most_bytes: int) -> str:
-    """The end of a log of this host: 'engine-3' or 'agent'; "" where there is none."""
+    """Return the end of a log of this host; "" if there is none.
+
+    Args:
+        name: 'engine-3' or 'agent'.
+        most_bytes: Maximum length in bytes.
+    """
     try:
         with (own_folder() / "log" / f"{name}.log").open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -356,7 +437,7 @@ def log_tail(name: str, most_bytes: int) -> str:
 
 
 def end() -> list[int]:
-    """End every engine of this host, and this agent once it has answered; returns process ids that are left."""
+    """End every engine of this host, and this agent after its answer was sent; return process ids that are left."""
     left = end_engines(None, _END_SECONDS)
     if _nursery is not None:
         _nursery.close()
@@ -366,7 +447,7 @@ def end() -> list[int]:
 
 
 def end_here() -> None:
-    """The controller is gone: end the engines, and remove the folder."""
+    """End the engines and remove the folder, because the controller is gone."""
     end_engines(None, 0.0)
     if _nursery is not None:
         _nursery.close()

@@ -1,1 +1,1 @@
-"""Debug ranks from the notebook: connections, relays and post-mortem sessions."""
+"""Debug ranks from the notebook: post-mortem sessions and breakpoints, over sockets and relays."""

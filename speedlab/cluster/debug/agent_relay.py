@@ -1,8 +1,9 @@
-"""Ranks of a host that want to be debugged, in its agent, which hands on what they and the person say.
+"""An agent's relay for debugged ranks of its host.
 
-They connect to a socket in the host's own folder, which only its owner can enter; the supervisor hears of them when it
-asks whether the agent is there, and takes and gives bytes by `exchange`, over the controller as all that it asks. So no
-host opens a port. What is said is not looked at here. Who is asked about no more has nobody to talk to, and is let go.
+1. Ranks connect to a socket in the host's folder, which only its owner can enter.
+2. The supervisor learns of them when it polls the agent, and transfers bytes with `exchange`, over the controller. So
+   no host opens a port.
+3. The relay does not interpret the bytes. A rank that the supervisor no longer asks about is disconnected.
 """
 
 from __future__ import annotations
@@ -19,36 +20,44 @@ from speedlab.cluster.debug.connection import ConnectRequest, NoClient, relay_pa
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, UnfitMessageError, listen
 
 MOST_BYTES = 2**20
-"""That are kept of what a rank says, until they are taken: then it waits."""
+"""Size of the buffer for a rank's output; when the buffer is full, the rank waits."""
 _KNOCK_SECONDS = 5.0
 _AGAIN_SECONDS = 0.5
 
 Said = tuple[bytes, bool]
-"""What has come, and whether that was the last of it."""
+"""(bytes from the rank, whether these were the last)."""
 Given = tuple[bytes, bool, bool]
-"""What is to be passed on, whether that was the last of it, and whether more of the other side can be taken."""
+"""(bytes for the rank, whether these are the last, whether the other side can take more output)."""
 
 
 class DebugCaller:
-    """One rank that has knocked."""
+    """One rank that has connected."""
 
     def __init__(self, channel: Channel, door: str) -> None:
+        """Start the threads that read and write.
+
+        Args:
+            channel: Connection of the rank.
+            door: Name of the DebugServer that the rank asks for.
+        """
         self.door = door
         self.heard_of = False
-        """Whether the supervisor has asked about it."""
+        """Whether the supervisor has asked about this rank."""
         self.asked_at = time.monotonic()
-        """When it last did, or when it knocked."""
+        """Time of the supervisor's last request, or of the connection."""
         self._channel = channel
         self._said = bytearray()
         self._for_it = bytearray()
         self._spoken_to = self._ends = self._over = False
-        """Whether the other side has said anything, has ended, and whether this rank has."""
+        """`_spoken_to`: the other side has sent something. `_ends`: the other side has ended. `_over`: the rank has
+        ended.
+        """
         self._changed = threading.Condition()
         for work in (self._listen, self._speak):
             threading.Thread(target=work, name="speedlab-lobby", daemon=True).start()
 
     def exchange(self, given: Given) -> Said:
-        """Pass on what is given, without waiting; returns what the rank has said since."""
+        """Queue bytes for the rank, without waiting; return the bytes that the rank has sent."""
         data, last, takes = given
         self.heard_of, self.asked_at = True, time.monotonic()
         with self._changed:
@@ -61,6 +70,7 @@ class DebugCaller:
             return said, self._over and not self._said
 
     def close(self) -> None:
+        """End the session of this rank."""
         with self._changed:
             self._over = True
             self._changed.notify_all()
@@ -92,22 +102,26 @@ class DebugCaller:
 
 
 class DebugRelay:
-    """The ranks of this host that have knocked."""
+    """The ranks of this host that have connected."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: the host's own."""
+        """Listen in the folder of this host."""
         self._callers: dict[str, DebugCaller] = {}
         self._lock = threading.Lock()
         self._listening = listen(relay_path(folder))
         threading.Thread(target=self._accept, name="speedlab-lobby", daemon=True).start()
 
     def waiting(self) -> dict[str, str]:
-        """The doors at which those stand whom the supervisor has not heard of, by numbers of their own."""
+        """Return the name of the DebugServer by caller id, for ranks that the supervisor has not asked about yet."""
         with self._lock:
             return {number: caller.door for number, caller in self._callers.items() if not caller.heard_of}
 
     def exchange(self, given: Mapping[str, Given]) -> dict[str, Said]:
-        """As `DebugCaller.exchange`, by number. Who is not here any more has said its last."""
+        """Exchange bytes with several ranks; see `DebugCaller.exchange`. A rank that is gone has ended.
+
+        Args:
+            given: Bytes by caller id.
+        """
         with self._lock:
             callers = {number: self._callers.get(number) for number in given}
         said = {
@@ -121,7 +135,7 @@ class DebugRelay:
         return said
 
     def end_forgotten(self, seconds: float) -> None:
-        """Let those go about whom nobody has asked for so long: the person, or the supervisor, is gone."""
+        """Disconnect ranks that no request named for `seconds`: the user, or the supervisor, is gone."""
         with self._lock:
             gone = [number for number, caller in self._callers.items() if time.monotonic() - caller.asked_at > seconds]
             forgotten = [self._callers.pop(number) for number in gone]
@@ -132,12 +146,12 @@ class DebugRelay:
         while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # For example: this process has too many files open at the moment.
+            except OSError:  # For example, this process has too many open files.
                 time.sleep(_AGAIN_SECONDS)
                 continue
             try:
                 threading.Thread(target=self._take_in, args=(connection,), name="speedlab-lobby", daemon=True).start()
-            except RuntimeError:  # There can be no more threads; whoever it was goes on.
+            except RuntimeError:  # No more threads can be started; the rank continues without a debugger.
                 connection.close()
 
     def _take_in(self, connection: socket.socket) -> None:
@@ -148,7 +162,7 @@ class DebugRelay:
             connection.settimeout(None)
             caller = DebugCaller(channel, door)
         except (ChannelClosedError, UnfitMessageError, RuntimeError):
-            channel.close()  # It is no rank of this version; or there can be no more threads.
+            channel.close()  # The caller is no rank of this version, or no more threads can be started.
             return
         with self._lock:
             self._callers[secrets.token_hex(8)] = caller

@@ -1,14 +1,14 @@
-"""The line between a rank that is debugged and the person who debugs it: who asks listens, the rank calls.
+"""Connection between a debugged rank and the kernel of the user: the kernel listens, the rank connects.
 
-1. Whoever waits for the rank (a post-mortem, a cell) opens a `DebugServer`: a socket in the cluster's own folder, which
-   only its owner can enter.
-2. The rank connects, and is greeted once somebody serves the door. A rank that is not greeted goes on without. In a
-   cluster of several hosts it does not see that folder: it connects to the agent of its host (`agent_lobby.py`), names
-   the door, and the supervisor passes on what both sides say (`supervisor/debug_relay.py`), as it stands. Whether it
-   heard that nobody is there, or nothing at all, is told apart.
-3. It sends what the debugger says, and, when it wants a command, a prompt; it gets lines. Ranks that come while a
-   person thinks are greeted, and wait for their turn.
-4. The end of the connection is the end of the session, from either side: no rank waits for a person who is gone.
+1. The code that waits for the rank (a post-mortem, a cell) opens a `DebugServer`: a socket in the cluster's folder,
+   which only its owner can enter.
+2. The rank connects, and is greeted when the server is served. A rank that is not greeted continues without a debugger.
+   On another host, the rank does not see the cluster's folder. It connects to the agent of its host (`agent_relay.py`)
+   and names the server, and the supervisor transfers the bytes (`supervisor_relay.py`). The rank distinguishes "no
+   server" (`NoClient`) from no answer.
+3. The rank sends the debugger's output and, for each command, a prompt; it receives lines. Ranks that connect while the
+   user thinks are greeted, and wait for their turn.
+4. The end of the connection ends the session, from either side. So no rank waits for a user who has left.
 """
 
 from __future__ import annotations
@@ -29,59 +29,77 @@ from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, con
 from speedlab.cluster.supervisor.protocol import ProtocolMessage
 
 GREET_SECONDS = 15.0
-"""How long a rank waits to be greeted."""
+"""How long a rank waits for its greeting."""
 FAR_GREET_SECONDS = 15.0
-"""As GREET_SECONDS, over its host's agent, which is asked once a second, and later while another host is cut off."""
+"""As GREET_SECONDS, through an agent. The agent is polled once a second, and later while another host is cut off."""
 _SPEAKS_SECONDS = 0.3
-"""After a command its answer comes within this, most often: prompts of several ranks shall not alternate."""
+"""Usual time between a command and its answer. Waiting this long keeps prompts of several ranks from alternating."""
 _POLL_SECONDS = 0.02
 _NAME = re.compile(r"\w{1,64}", re.ASCII)
 _LAST_SECONDS = 2.0
-"""How long the last words of ranks may be on their way."""
+"""How long to wait for the last output of ranks."""
 
 
 class Greeting(ProtocolMessage, kw_only=True):
-    """Somebody is here who will be asked."""
+    """A user is there to answer prompts."""
 
 
 class NoClient(ProtocolMessage, kw_only=True):
-    """Of an agent: the supervisor has looked, and nobody serves that door."""
+    """From an agent: the supervisor found no DebugServer of that name."""
 
 
 class DebuggerOutput(ProtocolMessage, kw_only=True):
-    """Of the debugger. `asks`: whether it wants a line, with `text` as the prompt."""
+    """Output of the debugger; with `asks`, `text` is a prompt and a line is expected."""
 
     text: str
     asks: bool = False
 
 
 class DebuggerInput(ProtocolMessage, kw_only=True):
-    """What the person says."""
+    """A line of the user."""
 
     text: str
 
 
 class ConnectRequest(ProtocolMessage, kw_only=True):
-    """To an agent: at which door the rank wants to be let in."""
+    """To an agent: the name of the DebugServer that the rank wants to reach."""
 
     door: str
 
 
 def server_path(folder: Path, name: str) -> Path:
-    """Where the door `name` is, in a cluster's folder. Raises ValueError for what is no name of a door."""
+    """Return the path of the DebugServer `name` in a cluster's folder.
+
+    Args:
+        folder: Folder of the cluster.
+        name: Name of the server.
+
+    Raises:
+        ValueError: If the name is not valid.
+    """
     if not _NAME.fullmatch(name):
         raise ValueError(f"no name of a door: {name!r:.80}")
     return folder / f"debug-{name}.sock"
 
 
 def relay_path(folder: Path) -> Path:
-    """Where a host's agent listens, in the host's folder."""
+    """Return the path at which a host's agent listens, in the folder of the host."""
     return folder / "debug.sock"
 
 
 def request_connection(folder: Path, name: str) -> Channel | None:
-    """A channel to whoever serves the door; None where nobody does. `folder`: the cluster's, or the host's own. Raises
-    ClusterError, with what has happened, where somebody may be there and does not answer."""
+    """Connect to a DebugServer.
+
+    Args:
+        folder: Folder of the cluster, or the host's own.
+        name: Name of the server.
+
+    Returns:
+        The channel after the greeting; None if no server listens.
+
+    Raises:
+        ClusterError: If a server may be there and does not answer.
+    """
     try:
         channel = connect(server_path(folder, name), Greeting | DebuggerInput)
     except OSError:
@@ -95,7 +113,7 @@ def request_connection(folder: Path, name: str) -> Channel | None:
 def _request_from_agent(folder: Path, name: str) -> Channel | None:
     try:
         channel = connect(relay_path(folder), Greeting | DebuggerInput | NoClient)
-    except FileNotFoundError:  # All ranks are on one host.
+    except FileNotFoundError:  # There is no agent: all ranks are on one host.
         return None
     except OSError as error:
         raise ClusterError(f"the agent of this host, over which a prompt is reached, has ended ({error})") from None
@@ -107,7 +125,9 @@ def _request_from_agent(folder: Path, name: str) -> Channel | None:
 
 
 def _let_in(channel: Channel, seconds: float, silence: str) -> Channel | None:
-    """The channel, once the rank is greeted; else it is closed. Raises ClusterError where there is only `silence`."""
+    """Return the channel after the greeting; otherwise close it. Raises ClusterError with `silence` if there is no
+    answer.
+    """
     said = None
     try:
         said = channel.receive_within(seconds)
@@ -120,7 +140,7 @@ def _let_in(channel: Channel, seconds: float, silence: str) -> Channel | None:
 
 
 class DebugServer:
-    """Where ranks come in that want to be debugged. `serve` it often; `close` it in the end."""
+    """Server to which ranks connect that want to be debugged. Call `serve` often and `close` at the end."""
 
     def __init__(
         self,
@@ -129,8 +149,14 @@ class DebugServer:
         *,
         ask: Callable[[str], str] | None = None,
     ) -> None:
-        """`ask(prompt)` gives a line, by default `input`; EOFError and an interrupt in it end that rank's session. It
-        closes when it is dropped, too."""
+        """Listen for ranks. The server also closes when it is dropped.
+
+        Args:
+            folder: Folder of the cluster.
+            name: Name of the server.
+            ask: ask(prompt) returns a line; None for `input`. EOFError and an interrupt in it end the session of that
+                rank.
+        """
         path = server_path(folder, name)
         self._listening = listen(path)
         self._shut = weakref.finalize(self, _shut, self._listening, path)
@@ -138,8 +164,11 @@ class DebugServer:
         self._inside: list[Channel] = []
 
     def serve(self, seconds: float = 0.0) -> None:
-        """Take in who has come, and pass on, and ask for, what they say, as long as one of them speaks. Waits for the
-        first word of all for `seconds`."""
+        """Accept ranks, print their output, and ask for their commands while one of them sends.
+
+        Args:
+            seconds: How long to wait for the first connection.
+        """
         self._take_in(seconds)
         for channel in list(self._inside):
             wait = 0.0
@@ -147,14 +176,14 @@ class DebugServer:
                 wait = _SPEAKS_SECONDS
 
     def finish(self) -> None:
-        """Pass on the last words of ranks that are done, and close."""
+        """Print the last output of ranks that are done, and close."""
         deadline = time.monotonic() + _LAST_SECONDS
         while self._inside and time.monotonic() < deadline:
             self.serve(_POLL_SECONDS)
         self.close()
 
     def close(self) -> None:
-        """Nobody comes in any more, and those inside are left alone: their sessions end."""
+        """Stop listening and end all sessions."""
         for channel in list(self._inside):
             self._leave(channel)
         self._shut()
@@ -166,14 +195,14 @@ class DebugServer:
         self.close()
 
     def _take_in(self, seconds: float) -> None:
-        """Greet who comes within `seconds`, and who has come."""
+        """Greet the ranks that connect within `seconds`."""
         wait = seconds
         while self._has_come(wait):
             wait = 0.0
             try:
                 connection, _ = self._listening.accept()
             except OSError:
-                return  # It was closed meanwhile.
+                return  # The server was closed.
             channel = Channel(connection, DebuggerOutput)
             self._inside.append(channel)
             try:
@@ -188,13 +217,16 @@ class DebugServer:
         try:
             look.register(self._listening, select.POLLIN)
         except ValueError:
-            return False  # It was closed just now.
+            return False  # The server was closed just now.
         return bool(look.poll(seconds * 1000))
 
     @contextlib.contextmanager
     def _meanwhile(self, asks: Channel) -> Iterator[threading.Event]:
-        """Inside, while a person thinks: who comes is greeted, or it would go on without; the end of the rank that
-        `asks` interrupts the person, who would answer nobody. Yields what tells whether that has happened."""
+        """Watch for connections while the user thinks.
+
+        New ranks are greeted, because otherwise they would continue without a debugger. If the rank of `asks`
+        disconnects, the prompt is interrupted. Yields an event that is set then.
+        """
         gone, person = threading.Event(), threading.current_thread()
         over, ends = socket.socketpair()
 
@@ -206,7 +238,7 @@ class DebugServer:
                 found = {descriptor for descriptor, _ in look.poll()}
                 if over.fileno() in found:
                     return
-                if asks.connection.fileno() in found:  # It waits for a line: this can be its end only.
+                if asks.connection.fileno() in found:  # The rank waits for a line, so this can only be its end.
                     gone.set()
                     if person is threading.main_thread():
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -219,12 +251,14 @@ class DebugServer:
             yield gone
         finally:
             ends.close()
-            thread.join()  # An interrupt of its comes in here at the latest.
+            thread.join()  # An interrupt from the watching thread arrives here at the latest.
             over.close()
 
     def _hears(self, channel: Channel, seconds: float) -> bool:
-        """Whether this rank has said something within `seconds`, which is answered. Of half a message, as of a rank
-        that was suspended amid one, the rest is awaited while others speak."""
+        """Handle one message of a rank within `seconds`; return whether there was one.
+
+        If a message is incomplete, for example from a suspended rank, the rest is awaited while other ranks are served.
+        """
         try:
             words = channel.receive_within(seconds)
             if words is not None:
@@ -242,7 +276,7 @@ class DebugServer:
         try:
             with self._meanwhile(channel) as gone:
                 line = self._ask(words.text)
-        except NotImplementedError:  # So a kernel says that nobody sits in front of it.
+        except NotImplementedError:  # A kernel without a frontend raises this.
             print("nobody can be asked here, which ends the rank's session")
             self._leave(channel)
             return
@@ -259,7 +293,7 @@ class DebugServer:
 
 
 def _input(prompt: str) -> str:
-    return input(prompt)  # A kernel puts its own in the place of Python's.
+    return input(prompt)  # A kernel replaces Python's `input`.
 
 
 def _shut(listening: socket.socket, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A post-mortem of a rank, as `Cluster.debug` and `%speedlab debug` open it."""
+"""Post-mortem session of a rank, for `Cluster.debug` and `%speedlab debug`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ _SERVE_SECONDS = 0.02
 
 
 def debug(cluster: Cluster, rank: int, ask: Callable[[str], str] | None = None) -> None:
-    """Look at what `rank` raised last, with the commands of pdb; `ask(prompt)` gives them, by default `input`. Returns
-    at `q`, or when an interrupt ends it. Raises ClusterError for a rank that is not there, is dead, works, or keeps
-    nothing."""
+    """Open a post-mortem of the last exception of `rank`, with pdb's commands; return at `q` or an interrupt.
+
+    Args:
+        cluster: Cluster of the rank.
+        rank: The rank.
+        ask: ask(prompt) returns a command; None for `input`.
+
+    Raises:
+        ClusterError: If the rank does not exist, is dead, is busy, or keeps no exception.
+    """
     _refuse(cluster, rank)
     name = secrets.token_hex(8)
     with DebugServer(cluster.directory, name, ask=ask) as door:

@@ -1,9 +1,10 @@
-"""Python's debugger on a rank: a post-mortem of what it raised last, and `breakpoint()` in a cell between two steps.
+"""Python's debugger on a rank: post-mortem of its last exception, and `breakpoint()` in a cell between two steps.
 
-*What is kept* is one exception a rank, with its frames and so with the tensors in them, until the next thing that a
-person lets this rank do begins: then it is freed, before anything takes memory. Nothing is kept of a rank that only
-followed another one into its failure, since its frames would hold the connections that are to close, and nothing of a
-cell between two steps, since the run goes on beside it.
+A rank keeps one exception, with its frames and so with the tensors in them. It is freed when the next work of the user
+begins, before that work takes memory. Two kinds of exceptions are not kept:
+
+- those of a rank that only followed another rank's failure: its frames would hold connections that must close;
+- those of a cell between two steps: the run continues.
 """
 
 from __future__ import annotations
@@ -22,31 +23,46 @@ from speedlab.cluster.errors import ClusterError, RemoteFailure
 from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError
 
 _kept: list[BaseException] = []
-"""What this rank raised last, while it is kept."""
+"""The last exception of this rank, while it is kept."""
 
 _CALLED_BACK = ("weakref", "_weakrefset")
-"""Modules whose frames the interpreter calls wherever it frees something; what is raised there is lost, a quit too."""
+"""Modules whose frames the interpreter calls when it frees objects. An exception raised there is lost, and so is a
+quit.
+"""
 _SKIPPED = ("IPython.*", "traitlets.*", "contextlib", "asyncio.*", "codeop", "speedlab.cluster.*", *_CALLED_BACK)
-"""Modules between a cell's statements, into which nobody wants to step."""
+"""Modules between the statements of a cell, which are not stepped into."""
 _ABOVE = ("speedlab/cluster/worker/remote.py", "speedlab/cluster/worker/cells.py")
 _SHELL = "IPython/core/interactiveshell.py"
 
 
 def keep(error: BaseException) -> None:
-    """Keep what this rank has raised, instead of what it raised before."""
+    """Keep the exception of this rank instead of an earlier one.
+
+    Args:
+        error: Exception; not kept if it follows another rank's failure.
+    """
     forget()
     if not RemoteFailure(kind=type(error).__name__, message=_text(error)).follows_another:
         _kept.append(error)
 
 
 def forget() -> None:
-    """Free what is kept."""
+    """Free the kept exception."""
     _kept.clear()
 
 
 def post_mortem(name: str) -> bool:
-    """Let whoever serves the door `name` look at what this rank raised last. False where nothing is kept. Raises
-    ClusterError where nobody can be reached."""
+    """Let the user inspect the last exception of this rank.
+
+    Args:
+        name: Name of the DebugServer.
+
+    Returns:
+        False if no exception is kept.
+
+    Raises:
+        ClusterError: If the server cannot be reached.
+    """
     if not _kept:
         return False
     error = _kept[0]
@@ -69,14 +85,14 @@ def post_mortem(name: str) -> bool:
 
 
 class Breakpoints:
-    """Inside, `breakpoint()` stops, where somebody serves the door `name`; else, and where that is "", it says so, and
-    goes on."""
+    """Context in which `breakpoint()` stops if a DebugServer listens; otherwise it prints why not, and continues."""
 
     def __init__(self, name: str) -> None:
+        """`name`: name of the DebugServer; "" if there is none."""
         self._name = name
         self._talk: _Talk | None = None
         self._debugger: _Debugger | None = None
-        """Made when it stops first, as the talk is."""
+        """Made at the first stop, as is the talk."""
         self._alone = False
         self._before: Any = None
 
@@ -84,26 +100,26 @@ class Breakpoints:
         self._before, sys.breakpointhook = sys.breakpointhook, self._stop
 
     def __exit__(self, *exception: object) -> None:
-        if sys.breakpointhook == self._stop:  # A cell may have set one of its own.
+        if sys.breakpointhook == self._stop:  # The cell may have set its own hook.
             sys.breakpointhook = self._before
         if self._talk is None:
             return
         sys.settrace(None)
         frame: FrameType | None = sys._getframe()
-        while frame is not None:  # They would keep the debugger, and with it the cell's tensors.
+        while frame is not None:  # Trace functions would keep the debugger alive, and with it the tensors of the cell.
             frame.f_trace = None
             frame = frame.f_back
         self._talk.close()
         self._debugger = None
 
     def _stop(self, *arguments: object, header: str | None = None, **keywords: object) -> None:
-        """As `breakpoint()` calls it."""
+        """Handle a call of `breakpoint()`."""
         if self._alone:
             return
         if self._talk is None or self._talk.over:
             channel = self._knock()
             if channel is None:
-                self._alone = True  # To be waited for, and told, once is enough.
+                self._alone = True  # Wait and report only once.
                 return
             self._talk = _Talk(channel)
             self._debugger = _Debugger(self._talk)
@@ -113,7 +129,7 @@ class Breakpoints:
         self._debugger.set_trace(sys._getframe(1))
 
     def _knock(self) -> Channel | None:
-        """Where somebody is to be asked; else it says why not."""
+        """Connect to the DebugServer; print why if that fails."""
         try:
             channel = request_connection(_folder(), self._name) if self._name else None
         except ClusterError as problem:
@@ -125,7 +141,7 @@ class Breakpoints:
 
 
 class _Talk(io.TextIOBase):
-    """What the debugger writes and reads, over a channel. At its end there is nothing to read."""
+    """File object of the debugger over a channel. Reading returns "" after the channel has closed."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -150,7 +166,7 @@ class _Talk(io.TextIOBase):
         try:
             self._send(DebuggerOutput(text=prompt, asks=True))
             line = self._channel.receive() if not self.over else None
-        except (ChannelClosedError, KeyboardInterrupt):  # An interrupt ends the session: pdb would ask again.
+        except (ChannelClosedError, KeyboardInterrupt):  # An interrupt ends the session; pdb alone would prompt again.
             self.close()
             line = None
         return f"{line.text}\n" if isinstance(line, DebuggerInput) else ""
@@ -160,16 +176,16 @@ class _Talk(io.TextIOBase):
         self._channel.close()
 
     def _send(self, words: DebuggerOutput) -> None:
-        with contextlib.suppress(ChannelClosedError):  # Then nothing can be read either, which ends the session.
+        with contextlib.suppress(ChannelClosedError):  # Reading fails then, too, and ends the session.
             if not self.over:
                 self._channel.send(words)
 
 
 class _Debugger(pdb.Pdb):
-    """pdb, whose frames are those of the user's code and of what it calls."""
+    """pdb that shows only frames of the user's code and of what the code calls."""
 
     def __init__(self, talk: _Talk) -> None:
-        both: Any = talk  # It is all of a file that pdb uses.
+        both: Any = talk  # pdb needs only these methods of a file.
         super().__init__(stdin=both, stdout=both, skip=_SKIPPED, nosigint=True, readrc=False)
         self.prompt = f"rank {_rank()} (Pdb) "
 
@@ -195,7 +211,7 @@ class _Debugger(pdb.Pdb):
 
 
 def _first_own(frames: list[FrameType]) -> int:
-    """Where the user's code begins: behind the transport, and behind the shell that runs a cell."""
+    """Return the index of the first frame of the user's code, below the transport and the shell that runs a cell."""
     files = [frame.f_code.co_filename.replace(os.sep, "/") for frame in frames]
     first = max((number + 1 for number, file in enumerate(files) if file.endswith(_ABOVE)), default=0)
     for number in range(first, len(frames)):

@@ -1,11 +1,11 @@
-"""What a rank on another host and the person who debugs it say to each other, passed on by the supervisor.
+"""The supervisor's relay between a debugged rank on another host and the kernel of the user.
 
-1. An agent tells which ranks of its host have knocked, and at which door (`agent_lobby.py`).
-2. The supervisor connects to that door, in the cluster's own folder, in the rank's place. Where nobody serves it, the
-   rank is told at once, and goes on.
-3. Bytes go both ways as they stand, one question to the agent for all ranks of its host: at once while somebody speaks,
-   and a few times a second while a person thinks. What one side does not take is not asked of the other.
-4. The end of either connection ends the other one; so does a host, or its agent, that does not answer.
+1. An agent reports which ranks of its host wait, and for which DebugServer (`agent_relay.py`).
+2. The supervisor connects to that DebugServer, in the cluster's folder, in place of the rank. If no DebugServer
+   listens, the rank is informed at once and continues.
+3. Bytes are transferred in both directions without change, with one request per host: without pause while a side sends,
+   and a few times a second otherwise. If one side does not read, the other side is not asked for more.
+4. The end of one connection ends the other one. A host, or agent, that does not answer ends them, too.
 """
 
 from __future__ import annotations
@@ -25,24 +25,33 @@ from speedlab.cluster.supervisor.protocol import ProtocolMessage
 log = logging.getLogger("speedlab.supervisor")
 
 Exchange = Callable[[str, Mapping[str, Given]], dict[str, Said]]
-"""exchange(host, given): what an agent answers. Raises ClusterError."""
+"""exchange(host, given): transfer bytes with the ranks of a host; raises ClusterError."""
 
 _LEAST_PAUSE_SECONDS = 0.01
 _MOST_PAUSE_SECONDS = 0.25
 
 
 class SupervisorDebugRelay:
-    """The sessions of all hosts of a cluster."""
+    """The debugging sessions of all hosts of a cluster."""
 
     def __init__(self, folder: Path, exchange: Exchange) -> None:
-        """`folder`: the cluster's own."""
+        """Prepare the relay.
+
+        Args:
+            folder: Folder of the cluster.
+            exchange: Transfers bytes with an agent.
+        """
         self._folder, self._exchange = folder, exchange
         self._lock = threading.Lock()
         self._hosts: dict[str, dict[str, _Session]] = {}
-        """Sessions by host and number; a host is in it while a thread serves it."""
+        """Sessions by host and caller id. A host has an entry while a thread serves it."""
 
     def hear(self, waiting: Mapping[str, Mapping[str, str]]) -> None:
-        """`waiting`: by host, the door at which each rank stands, by its number there; also of those that are known."""
+        """Start sessions for ranks that wait; known ranks are ignored.
+
+        Args:
+            waiting: By host, the name of the DebugServer by caller id.
+        """
         for host, doors in waiting.items():
             with self._lock:
                 known = self._hosts.get(host, {})
@@ -61,7 +70,8 @@ class SupervisorDebugRelay:
             given = {number: session.given() for number, session in sessions.items()}
             try:
                 said = self._exchange(host, given)
-            except Exception as error:  # Nobody else would hear of it, and the next one on this host is served, too.
+            # Log it, because this thread has no caller; later sessions of this host still work.
+            except Exception as error:
                 log.warning("debugged ranks of %s are left: %s", host, error)
                 said = dict.fromkeys(sessions, (b"", True))
             for number, session in sessions.items():
@@ -70,7 +80,7 @@ class SupervisorDebugRelay:
             pause = _LEAST_PAUSE_SECONDS if spoke else min(2 * pause, _MOST_PAUSE_SECONDS)
 
     def _of(self, host: str) -> dict[str, _Session]:
-        """Those that go on; the host is forgotten with the last one."""
+        """Return the sessions that continue; remove the host after its last session."""
         with self._lock:
             sessions = self._hosts[host]
             for number in [number for number, session in sessions.items() if session.over]:
@@ -81,37 +91,40 @@ class SupervisorDebugRelay:
 
 
 class _Session:
-    """The supervisor's end of one rank's connection to a door."""
+    """The supervisor's connection to a DebugServer for one rank."""
 
     def __init__(self, folder: Path, door: str) -> None:
         self.over = False
         self._door = server_path(folder, door)
         self._unsent = b""
         self._ended = self._told = self._rank_ended = False
-        """Whether the person's side has ended, the agent was told so, and the rank's side has ended."""
+        """`_ended`: the user's side has ended. `_told`: the agent was informed of that. `_rank_ended`: the rank's side
+        has ended.
+        """
         self._channel: Channel | None = None
         self._connect()
 
     def _connect(self) -> None:
         try:
-            self._channel = connect(self._door, ProtocolMessage, waits=False)  # Others are watched on this thread.
+            # Non-blocking: this thread serves other sessions, too.
+            self._channel = connect(self._door, ProtocolMessage, waits=False)
         except BlockingIOError:
-            pass  # Too many wait there to be let in: it is tried again.
+            pass  # The backlog is full; `given` tries again.
         except (OSError, ValueError):
             self._ended = True
 
     @property
     def connection(self) -> socket.socket | None:
-        """None where nobody is there yet, or any more."""
+        """The socket, or None if it is not connected yet, or not any more."""
         return self._channel.connection if self._channel is not None and not self._ended else None
 
     @property
     def awaited(self) -> int:
-        """What to wait for on the connection, as poll() has it."""
+        """Events to poll for on the socket."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def given(self) -> Given:
-        """What the person has said, for the agent."""
+        """Return the bytes of the user for the agent."""
         data = b""
         if self._channel is None and not self._ended:
             self._connect()
@@ -127,14 +140,19 @@ class _Session:
         return data, self._ended, not self._unsent
 
     def take(self, data: bytes, over: bool) -> None:
-        """What the rank has said, for the person."""
+        """Send the bytes of the rank to the user.
+
+        Args:
+            data: Bytes of the rank.
+            over: Whether these were the last.
+        """
         self._unsent += data
         self._rank_ended |= over
         if self._unsent and (connection := self.connection) is not None:
             try:
                 self._unsent = self._unsent[connection.send(self._unsent) :]
             except BlockingIOError:
-                pass  # A person thinks about another rank.
+                pass  # The user is busy with another rank.
             except OSError:
                 self._ended = True
         if self._told or (self._rank_ended and not self._unsent):
@@ -144,7 +162,7 @@ class _Session:
 
 
 def _wait_for_any(sessions: Iterable[_Session], seconds: float) -> None:
-    """Until one of these persons says something, or takes more, at the latest after `seconds`."""
+    """Wait until a session can read or write, at most `seconds`."""
     look = select.poll()
     for session in sessions:
         if (connection := session.connection) is not None:
