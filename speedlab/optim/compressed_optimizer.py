@@ -1,4 +1,9 @@
-"""Optimizers that sum gradients over the data-parallel ranks themselves, in their own step: compressed, or seldom."""
+"""Protocols of optimizers that reduce gradients over data-parallel ranks themselves: compressed, or rarely.
+
+1. `CommunicatingOptimizer` reduces gradients in its own step, for example as signs (1-bit Adam).
+2. `LocalStepOptimizer` also makes steps without an exchange (0/1 Adam).
+3. `ParamSyncOptimizer` also sends parameter changes in place of a gather.
+"""
 
 from __future__ import annotations
 
@@ -16,142 +21,210 @@ from speedlab.placement import StatePlacement, ZeroPolicy
 
 @dataclass(frozen=True)
 class ExchangedState:
-    """What an optimizer is shown of a flat: its gradient, and its moments by name over the state range."""
+    """A flat parameter as an optimizer sees it: its gradient, and its moments by name over the state range."""
 
     gradient: Gradient
     moments: Mapping[str, Tensor]
     whole: bool
-    """Whether the state range is the whole flat, rather than this rank's partition."""
+    """Whether the state range is the whole flat parameter, not this rank's partition."""
     segments: Sequence[tuple[int, Tensor]]
-    """The first slot of each segment that the optimizer has of it, and the segment."""
+    """(first slot, master) of each segment."""
     masters: Tensor
-    """Over the state range, on the device: nothing that communicates goes with others (`config.optimizer_rules`)."""
+    """Masters over the state range, on the device: `config.optimizer_rules` refuses offload for these optimizers."""
     parameters: Tensor
-    """The whole flat, in the compute dtype; it may be the masters' memory."""
+    """The whole flat parameter in the compute dtype; may share memory with the masters."""
     unused: Collection[int] = ()
-    """Slots that nobody used in this step, which are not updated: what is kept of them stays."""
+    """Slots that no rank used in this step. They are not updated, and their extra state stays unchanged."""
 
 
 @runtime_checkable
 class NeedsSetup(Protocol):
-    """One that has something to do before the first step."""
+    """An optimizer with work before the first step."""
 
     def prepare(self, flats: Sequence[ExchangedState]) -> None:
-        """What takes its time the first time, as new connections do, so that no later step has to. Collective."""
+        """Do slow one-time work, such as opening connections, so that no later step has to. Collective.
+
+        Args:
+            flats: The flat parameters.
+        """
         ...
 
 
 @runtime_checkable
 class CommunicatingOptimizer(Protocol):
-    """What a torch optimizer has that does so, beside its `step` over segments.
+    """A torch optimizer that reduces gradients itself; these methods are added to its `step` over segments.
 
-    While `communicates`, the engine leaves every rank with its own terms of a gradient (its tensor-parallel peers' and
-    its copies' are in them), and asks for the exchange before the update. Then nothing is clipped, and the norm that
-    the engine tells is that of unsummed terms: exact where all ranks have the same, else larger than the sum's.
+    While `communicates`, the engine leaves each rank its own gradient terms and calls `exchange` before the update.
+    Terms of tensor-parallel peers and of copies are already summed. Nothing is clipped then. The reported gradient norm
+    is that of unreduced terms: exact if all ranks have equal terms, else larger than the norm of the sum.
     """
 
     kept: ClassVar[Mapping[str, StatePlacement]]
-    """Tensors that it keeps beside each gradient, over the whole flat and different on each rank (`Holders.OWN`: an
-    error feedback), or over the partition that a rank sums (`Holders.OWN_PART`). They are `gradient.kept[name]`, zero
-    at first. Checkpoints have them while it communicates."""
+    """Extra tensors per gradient, as `gradient.kept[name]`, zero at first.
+
+    Checkpoints contain them while it communicates.
+
+    They cover the whole flat parameter and differ per rank (`Replication.OWN`: error feedback), or cover the partition
+    that a rank reduces (`Replication.OWN_PART`).
+    """
 
     @property
     def communicates(self) -> bool:
-        """Whether it sums the gradients of the next step; asked when the step's first backward begins. The same on all
-        ranks."""
+        """Return whether the optimizer reduces the gradients of the next step; equal on all ranks.
+
+        The engine asks when the first backward of a step begins.
+        """
         ...
 
     def exchange(self, flats: Sequence[ExchangedState], factor: float) -> None:
-        """Fill `gradient.update` of each flat, this rank's state range, with what `step` shall see as gradient.
+        """Fill `gradient.update` of each flat parameter with the gradient that `step` shall see.
 
-        Called on all ranks, once a step. `gradient.own` are this rank's terms of the whole flat, which may be written
-        over: summed over `gradient.group` and multiplied by `factor` they are the gradient. Whatever it raises, what is
-        `kept` is that of the last step then.
+        Called on all ranks per step.
+
+        On any error the extra tensors in `kept` stay as they were after the last step.
+
+        Args:
+            flats: The flat parameters. `gradient.own` has this rank's terms of the whole flat parameter and may be
+                overwritten.
+            factor: The gradient is the sum of terms over `gradient.group`, times this factor.
         """
         ...
 
     def updated(self, flats: Sequence[ExchangedState], everyone: Group) -> None:
-        """An update has been made, on all ranks of the world (`everyone`): the place to change what `communicates`
-        says."""
+        """Record an update that all ranks have made; `communicates` may change here.
+
+        Args:
+            flats: The flat parameters.
+            everyone: All ranks of the world.
+        """
         ...
 
     def begin_anew(self) -> None:
-        """Parameters came from elsewhere, without what was kept: begin as on the first step."""
+        """Restart as on the first step, because parameters were loaded without the extra tensors."""
         ...
 
     def told(self) -> dict[str, float]:
-        """What the record of the step that has just ended says of the exchange; {} where there is none."""
+        """Return figures of the exchange for the record of the step that has just ended; {} without any."""
         ...
 
 
 @runtime_checkable
 class LocalStepOptimizer(CommunicatingOptimizer, Protocol):
-    """One that between two exchanges makes steps of each rank's own, from whose first on parameters differ between
-    ranks. While it communicates it updates parameters that nobody used, too, as if their gradient were 0: an exchange
-    brings back what other steps have moved. It needs whole masters and states on every rank."""
+    """An optimizer with local steps between two exchanges, so that parameters differ between ranks meanwhile.
+
+    While it communicates it also updates unused parameters, as if their gradient were 0, because an exchange resets
+    what local steps have changed. It needs whole masters and states on every rank.
+    """
 
     @property
     def apart(self) -> bool:
-        """Whether parameters differ now."""
+        """Return whether parameters differ between ranks now."""
         ...
 
     @property
     def keeps(self) -> bool:
-        """Whether what is `kept` counts between these two steps, though the next one may not communicate."""
+        """Return whether the tensors in `kept` are in use now, even if the next step does not communicate."""
         ...
 
     def meet(self, flats: Sequence[ExchangedState]) -> None:
-        """Between two steps: make masters and states those of all ranks, by an exchange that comes early.
-        Collective."""
+        """Make masters and states equal on all ranks, by an early exchange between two steps. Collective.
+
+        Args:
+            flats: The flat parameters.
+        """
         ...
 
 
 @runtime_checkable
 class ParamSyncOptimizer(CommunicatingOptimizer, Protocol):
-    """One that may bring the changes of partitioned masters to the parameters of all ranks, in place of a gather."""
+    """An optimizer that may send changes of partitioned masters to all ranks, in place of a gather."""
 
     @property
     def publishes(self) -> bool:
-        """Whether it does so in the present step; asked behind its exchange."""
+        """Return whether it does so in this step; asked after its exchange."""
         ...
 
     def restage(self, flats: Sequence[ExchangedState], *, partitioned: bool) -> Callable[[], None]:
-        """Before an exchange, and before `updated`: whether states are partitioned, on every rank alike. What is
-        returned takes back what that has changed, where the exchange fails. Collective."""
+        """Follow a change between whole and partitioned states, before an exchange and before `updated`. Collective.
+
+        Args:
+            flats: The flat parameters.
+            partitioned: Whether states are partitioned now; equal on all ranks.
+
+        Returns:
+            A function that undoes the change, for an exchange that fails.
+        """
         ...
 
     def publish(self, flats: Sequence[ExchangedState], number: int) -> None:
-        """Update `number` has changed the masters: change parameters. Collective."""
+        """Change the parameters of all ranks as the update has changed the masters. Collective.
+
+        Args:
+            flats: The flat parameters.
+            number: Number of the update.
+        """
         ...
 
 
 def kept_by(kind: type[Any]) -> Mapping[str, StatePlacement] | None:
-    """What optimizers of this class keep beside gradients; None when they do not communicate."""
+    """Return the extra tensors of an optimizer class.
+
+    Args:
+        kind: The optimizer class.
+
+    Returns:
+        Their placement by name; None if the class does not communicate.
+    """
     return kind.kept if hasattr(kind, "exchange") else None
 
 
 def sums_itself(optimizer: Optimizer) -> bool:
-    """Whether the gradients of the next step are the optimizer's to sum."""
+    """Return whether the optimizer reduces the gradients of the next step.
+
+    Args:
+        optimizer: Any torch optimizer.
+    """
     return isinstance(optimizer, CommunicatingOptimizer) and optimizer.communicates
 
 
 def steps_apart(kind: type[Any]) -> bool:
-    """Whether optimizers of this class are such ones."""
+    """Return whether optimizers of this class make local steps.
+
+    Args:
+        kind: The optimizer class.
+    """
     return kept_by(kind) is not None and hasattr(kind, "meet")
 
 
 def keeps_now(optimizer: Optimizer) -> bool:
-    """Whether a checkpoint has to have what the optimizer keeps beside gradients."""
+    """Return whether a checkpoint must contain the optimizer's extra tensors.
+
+    Args:
+        optimizer: Any torch optimizer.
+    """
     return optimizer.keeps if isinstance(optimizer, LocalStepOptimizer) else sums_itself(optimizer)
 
 
 def updates_unused(optimizer: Optimizer) -> bool:
-    """Whether the next update is of parameters that nobody used, too."""
+    """Return whether the next update also changes parameters that no rank used.
+
+    Args:
+        optimizer: Any torch optimizer.
+    """
     return isinstance(optimizer, LocalStepOptimizer) and optimizer.communicates
 
 
 def check_whole_gradients(kind: type[Any], zero_policy: ZeroPolicy, stage: int) -> None:
-    """Raises ValueError where the optimizer communicates and gradients would be partitioned."""
+    """Check that a communicating optimizer gets whole gradients.
+
+    Args:
+        kind: The optimizer class.
+        zero_policy: The planned placement.
+        stage: The ZeRO stage, for the message.
+
+    Raises:
+        ValueError: If gradients would be partitioned or double-buffered, or states of local steps partitioned.
+    """
     if kept_by(kind) is not None and zero_policy.grads_sharded:
         raise ValueError(
             f"zero.stage {stage}: {kind.__name__} sums gradients itself and needs all of them on every rank; use stage "

@@ -1,18 +1,19 @@
-"""An update that a thread makes beside the step's own (`offload.delayed_update`; arXiv:2101.06840, section 5.2).
+"""Delayed update: a thread updates the masters during the next step (`offload.delayed_update`).
 
-With θₖ the masters after the update of step k, gₖ its gradient and s = `delayed_update`:
+The method is delayed parameter update (arXiv:2101.06840, section 5.2). With θₖ the masters after the update of step k,
+gₖ its gradient and s = `delayed_update`:
 
-1. θₖ = θₖ₋₁ + u(gₖ), with the clipping, loss scale, learning rate and count of step k, as without a delay.
-2. Where k ≥ s, forward and backward of step k + 1 use θₖ₋₁ while the thread makes θₖ out of the gradients that wait;
-   θₖ becomes the parameters when that backward has ended, or before, when somebody looks at them (`finish_update`).
-3. Where k < s, θₖ becomes the parameters at the end of step k, as without a delay.
+1. θₖ = θₖ₋₁ + u(gₖ), with the clipping, loss scale, learning rate and step count of step k, as without a delay.
+2. For k ≥ s, forward and backward of step k + 1 use θₖ₋₁ while the thread computes θₖ from the buffered gradients. θₖ
+   becomes the parameters after that backward, or earlier if a caller reads parameters (`finish_update`).
+3. For k < s, θₖ becomes the parameters at the end of step k, as without a delay.
 
-At most one update is under way, that of the step before. So a step that float16 skips ends with the update before it
-applied and none under way, and the step behind a look uses the newest parameters, as the first one does: a run that
-looked after step k goes on as one that was loaded from a checkpoint of step k, and not as one that did not look.
+At most one update is pending, that of the previous step. So a step that float16 skips ends with the previous update
+applied and none pending. The step after `finish_update` uses the newest parameters, as the first step does. A run that
+calls it after step k therefore continues like a run loaded from a checkpoint of step k, not like an uninterrupted run.
 
-The thread reads and writes masters, moments and the gradients that wait, which nothing else touches meanwhile, and
-speaks to no peer. What ranks exchange is the step's own to send: in one order, on one thread.
+The thread reads and writes masters, moments and buffered gradients, which nothing else uses meanwhile. It calls no
+collective: all communication stays on one thread, in one order.
 """
 
 from __future__ import annotations
@@ -24,19 +25,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 _WAKE_SECONDS = 0.05
-"""A wait is back in Python this often, so that signals are heard."""
+"""Interval at which a wait returns to Python, to handle signals."""
 
 
 class DelayedUpdate:
-    """Work on a thread of its own, from `start` on. Who starts it has it at hand already: an interrupt may come while
-    the thread begins, which then has to be waited for all the same."""
+    """Work on its own thread, after `start`.
+
+    The caller stores the object before `start`, because an interrupt may come while the thread starts, and the thread
+    must be waited for even then.
+    """
 
     def __init__(self, work: Callable[[], object]) -> None:
         self._work = work
         self._error: BaseException | None = None
         self._gate, self._done = threading.Lock(), threading.Event()
         self._started = self._begun = self._called_off = self._told = False
-        # A daemon: whoever leaves the interpreter does not want what it would still write.
+        # A daemon: at interpreter exit the result is not needed.
         self._thread = threading.Thread(target=self._run, name="speedlab-update", daemon=True)
 
     def start(self) -> None:
@@ -53,11 +57,14 @@ class DelayedUpdate:
         except BaseException as error:
             self._error = error
         finally:
-            self._work = lambda: None  # It holds the optimizer.
+            self._work = lambda: None  # Free the optimizer.
             self._done.set()
 
     def settle(self) -> None:
-        """Wait until it has ended, well or not. One whose start was cut off, and which has not begun, never will."""
+        """Wait until the work has ended, with any result.
+
+        If `start` was interrupted before the work began, cancel the work.
+        """
         if not self._started:
             with self._gate:
                 if not self._begun:
@@ -68,7 +75,7 @@ class DelayedUpdate:
             pass
 
     def wait(self) -> None:
-        """Wait until it is done. Raises what it failed with, each time."""
+        """Wait until the work is done. Raises its error, at each call."""
         self.settle()
         if self._error is not None:
             self._told = True
@@ -76,19 +83,21 @@ class DelayedUpdate:
 
     @property
     def untold(self) -> BaseException | None:
-        """What one that has ended failed with, where nobody has heard of it."""
+        """Return the error of ended work if no caller has received it."""
         return None if self._told else self._error
 
 
 class OptimizerSnapshot:
-    """The same optimizer over the same states, with the options that its groups have now: what a scheduler sets while
-    this one updates is for the next step."""
+    """A copy of an optimizer over the same states, with the present options of its groups.
+
+    A scheduler may change options of the original for the next step while the copy updates.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._of = optimizer
         self.optimizer: Optimizer = object.__new__(type(optimizer))
         self.optimizer.__dict__.update(optimizer.__dict__)
-        self.optimizer.__dict__.pop("step", None)  # A scheduler's, which would step the other one.
+        self.optimizer.__dict__.pop("step", None)  # The wrapper of a scheduler would step the original.
         self.optimizer.param_groups = [
             {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
             for group in optimizer.param_groups
@@ -98,7 +107,7 @@ class OptimizerSnapshot:
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask, and warn
 
     def take_back(self) -> None:
-        """What it has noted beside states (a count in an attribute, say) is the optimizer's own."""
+        """Copy attributes and options that the copy changed (for example a counter) to the original."""
         noted = self.optimizer.__dict__.items()
         self._of.__dict__.update({key: value for key, value in noted if self._before.get(key) is not value})
         groups = zip(self._of.param_groups, self.optimizer.param_groups, self._groups_before, strict=True)
@@ -107,5 +116,5 @@ class OptimizerSnapshot:
 
 
 def _was_written(value: object, before: object) -> bool:
-    """Whether an option of a group is another one than the copy that was made of it, which has no changes yet."""
+    """Return whether a group option differs from the copy that was made of it."""
     return value is not before or (isinstance(value, Tensor) and value._version > 0)

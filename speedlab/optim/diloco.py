@@ -1,24 +1,21 @@
-"""Islands of ranks that train by themselves and meet every few steps (DiLoCo, arXiv:2311.08105, algorithm 1).
+"""DiLoCo: islands of ranks train alone and average every few steps (arXiv:2311.08105, algorithm 1).
 
-All islands begin with the same parameters, the *anchor*. Each makes `outer.every_steps` steps of its own; then:
+All islands begin with equal parameters, the *anchor*. Each island makes `outer.every_steps` steps. Then:
 
-1. The outer gradient is the anchor minus an island's parameters, in the mean over the islands (`OuterStep`).
-2. An SGD with (Nesterov) momentum takes it: momentum = outer.momentum × momentum + gradient, and the new anchor is the
-   anchor minus outer.lr × (gradient + outer.momentum × momentum). All islands compute the same bits.
-3. The anchor is every island's parameters: the next steps begin there. Inner moments stay each island's own.
+1. The outer gradient is the anchor minus the island's parameters, averaged over the islands (`OuterStep`).
+2. SGD with (Nesterov) momentum uses it: momentum = outer.momentum × momentum + gradient. The new anchor is the anchor
+   minus outer.lr × (gradient + outer.momentum × momentum). All islands compute equal bits.
+3. Every island takes the anchor as its parameters. The inner moments of each island stay unchanged.
 
-With `outer.fragments` every k-th flat meets by itself, in turn (streaming DiLoCo, arXiv:2501.18512): as many bytes, no
-longer all at once. With `outer.delay_steps` 2 and 3 come so many steps behind 1, which those steps hide, and a share
-`outer.mixing` of an island's own parameters stays.
+With `outer.fragments` every k-th flat parameter meets alone, in turn (streaming DiLoCo, arXiv:2501.18512): equal bytes
+in total, lower peaks. With `outer.delay_steps`, parts 2 and 3 happen some steps after 1, and these steps hide the
+transfer; a share `outer.mixing` of the island's own parameters remains.
 
-A save needs one model: `average_replicas` ends the meetings under way, and gives all islands the mean of their
-parameters and moments, in float32. Anchor, outer momentum and the count of steps go on as they were, so that the next
-meeting comes when it would have come.
+A save needs one model. `average_replicas` ends the pending meetings and gives all islands the float32 mean of their
+parameters and moments. Anchor, outer momentum and the step count do not change, so the next meeting keeps its time.
 
-One meeting of islands: the mean outer gradient of some flats, on its way, and the outer update that takes it.
-
-Each rank exchanges what belongs to its own partition with the ranks of other islands that have the same, at every ZeRO
-stage, so that nothing is sent twice. It travels in float32, or compressed with error feedback (`CompressedMeans`).
+Each rank exchanges its own partition with the same ranks of other islands, at every ZeRO stage, so nothing is sent
+twice. Transfers are float32, or compressed with error feedback (`CompressedMeans`).
 """
 
 from __future__ import annotations
@@ -44,7 +41,15 @@ _FLOAT32 = 4
 
 
 def kept_by_diloco(outer: OuterConfig, islands: int) -> Mapping[str, StatePlacement] | None:
-    """What islands keep beside each gradient, over a rank's partition; None where there is but one."""
+    """Return the extra tensors of islands, per gradient, over a rank's partition.
+
+    Args:
+        outer: The settings of the outer optimizer.
+        islands: Number of islands.
+
+    Returns:
+        Their placement by name; None with one island.
+    """
     if islands == 1:
         return None
     kept = {ANCHOR: StatePlacement(holders=Replication.OWN_PART, form="float32")}
@@ -56,10 +61,19 @@ def kept_by_diloco(outer: OuterConfig, islands: int) -> Mapping[str, StatePlacem
 
 
 class OuterStep:
-    """Outer gradients of `flats` on their way; all ranks begin and end meetings in one order."""
+    """One meeting: outer gradients of some flat parameters in transfer.
+
+    All ranks begin and end meetings in the same order.
+    """
 
     def __init__(self, group: Group, flats: Sequence[tuple[FlatParam, Gradient]], outer: OuterConfig) -> None:
-        """`flats` with their gradients. Nothing is sent before `send`."""
+        """Compute the outer gradients. `send` starts the transfer.
+
+        Args:
+            group: The same rank in all islands.
+            flats: Flat parameters with their gradients.
+            outer: The settings of the outer optimizer.
+        """
         self._group, self._flats, self._outer = group, flats, outer
         self._sizes = [partition_size(flat) for flat, _ in flats]
         self._together = island_buffer(group, sum(self._sizes))
@@ -71,30 +85,38 @@ class OuterStep:
             codes: dict[str, Code] = {"signs": Signs(), "topk": LargestElements(outer.topk_share)}
             self._codes = CompressedMeans(group, codes[outer.compression], self._sizes)
         self.sent_bytes = self._codes.sent_bytes if self._codes else sum_bytes(group, self._together.numel())
-        """What this rank sends."""
+        """Bytes that this rank sends."""
         group.traffic.buffers.add(self._together.nbytes)
 
     @property
     def finite(self) -> bool:
-        """Whether this rank's outer gradients are. Waits for the device."""
+        """Return whether this rank's outer gradients are finite. Causes a device sync."""
         return bool(self._together.isfinite().all())
 
     def send(self) -> None:
-        """Begin the exchange, once `finite` is known to be so on all ranks."""
+        """Start the exchange. Call this after all ranks have checked `finite`."""
         if self._codes is None:
             self._transfer = self._group.all_reduce(self._together)
         else:
             self._codes.send(self._given, [gradient.kept[ERROR] for _, gradient in self._flats])
 
     def end(self, mixing: float) -> Tensor:
-        """Wait for the means, move the anchors, and bring own masters there, but for a share `mixing` of what they are;
-        the squared norm of what was not sent. Whatever is raised while it waits, what is kept stays as it was."""
+        """Wait for the means, update the anchors, and set this rank's masters.
+
+        On an error during the wait, the extra tensors stay unchanged.
+
+        Args:
+            mixing: Share of the own parameters that remains; 0 takes the anchor.
+
+        Returns:
+            () float64, the squared norm of the compression error.
+        """
         squares = torch.zeros((), dtype=torch.float64, device=self._group.device)
         means = self._means()
         self._group.traffic.buffers.add(-self._together.nbytes)
         for mean, missed, (flat, gradient) in zip(means, self._given, self._flats, strict=True):
             if self._codes is not None:
-                # Codes of what is no parameter's are errors that no checkpoint would have.
+                # Padding must have no error: checkpoints do not store values of padding.
                 for tensor in (mean, missed):
                     gradient.zero_gaps(tensor, gradient.own_range[0])
                 gradient.kept[ERROR].copy_(missed)
@@ -104,7 +126,11 @@ class OuterStep:
         return squares
 
     def give_up(self, *, wait: bool) -> None:
-        """Nobody uses what has been sent; `wait`: until all of it is here, as peers that are there still read it."""
+        """Drop a meeting.
+
+        Args:
+            wait: Wait for its transfer, because peers that are still connected read this rank's buffer.
+        """
         try:
             if wait:
                 self._means()
@@ -120,7 +146,7 @@ class OuterStep:
         return self._given
 
     def _update(self, kept: Mapping[str, Tensor], mean: Tensor) -> None:
-        """The outer update of an anchor; `mean`, the outer gradient, is written over."""
+        """Apply the outer update to an anchor. `mean`, the outer gradient, is overwritten."""
         outer = self._outer
         if outer.momentum:
             momentum = kept[MOMENTUM].mul_(outer.momentum).add_(mean)
@@ -129,47 +155,84 @@ class OuterStep:
 
 
 def partition_size(flat: FlatParam) -> int:
-    """Elements of a rank's partition."""
+    """Return the number of elements of a rank's partition.
+
+    Args:
+        flat: The flat parameter.
+    """
     return flat.end - flat.start
 
 
 def island_buffer(group: Group, numel: int) -> Tensor:
-    """Zeros (n × m,) for at least so many elements, where sums over the islands are fastest."""
+    """Return a zeroed buffer for reductions over the islands.
+
+    Args:
+        group: The same rank in all islands.
+        numel: Least number of elements.
+
+    Returns:
+        (n,) float32, padded to a multiple that the group reduces fastest.
+    """
     return group.empty(padded_numel(numel, group.size), torch.float32).zero_()
 
 
 def pieces_of(together: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The beginning of a tensor as tensors of these sizes, end to end."""
+    """Split the beginning of a tensor.
+
+    Args:
+        together: (n,) tensor.
+        sizes: Number of elements of each piece.
+
+    Returns:
+        Views of consecutive ranges.
+    """
     return list(together[: sum(sizes)].split(list(sizes)))
 
 
 def sum_bytes(group: Group, numel: int) -> float:
-    """What a rank sends in a sum of so many elements of float32 over the islands."""
+    """Return the bytes that a rank sends in a float32 sum over the islands.
+
+    Args:
+        group: The same rank in all islands.
+        numel: Number of elements.
+    """
     return 2 * (group.size - 1) * numel * _FLOAT32 / group.size
 
 
 class DiLoCo:
-    """The meetings of this rank's island with the others. With one island nothing is ever exchanged or kept."""
+    """The meetings of this rank's island with the other islands. With one island nothing is exchanged or stored."""
 
     def __init__(
         self, optimizer: PartitionedOptimizer, mesh: Mesh, outer: OuterConfig, *, before_change: Callable[[], None]
     ) -> None:
-        """`before_change`: called before parameters change, on all ranks. Raises ConfigError, on all ranks alike, where
-        parameters of one are wider than outer gradients. Collective of several islands."""
+        """Take the present parameters as the anchor. Collective with several islands.
+
+        Args:
+            optimizer: The optimizer over this rank's partitions.
+            mesh: The process groups.
+            outer: The settings of the outer optimizer.
+            before_change: Called on all ranks before parameters change.
+
+        Raises:
+            ConfigError: On all ranks, if a parameter is not trained in float32.
+        """
         self.group, self.index = mesh["islands"], mesh["islands"].index
         self.several = self.group.size > 1
         self._optimizer, self._everyone, self._outer = optimizer, mesh.everyone, outer
         self._before_change = before_change
         self._told: dict[str, float | Tensor] = {}
         self._under_way: dict[int, tuple[int, OuterStep]] = {}
-        """By fragment: the step behind which its meeting ends. They end in the order in which they began, which is this
-        one: transfers count what peers have read of them."""
+        """By fragment: the step after which its meeting ends, and the meeting.
+
+        Meetings end in the order in which they began, which is the order of this dict: transfers count the reads of
+        peers.
+        """
         self._cut = False
-        """Whether meetings under way have lost their connections."""
+        """Whether pending meetings have lost their connections."""
         self.apart = False
         """Whether parameters or moments may differ between islands."""
         self._fresh = True
-        """Whether nothing was updated since the anchor was taken."""
+        """Whether there was no update after the anchor was set."""
         if self.several:
             problem = next(filter(None, self._everyone.collect(self._too_wide())), "")
             if problem:
@@ -177,7 +240,10 @@ class DiLoCo:
             self.begin_anew()
 
     def _too_wide(self) -> str:
-        """What stands against meetings of this rank's parameters; its peers may have other pipeline stages."""
+        """Return the problem with this rank's parameters, "" without one.
+
+        Other ranks may have other pipeline stages.
+        """
         for flat in self._optimizer.flats:
             if flat.master.dtype is not torch.float32:
                 return (
@@ -188,12 +254,12 @@ class DiLoCo:
 
     @property
     def kept(self) -> Mapping[str, StatePlacement]:
-        """What is kept beside gradients, in checkpoints too."""
+        """Return the extra tensors per gradient, which checkpoints contain too."""
         return kept_by_diloco(self._outer, self.group.size) or {}
 
     @torch.no_grad()
     def begin_anew(self) -> None:
-        """Parameters are the same in all islands, and nothing is known of the last meeting: they are the anchor."""
+        """Take the present parameters, equal in all islands, as the anchor, and drop all other state."""
         self.give_up()
         self.apart = False
         for flat, gradient in self._with_gradients() if self.several else ():
@@ -202,19 +268,18 @@ class DiLoCo:
         self._fresh = True
 
     def anchored(self) -> None:
-        """The anchor came with the parameters, from a checkpoint."""
+        """Record that a checkpoint brought the anchor together with the parameters."""
         self._fresh = False
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Parameters are about to be updated: what a caller has written into them before the first update, as
-        pretrained ones, is where islands begin."""
+        """Before the first update, set the anchor again: the caller may have loaded pretrained parameters."""
         for flat, gradient in self._with_gradients() if self.several and self._fresh else ():
             gradient.kept[ANCHOR].copy_(flat.own_master)
         self._fresh = False
 
     def give_up(self) -> None:
-        """End meetings under way, whose parameters are gone, without a use. Collective, unless peers are lost."""
+        """Drop pending meetings, whose parameters are gone. Collective, unless peers are lost."""
         pending, self._under_way = list(self._under_way.values()), {}
         for _, meeting in pending:
             try:
@@ -223,19 +288,25 @@ class DiLoCo:
                 self._cut = True
 
     def disconnect(self) -> None:
-        """Connections go: meetings under way do not end any more, and keep their memory until `reconnect`."""
+        """Mark connections as lost: pending meetings keep their memory until `reconnect`."""
         self._cut = True
 
     def reconnect(self) -> None:
-        """There are connections again."""
-        self.disconnect()  # Those of before are gone, whoever let go of them.
+        """Drop pending meetings and use new connections."""
+        self.disconnect()  # The old connections are gone, even without a disconnect on this rank.
         self.give_up()
         self._cut = False
 
     @torch.no_grad()
     def stepped(self, step: int) -> None:
-        """Step number `step`, counted from 1, has updated the parameters: end and begin the meetings for which it is
-        time. Collective then. Raises NonFiniteError, on all ranks alike."""
+        """End and begin the meetings that are due after an update. Collective then.
+
+        Args:
+            step: Number of the step, from 1.
+
+        Raises:
+            NonFiniteError: On all ranks, if parameters of an island are not finite.
+        """
         if not self.several:
             return
         self.apart = True
@@ -251,9 +322,14 @@ class DiLoCo:
         self._end([number for number, (end, _) in self._under_way.items() if end == step])
 
     def told(self) -> dict[str, float]:
-        """What the record of the step that has just ended says of meetings: met (0 or 1), steps_to_meeting, sent_bytes
-        to other islands, float32_bytes that sums of gradients would have sent them in this step, and where compressed
-        meetings ended error_norm of this rank."""
+        """Return figures of meetings for the record of the step that has just ended.
+
+        - met: 0 or 1.
+        - steps_to_meeting: steps to the next meeting.
+        - sent_bytes: bytes sent to other islands.
+        - float32_bytes: bytes that float32 sums of gradients would have sent in this step.
+        - error_norm: compression error of this rank, only after a compressed meeting.
+        """
         return {name: float(value) for name, value in self._told.items()}
 
     # ---- meetings ----------------------------------------------------------------------------------------------------
@@ -285,7 +361,7 @@ class DiLoCo:
             self._told["error_norm"] = squares.sqrt()
 
     def _refuse_non_finite(self, meeting: OuterStep, step: int) -> None:
-        """Before anything that is not a number comes into a momentum or a feedback, from where it would never leave."""
+        """Raise before a non-finite value enters momentum or feedback, because it would remain there."""
         counts = torch.zeros(self.group.size, dtype=torch.float64)
         counts[self.index] = float(not meeting.finite)
         found = self._everyone.sum_scalars(counts).nonzero().flatten().tolist()
@@ -303,7 +379,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def average_replicas(self) -> None:
-        """End the meetings under way, and give all islands the mean of their parameters and moments. Collective."""
+        """End pending meetings, and give all islands the mean of their parameters and moments. Collective."""
         self._before_change()
         self._end(list(self._under_way))
         for flat in self._optimizer.flats:
@@ -326,7 +402,7 @@ class DiLoCo:
 
     @staticmethod
     def _publish(flats: Iterable[FlatParam]) -> None:
-        """Bring this rank's partition of the masters to the masters and parameters of its island."""
+        """Copy this rank's partition of the masters to the masters and parameters of its island."""
         for flat in flats:
             _whole(flat, flat.master)
             sent = flat.publish()
@@ -338,7 +414,7 @@ class DiLoCo:
 
 
 def _whole(flat: FlatParam, state: Tensor) -> None:
-    """Where every rank of the island has a whole state, fill it from the ranks' own partitions."""
+    """If every rank of the island has whole states, gather the state from the partitions."""
     if flat.state_range == (0, flat.padded) and flat.gather_group.size > 1:
         flat.gather_group.all_gather(state, state[flat.start : flat.end]).wait()
         flat.gather_group.wait_until_all_read()

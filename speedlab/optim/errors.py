@@ -13,9 +13,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class NonFiniteError(FloatingPointError):
-    """A loss or a gradient that is not a finite number. The update was not made; parameters are as before the step.
+    """A loss or a gradient that is not a finite number. No update was made; parameters are as before the step.
 
-    `ranks`: where the loss itself was not finite; `tensors`: names of parameters with non-finite gradients.
+    `ranks`: ranks whose loss was not finite. `tensors`: names of parameters with non-finite gradients.
     """
 
     def __init__(self, message: str, *, step: int, ranks: list[int], tensors: list[str]) -> None:
@@ -25,8 +25,14 @@ class NonFiniteError(FloatingPointError):
 
 
 def name_module(error: BaseException, models: Iterable[nn.Module], *, step: int, rank: int) -> None:
-    """Note on `error` in which module of `models` it was raised (the innermost on its traceback), at which step and
-    rank."""
+    """Add the rank, the step and the innermost module on the traceback to an error.
+
+    Args:
+        error: The error, which gets attributes and a note.
+        models: The model parts of this rank.
+        step: Number of the step.
+        rank: This rank.
+    """
     names = {id(module): name for model in models for name, module in model.named_modules()}
     found = None
     trace = error.__traceback__
@@ -48,14 +54,14 @@ def _owner(frame: FrameType) -> object:
     owner = values.get("self")
     code = frame.f_code
     if code.co_flags & inspect.CO_OPTIMIZED and type(values) is dict and not {"locals", "vars"} & set(code.co_names):
-        # Before Python 3.13 this is a copy that the frame keeps, even after it was cleared, and tensors with it. (It is
-        # also what `locals()` gives to the user.)
+        # Before Python 3.13 this is a copy that the frame keeps even after a clear, with all its tensors. (The same
+        # copy is the result of `locals()` in user code.)
         values.clear()
     return owner
 
 
 def _words_on_transforms(error: BaseException) -> str:
-    """What to do if torch.func met the hooks on saved tensors; nothing for other errors."""
+    """Return advice if torch.func met hooks on saved tensors; "" for other errors."""
     if "yet support saved tensor hooks" not in str(error):
         return ""
     return (
@@ -69,8 +75,15 @@ _NARROW, _WIDE = re.compile(r"BFloat16\b|\bHalf\b|\bb?float16\b"), re.compile(r"
 
 
 def words_on_dtypes(error: BaseException, models: Iterable[nn.Module]) -> str:
-    """What to do where parameters in the compute dtype met something in float32, and buffers are, which stay as they
-    are; nothing for other errors."""
+    """Return advice if low-precision parameters met float32 buffers, which the engine does not cast.
+
+    Args:
+        error: The error.
+        models: The model parts of this rank.
+
+    Returns:
+        The advice; "" for other errors.
+    """
     text = str(error)
     if not isinstance(error, RuntimeError) or not (
         "mixed dtype" in text or (_NARROW.search(text) and _WIDE.search(text))
@@ -78,7 +91,7 @@ def words_on_dtypes(error: BaseException, models: Iterable[nn.Module]) -> str:
         return ""
     models = list(models)
     norms = [layer for model in models for layer in model.modules() if isinstance(layer, _BatchNorm)]
-    fit = {id(each) for layer in norms for each in layer.buffers()}  # Beside parameters in float32.
+    fit = {id(each) for layer in norms for each in layer.buffers()}  # Batch norms keep float32 parameters.
     named = [item for model in models for item in model.named_buffers()]
     buffers = [name for name, each in named if each.dtype == torch.float32 and id(each) not in fit]
     narrow = {each.dtype for model in models for each in model.parameters()} & {torch.bfloat16, torch.float16}

@@ -1,6 +1,8 @@
-"""The user's optimizer: how to make it once there are segments, and which parameter is in which of its groups.
+"""Optimizer factory: make the user's optimizer over segments, and map parameters to its groups.
 
-DeepSpeed's `model_parameters`: what an optimizer that is not made yet shall train, and in which groups.
+1. `param_groups_from` reads DeepSpeed's `model_parameters`.
+2. `OptimizerFactory` resolves the choice (configuration, class, instance or callable) and runs the trial of forms.
+3. `OptimizerFactory.build` makes the optimizer once the segments exist.
 """
 
 from __future__ import annotations
@@ -27,14 +29,21 @@ from speedlab.optim.sign_compression import SignCompressedOptimizer
 from speedlab.optim.zero_one_adam import ZeroOneAdam
 
 Groups = list[dict[str, Any]]
-"""As torch's optimizers take them: "params" of each, and options of its own."""
+"""As in torch's optimizers: dicts with "params" and the options of each group."""
 
 
 def param_groups_from(model: nn.Module, model_parameters: Any) -> Groups | None:
-    """The groups, where one has options of its own; None where the optimizer's usual ones hold.
+    """Return parameter groups that have their own options.
 
-    `model_parameters`: None, parameters, pairs of names and parameters, or groups of either. Raises ConfigError where
-    one of the model that requires a gradient is not in them.
+    Args:
+        model: The model.
+        model_parameters: None, parameters, (name, parameter) pairs, or groups of either.
+
+    Returns:
+        The groups; None if no group has its own options, so that the optimizer's default groups apply.
+
+    Raises:
+        ConfigError: If a parameter of the model that requires a gradient is missing.
     """
     if model_parameters is None:
         return None
@@ -55,7 +64,7 @@ def param_groups_from(model: nn.Module, model_parameters: Any) -> Groups | None:
 
 
 def _checked(given: Iterable[Any]) -> Iterator[Any]:
-    """The same; raises ConfigError at the first that cannot be one: a data set, for instance, may have no end."""
+    """Yield the items. Raises ConfigError at the first wrong one, because a data set, for instance, may be endless."""
     for each in given:
         own = each[1] if isinstance(each, tuple) and len(each) == 2 else each
         if not isinstance(own, nn.Parameter | Mapping):
@@ -72,34 +81,34 @@ def _tensors(given: Tensor | Iterable[Any]) -> Iterable[Tensor]:
 
 
 _NOT_ARGUMENTS = {"name", "in_backward"}
-"""What a configuration says of an optimizer that is no argument of its class."""
+"""Optimizer settings that are not arguments of the class."""
 
 OptimizerChoice = type[Optimizer] | Callable[..., Optimizer] | Optimizer | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ChosenOptimizer:
-    """What the caller's choice comes to."""
+    """The caller's choice, resolved."""
 
     kind: type[Optimizer]
     groups: list[dict[str, Any]]
-    """Over the model's parameters."""
+    """Groups over the model's parameters."""
     make: Callable[[list[dict[str, Any]], bool], Optimizer] | None = None
-    """Makes it of groups over segments, and may take a fused class where it is told so."""
+    """Makes the optimizer from groups over segments; the flag allows a fused class."""
     instance: Optimizer | None = None
-    """What has no `make` is this one, with segments in the place of parameters."""
+    """Without `make`: this instance, with segments in place of parameters."""
     is_theirs: bool = False
-    """Whether the user has the instance, too."""
+    """Whether the user also holds the instance."""
     named: dict[str, Any] = field(default_factory=dict)
-    """Arguments that `make` gives its class."""
+    """Arguments that `make` gives the class."""
     is_ours: bool = False
-    """Whether a fused class will take its place."""
+    """Whether a fused class will replace it."""
 
 
 class OptimizerFactory:
-    """How to make the user's optimizer once there are segments, and which parameter is in which of its groups.
+    """A factory for the user's optimizer, and the group of each parameter.
 
-    Nothing but ids of parameters is kept of the model, so that a model on meta can be materialised in between.
+    It stores only ids of parameters, so that a model on the meta device can be materialised in between.
     """
 
     def __init__(
@@ -111,10 +120,19 @@ class OptimizerFactory:
         *,
         trial_on: torch.device | None = None,
     ) -> None:
-        """`models`: the pipeline stages of this rank, or the whole model; without a parameter that trains, the
-        optimizer has its groups and nothing in them. `groups`: of the whole model's parameters, for an optimizer that
-        is made here; None are the usual ones. `trial_on`: the device on which the optimizer is tried
-        (`optimizer_trial`); without it nothing is known of its forms."""
+        """Resolve the choice, and try the optimizer.
+
+        Args:
+            choice: The user's choice, as for `initialize`.
+            models: The pipeline stages of this rank, or the whole model. Without a trainable parameter, the groups are
+                empty.
+            config: The `optimizer` section of the configuration.
+            groups: Groups over the whole model's parameters, for an optimizer made here; None for the default groups.
+            trial_on: Device of the trial (`optimizer_trial`); None skips the trial, and no form is known.
+
+        Raises:
+            ConfigError: If the choice does not fit the model.
+        """
         trainable = [p for model in models for p in model.parameters() if p.requires_grad]
         if choice is None:
             chosen = _of_config(trainable, config, groups)
@@ -127,10 +145,10 @@ class OptimizerFactory:
         self.kind = chosen.kind
         """Class of the optimizer."""
         self.group_of = _numbers_of_groups(chosen.groups, trainable)
-        """By id of a parameter."""
+        """Group number by id of the parameter."""
         self._options = [{key: value for key, value in group.items() if key != "params"} for group in chosen.groups]
         self.forms = ParameterForms()
-        """The forms in which the optimizer may have parameters."""
+        """The parameter forms that the optimizer supports."""
         if trial_on is not None:
             is_ours = choice is None or chosen.is_ours or issubclass(self.kind, FusedOptimizer)
             self.forms = EVERY_FORM if is_ours else self._tried(chosen, models, trainable, trial_on)
@@ -159,12 +177,18 @@ class OptimizerFactory:
 
     @property
     def group_count(self) -> int:
-        """How many groups the optimizer has."""
+        """Return the number of parameter groups."""
         return len(self._options)
 
     def build(self, segments: list[list[Tensor]]) -> Optimizer:
-        """The optimizer over `segments` (a list for each group). An instance that the user made stays the same object;
-        what a callable made may be replaced by our fused class of the same kind, unless something hangs on it."""
+        """Make the optimizer over segments.
+
+        An instance made by the user stays the same object. The result of a callable may be replaced by the equivalent
+        fused class, unless hooks or a scheduler are attached.
+
+        Args:
+            segments: 1-D segments of each group.
+        """
         groups = [{"params": tensors, **options} for tensors, options in zip(segments, self._options, strict=True)]
         fusible = all(has_kernels(tensor) for tensors in segments for tensor in tensors)
         if self._make is not None:
@@ -180,7 +204,7 @@ class OptimizerFactory:
 
 
 def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig, groups: Groups | None) -> _ChosenOptimizer:
-    """The optimizer that the configuration describes; without `groups`, without decay of what is no matrix."""
+    """Return the optimizer of the configuration; without `groups`, only matrices have weight decay."""
     kind = _kind_of(config)
     if groups is None:
         matrices = [p for p in trainable if p.ndim >= 2]
@@ -199,8 +223,11 @@ def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig, groups: G
 def _of_class(
     kind: type[Optimizer], trainable: list[nn.Parameter], config: OptimizerConfig, groups: Groups | None
 ) -> _ChosenOptimizer:
-    """One of the user's class, whose own defaults hold for what the configuration does not name; one that sends signs
-    has the configuration's."""
+    """Return an optimizer of the user's class.
+
+    The class's defaults apply to arguments that the configuration does not name. An optimizer that sends signs uses all
+    settings.
+    """
     named = _options_of(kind, config, config.model_fields_set)
     _refuse_unknown(kind, named)
     return _ChosenOptimizer(
@@ -208,18 +235,18 @@ def _of_class(
         groups=[{"params": trainable}] if groups is None else _within(groups, kind, trainable),
         make=lambda segments, fusible: _construct(kind, segments, named, fusible),
         named=named,
-        # Its own class is not even made then: torch's would import the compiler.
+        # Then torch's class is not instantiated, because that would import the compiler.
         is_ours=fused_kind(kind, [_arguments_for(kind, named)]) is not None and _all_in_float32(trainable),
     )
 
 
 def _all_in_float32(trainable: Iterable[nn.Parameter]) -> bool:
-    """Whether the masters of all are."""
+    """Return whether all masters are float32."""
     return all(p.dtype.itemsize <= torch.float32.itemsize for p in trainable)
 
 
 def _within(groups: Groups, kind: type[Optimizer], trainable: list[nn.Parameter]) -> Groups:
-    """What of the caller's groups this rank trains. Raises ConfigError for an option that the class has not."""
+    """Return the part of the caller's groups that this rank trains. Raises ConfigError for an unknown option."""
     takes = FusedAdamW if issubclass(kind, SignCompressedOptimizer) else kind
     for group in groups:
         _refuse_unknown(takes, group.keys() - {"params"})
@@ -228,7 +255,7 @@ def _within(groups: Groups, kind: type[Optimizer], trainable: list[nn.Parameter]
 
 
 def _options_of(kind: type[Optimizer], config: OptimizerConfig, named: set[str]) -> dict[str, Any]:
-    """What a class may be given of a configuration: those settings that are `named`, or all in one."""
+    """Return the constructor arguments from the configuration: the `named` settings, or all settings in one object."""
     if issubclass(kind, SignCompressedOptimizer):
         return {"settings": config}
     return config.model_dump(include=named - _NOT_ARGUMENTS)
@@ -237,8 +264,10 @@ def _options_of(kind: type[Optimizer], config: OptimizerConfig, named: set[str])
 def _of_instance(
     choice: Optimizer | Callable[..., Optimizer], trainable: list[nn.Parameter], frozen: Collection[int]
 ) -> _ChosenOptimizer:
-    """The user's instance, or what a callable makes of the parameters. `frozen`: ids of those that are not trained,
-    which torch's optimizers leave alone, and which are in nobody's flats that train."""
+    """Return the user's instance, or the result of the callable.
+
+    `frozen` has ids of untrained parameters, which torch's optimizers skip and which no trained flat parameter holds.
+    """
     nothing = nn.Parameter(torch.zeros(0))  # torch's optimizers refuse an empty list.
     instance = choice if isinstance(choice, Optimizer) else choice(trainable or [nothing])
     if not isinstance(instance, Optimizer):
@@ -256,7 +285,7 @@ def _of_instance(
     ]
     if not instance.state:
         return _ChosenOptimizer(kind=kind, groups=groups, instance=instance, is_theirs=isinstance(choice, Optimizer))
-    # As Adagrad's: what it holds of whole parameters is made anew, for the partitions.
+    # As Adagrad: its states of whole parameters are created again for the partitions.
     options = {key: value for key, value in instance.param_groups[0].items() if key != "params"}
     given = {key: value for key, value in options.items() if _takes(kind, key)}
     return _ChosenOptimizer(
@@ -265,8 +294,10 @@ def _of_instance(
 
 
 def _numbers_of_groups(groups: list[dict[str, Any]], trainable: list[nn.Parameter]) -> dict[int, int]:
-    """The group of each parameter, by its id. Raises ConfigError where groups have others than the model's, or not all
-    of these."""
+    """Return the group number of each parameter, by id.
+
+    Raises ConfigError if groups contain other parameters, or miss some.
+    """
     known = {id(p) for p in trainable}
     strangers = sum(id(p) not in known for group in groups for p in group["params"])
     if strangers:
@@ -277,7 +308,7 @@ def _numbers_of_groups(groups: list[dict[str, Any]], trainable: list[nn.Paramete
     group_of = {id(p): index for index, group in enumerate(groups) for p in group["params"]}
     left_out = len(known) - len(group_of)
     if left_out:
-        # torch would silently never train them; as parameters of no group they are trained by nobody here either.
+        # torch would silently never train them, and neither would the engine.
         raise ConfigError(
             f"optimizer: {left_out} trainable parameters are in none of its groups; add them or set requires_grad=False"
         )
@@ -287,8 +318,10 @@ def _numbers_of_groups(groups: list[dict[str, Any]], trainable: list[nn.Paramete
 def _key(
     chosen: _ChosenOptimizer, options: Sequence[Mapping[str, Any]], dimensions: Sequence[Collection[int]]
 ) -> Hashable | None:
-    """What the forms of an optimizer depend on, so that they are found once; None for an instance with attributes that
-    are no plain values."""
+    """Return a cache key of everything that the supported forms depend on.
+
+    None for an instance with attributes that are not plain values.
+    """
     given: list[object] = [chosen.kind, *map(frozenset, dimensions)]
     given += [sorted((key, repr(value)) for key, value in own.items()).__repr__() for own in (*options, chosen.named)]
     if chosen.instance is None:
@@ -307,8 +340,10 @@ _KNOWN_ATTRIBUTES = {"defaults", "param_groups", "state", "step"}
 
 @contextmanager
 def _untouched(trainable: Sequence[nn.Parameter], names: Mapping[int, str], kind: type[Optimizer]) -> Iterator[None]:
-    """Inside, an optimizer of small tensors that holds the model's parameters as well, in a closure, say, finds no
-    gradients at them. Raises ConfigError if it has written to them all the same."""
+    """Inside, hide the gradients of the model's parameters from the optimizer under trial.
+
+    An optimizer may hold these parameters, for example in a closure. Raises ConfigError if it has changed them.
+    """
     gradients = [(p, p.grad) for p in trainable if p.grad is not None]
     versions = [p._version for p in trainable]
     for p, _ in gradients:
@@ -349,12 +384,12 @@ def _construct(
 
 
 def _has_stepped(optimizer: Optimizer) -> bool:
-    """Whether its state is more than what it began with; where that cannot be seen it counts as more."""
+    """Return whether the optimizer has stepped; unknown counts as stepped."""
     return any("step" not in state or float(state["step"]) > 0 for state in optimizer.state.values())
 
 
 def _is_hung_on(optimizer: Optimizer) -> bool:
-    """Whether hooks, or a scheduler, which wraps its `step`, would stay behind on it."""
+    """Return whether hooks, or a scheduler that wraps `step`, are attached to this object."""
     hooks = [value for name, value in vars(optimizer).items() if name.endswith("_hooks")]
     return any(hooks) or "step" in vars(optimizer)
 
@@ -372,7 +407,7 @@ def _refuse_unknown(kind: type[Optimizer], named: Iterable[str]) -> None:
 
 
 def _arguments_for(kind: Callable[..., Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """The `options` that this optimizer's constructor takes, and its fused kernel where it has one."""
+    """Return the `options` that this constructor takes, with `fused` if available."""
     accepted = inspect.signature(kind).parameters
     arguments = {key: value for key, value in options.items() if _takes(kind, key)}
     if "fused" in accepted:

@@ -1,6 +1,7 @@
-"""torch's AdamW and SGD with a step that goes over memory once: unscale, clip, decay, update, copy to 16 bits.
+"""Fused optimizers: AdamW and SGD in one pass over memory, and optimizers that torch does not have.
 
-Optimizers that torch does not have: Lion, and AdamW whose moments are not corrected for their start at 0.
+- `FusedAdamW`, `FusedSGD`: unscale, clip, decay, update, and copy to 16 bits in one kernel.
+- `Lion`, and `UncorrectedAdamW`, AdamW without bias correction: plain torch operations.
 """
 
 from __future__ import annotations
@@ -16,38 +17,48 @@ from cuda_ops.adamw import adamw
 from cuda_ops.sgd_momentum import sgd_momentum
 
 _NOT_FUSED = ("amsgrad", "maximize", "capturable", "differentiable")
-"""Options of torch's classes that the kernels do not have."""
+"""Options of torch's classes that the kernels do not support."""
 
 _LONG = 2**40
-"""After so many updates the factors 1 - betaᵗ are 1, in float64, for every beta that is less than 1 in float32."""
+"""After this many updates the factors 1 - betaᵗ are 1 in float64, for every beta below 1 in float32."""
 
 
 class UpdateInput(NamedTuple):
-    """What the update of a `segment` uses: `gradient` in any floating dtype, multiplied by `factor`; `copy` takes the
-    new values in the compute dtype, where that is narrower."""
+    """The inputs of the update of a `segment`.
+
+    `gradient` has any floating dtype and is multiplied by `factor`. `copy` gets the new values in the compute dtype if
+    that is narrower than float32.
+    """
 
     segment: Tensor
     gradient: Tensor
     copy: Tensor | None
     factor: float
     parameter: int = 0
-    """The number of the first parameter that lies in the segment."""
+    """Number of the first parameter in the segment."""
 
 
 class FusedOptimizer(Optimizer):
-    """An optimizer over float32 segments. `given` says which to update, and with what, whose gradients may be narrower
-    than the segments; what it does between two of them is done between their updates."""
+    """An optimizer over float32 segments, fed by an iterator.
+
+    `given` yields the inputs of each update. Gradients may be narrower than the segments. Code between two yields runs
+    between the two updates.
+    """
 
     given: Iterable[UpdateInput]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        # torch wraps this method into one that imports its compiler, which takes every rank half a second.
+        # torch's wrapper of this method imports the compiler, which costs every rank half a second.
         inner = Optimizer.add_param_group
         getattr(inner, "__wrapped__", inner)(self, param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update every segment that something is given for, in that order."""
+        """Update every segment that `given` yields, in that order.
+
+        Args:
+            closure: Ignored; torch's signature has it.
+        """
         group_of = {segment: group for group in self.param_groups for segment in group["params"]}
         for given in self.given:
             self._update(given.segment, group_of[given.segment], given)
@@ -57,23 +68,43 @@ class FusedOptimizer(Optimizer):
 
 
 class LayerwiseOptimizer(FusedOptimizer):
-    """One whose update of an element looks at sums over its whole parameter, of which this rank may have a part. Each
-    of its segments is of one parameter."""
+    """A fused optimizer whose update uses sums over the whole parameter, of which this rank may hold a part.
+
+    Each segment holds one parameter.
+    """
 
     sums: ClassVar[int]
-    """How many there are of each parameter."""
+    """Number of sums per parameter."""
 
     def measure(self, given: UpdateInput, group: dict[str, Any]) -> Tensor:
-        """What comes before an update of these elements, and (sums,) float64: what is to be summed over their
-        parameter, as far as it lies here."""
+        """Do the first half of an update, and return this rank's terms of the sums.
+
+        Args:
+            given: Inputs of the update.
+            group: The parameter group.
+
+        Returns:
+            (sums,) float64 over the elements on this rank.
+        """
         raise NotImplementedError
 
     def combine(self, every: Tensor) -> Tensor:
-        """What ranks (ranks, parameters, sums) have measured of the parts of parameters as that of their whole."""
+        """Combine the terms of all ranks.
+
+        Args:
+            every: (ranks, parameters, sums) float64.
+
+        Returns:
+            (parameters, sums) float64.
+        """
         raise NotImplementedError
 
     def learn(self, totals: Tensor) -> None:
-        """The sums (parameters, sums) float64 over whole parameters, on all ranks the same; `step` comes next."""
+        """Receive the sums before `step`.
+
+        Args:
+            totals: (parameters, sums) float64 over whole parameters, equal on all ranks.
+        """
         raise NotImplementedError
 
 
@@ -81,7 +112,7 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW in one pass."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"step", "exp_avg", "exp_avg_sq"})
-    """What it has of an element that was ever updated, without which it cannot go on."""
+    """States without which an updated element cannot continue."""
 
     def __init__(
         self,
@@ -96,7 +127,7 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
         self._corrects = True
 
     def _state_of(self, segment: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        """The segment's states; zeros before its first update."""
+        """Return the states of the segment; zeros before its first update."""
         state = self.state[segment]
         if not state:
             state["step"] = torch.zeros((), device=step_device(self, group, segment))
@@ -117,12 +148,12 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):
             beta2=group["betas"][1],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            step=self._counted(int(state["step"])),  # On the host, so that nothing waits: `step_device`.
+            step=self._counted(int(state["step"])),  # On the host, to avoid a sync; see `step_device`.
             factor=given.factor,
         )
 
     def _counted(self, step: int) -> int:
-        """The number of updates by which moments are corrected for their start at 0."""
+        """Return the update count for the bias correction."""
         return step if self._corrects else _LONG
 
 
@@ -156,14 +187,30 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
 
 
 def step_device(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> torch.device:
-    """Where `optimizer` keeps its count of updates ("step") of a `parameter` in its `group`, also after a load: beside
-    the parameter where a kernel reads it there (torch's own `fused` or `capturable`), else on the host."""
+    """Return the device of the optimizer's update count ("step"), also after a load.
+
+    The count is on the parameter's device if a kernel reads it there (torch's `fused` or `capturable`), else on the
+    host.
+
+    Args:
+        optimizer: The optimizer.
+        group: The parameter group.
+        parameter: The parameter.
+    """
     beside = not isinstance(optimizer, FusedOptimizer) and (group.get("fused") or group.get("capturable"))
     return parameter.device if beside else torch.device("cpu")
 
 
 def fused_kind(kind: type[Optimizer], options: Iterable[Mapping[str, Any]]) -> Callable[..., Optimizer] | None:
-    """The fused class that computes what `kind` computes with these options of its groups; None when there is none."""
+    """Return the fused class that computes the same as a torch class.
+
+    Args:
+        kind: The torch class.
+        options: Options of each group.
+
+    Returns:
+        The fused class; None if there is none for these options.
+    """
     options = list(options)
     if any(group.get(name) for group in options for name in _NOT_FUSED):
         return None
@@ -175,11 +222,15 @@ def fused_kind(kind: type[Optimizer], options: Iterable[Mapping[str, Any]]) -> C
 
 
 class _PerTensor(Optimizer):
-    """Updates one parameter after the other, each element by itself."""
+    """A base that updates one parameter after the other, elementwise."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:
-        """Update every parameter that has a gradient. `closure` is not called: the engine has made the gradients."""
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: Not called, because the engine has computed the gradients.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -191,7 +242,7 @@ class _PerTensor(Optimizer):
 
 
 class Lion(_PerTensor):
-    """The sign of a moment, with decoupled decay (arXiv:2302.06675, algorithm 2). One state, "exp_avg"."""
+    """Lion: the sign of a momentum, with decoupled decay (arXiv:2302.06675, algorithm 2). One state, "exp_avg"."""
 
     needs: ClassVar[frozenset[str]] = frozenset({"exp_avg"})
 
@@ -209,8 +260,9 @@ class Lion(_PerTensor):
 
 
 class UncorrectedAdamW(_PerTensor):
-    """AdamW (arXiv:1711.05101) without the factors 1 / (1 - betaᵗ), as DeepSpeed's `bias_correction: false` and the
-    first BERT have it."""
+    """AdamW (arXiv:1711.05101) without bias correction, as in DeepSpeed's `bias_correction: false` and in the
+    first BERT.
+    """
 
     needs: ClassVar[frozenset[str]] = frozenset({"exp_avg", "exp_avg_sq"})
 

@@ -1,20 +1,22 @@
-"""LAMB (arXiv:1904.00962, algorithm 2): Adam's update of each parameter, as long as the parameter is.
+"""LAMB (arXiv:1904.00962, algorithm 2): Adam with a trust ratio per parameter, and sums over whole parameters.
 
-1. Moments of all elements, corrected for their start at 0: u = m / (1 - beta1ᵗ) / (√(v / (1 - beta2ᵗ)) + eps)
-   + weight_decay p, whose norm and p's are summed over whole parameters (`ParameterSums`).
-2. p -= lr r u with the trust ratio r = |p| / |u|, between `min_coeff` and `max_coeff`; 1 where either norm is 0.
+`Lamb`:
 
-Sums over whole parameters, of which a rank has parts: what an update needs that looks at norms of parameters.
+1. Bias-corrected moments of all elements: u = m / (1 - beta1ᵗ) / (√(v / (1 - beta2ᵗ)) + eps) + weight_decay p. The
+   norms of u and p are summed over whole parameters.
+2. p -= lr r u with the trust ratio r = |p| / |u|, between `min_coeff` and `max_coeff`; 1 if either norm is 0.
 
-1. A rank sums over the elements that it has of each parameter, in float64.
-2. Where optimizer states are partitioned, the dp ranks' sums are added up; where each has all of them, those of the
-   first rank count: processors that are not alike round them otherwise.
-3. Those of a parameter that is cut over the tensor ranks are added up over these.
-4. Copies of a parameter that lie in different flats (tied embeddings in the first and last pipeline stage) take the
-   mean of their sums, which differ in how they were rounded: all go on with the same bits, or the copies would part.
+`ParameterSums` reduces sums over whole parameters, of which ranks hold parts:
 
-Each is one message for all parameters, however many there are. What stands here for sums may be any number that the
-optimizer knows how to `combine` (a largest one, say).
+1. A rank sums over its elements of each parameter, in float64.
+2. If optimizer states are partitioned, the sums of the dp ranks are added. Otherwise rank 0's sums are used, because
+   different processors round differently.
+3. Sums of a tensor-parallel parameter are added over the tensor ranks.
+4. Copies of a parameter (tied embeddings in the first and last pipeline stage) take the mean of their sums, so that the
+   copies stay equal bit for bit.
+
+Each step is one message for all parameters. In place of sums an optimizer may `combine` other numbers, such as a
+maximum.
 """
 
 from __future__ import annotations
@@ -51,13 +53,32 @@ class Lamb(LayerwiseOptimizer, FusedAdamW):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
     ) -> None:
-        """Without `bias_correction` 1 stands for the factors 1 - betaᵗ."""
+        """Make the optimizer.
+
+        Args:
+            params: Parameters or groups.
+            lr: Learning rate.
+            betas: Decay rates of the two moments.
+            eps: Added to the root of the variance.
+            weight_decay: Weight decay, inside the trust ratio.
+            bias_correction: False replaces the factors 1 - betaᵗ by 1.
+            max_coeff: Largest trust ratio.
+            min_coeff: Smallest trust ratio.
+        """
         super().__init__(params, lr, betas, eps, weight_decay)
         self._corrects, self._bounds = bias_correction, (min_coeff, max_coeff)
         self._ratios: Sequence[float] = ()
 
     def measure(self, given: UpdateInput, group: dict[str, Any]) -> Tensor:  # 1
-        """Moments; the squares of the parameter's elements here, and of their update."""
+        """Update the moments, and return this rank's squares.
+
+        Args:
+            given: Inputs of the update.
+            group: The parameter group.
+
+        Returns:
+            (2,) float64: squares of the parameter's elements on this rank, and of their update.
+        """
         state = self._state_of(given.segment, group)
         state["step"] += 1
         first, second = group["betas"]
@@ -75,11 +96,19 @@ class Lamb(LayerwiseOptimizer, FusedAdamW):
         )
 
     def combine(self, every: Tensor) -> Tensor:
-        """The sums."""
+        """Sum the terms of all ranks.
+
+        Args:
+            every: (ranks, parameters, 2) float64.
+        """
         return every.sum(0)
 
     def learn(self, totals: Tensor) -> None:
-        """The trust ratios. On a GPU the host waits for the norms, as it makes the kernels' numbers."""
+        """Compute the trust ratios. On a GPU this is a sync, because the host computes arguments of the kernels.
+
+        Args:
+            totals: (parameters, 2) float64.
+        """
         low, high = self._bounds
         self._ratios = [
             min(high, max(low, math.sqrt(of_param / of_update))) if of_param > 0 and of_update > 0 else 1.0
@@ -104,13 +133,19 @@ class Lamb(LayerwiseOptimizer, FusedAdamW):
 
 
 class ParameterSums:
-    """The parameters of a rank's flats, numbered, and how sums over them come together."""
+    """The numbered parameters of a rank's flat parameters, and the reduction of sums over them."""
 
     def __init__(self, flats: Sequence[FlatParam], placement: Placement, axes: Mapping[str, Group]) -> None:
-        """`axes`: groups by the names that rows of the table have for them."""
+        """Number the parameters.
+
+        Args:
+            flats: The trained flat parameters of this rank.
+            placement: The placement table of this rank.
+            axes: Groups by the names that the placement table uses.
+        """
         self._flats = list(flats)
         self.first: dict[str, int] = {}
-        """By name of a flat, the number of its first slot's parameter."""
+        """By name of a flat parameter, the number of its first parameter."""
         self._cut: dict[Group, list[int]] = {}
         self._copies: dict[Group, list[int]] = {}
         self.count = 0
@@ -125,14 +160,27 @@ class ParameterSums:
             self.count += len(flat.slots)
 
     def zeros(self, each: int) -> Tensor:
-        """(count, each) float64, beside the masters."""
+        """Return zeros for the sums.
+
+        Args:
+            each: Number of sums per parameter.
+
+        Returns:
+            (count, each) float64, on the device of the masters.
+        """
         device = self._flats[0].master.device if self._flats else None
         return torch.zeros(self.count, each, dtype=torch.float64, device=device)
 
     def over_ranks(self, own: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
-        """The sums (count, k) over whole parameters, of this rank's `own`, over the elements that it has the state of.
-        Both in float64. `combine`: (ranks, parameters, k) → (parameters, k). Collective over the ranks of a model's
-        part."""
+        """Reduce sums over whole parameters. Collective over the ranks of a model part.
+
+        Args:
+            own: (count, k) float64, sums over the elements whose state is on this rank.
+            combine: Maps (ranks, parameters, k) to (parameters, k).
+
+        Returns:
+            (count, k) float64 over whole parameters.
+        """
         if not self._flats:
             return own
         total, flat = own, self._flats[0]
@@ -146,5 +194,5 @@ class ParameterSums:
 
 
 def _of_all(group: Group, own: Tensor) -> Tensor:
-    """What each rank of the group has, (ranks, …)."""
+    """Return the tensors of all ranks of the group, (ranks, …)."""
     return group.gather_along(own[None], 0)

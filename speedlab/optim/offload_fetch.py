@@ -1,11 +1,11 @@
-"""Visits of flats whose states lie away from the device, or are coded: for an update, a load, a look.
+"""Fetch of offloaded (or 8-bit) optimizer states for an update, a load, or a read: a *visit*.
 
-An update that may run beside the next step (`ZeroPolicy.grads_double_buffered`) leaves parameters as they are, and
-takes the gradient that waits; `publishing` is the visit that brings masters to the parameters.
+1. The states of a flat parameter are fetched, and those of the next one are prefetched.
+2. They arrive, parameters first, because masters may be made from them. Then `point` renews the optimizer's views.
+3. Changed states are written back, and views show the placeholders.
 
-1. What the flat has away is on its way, and that of the one behind it, too.
-2. It arrives, parameters first, of which masters may be made; whoever has views of it takes them anew (`point`).
-3. What was changed goes back, and views show what stands for it.
+A policy with a delayed update (`ZeroPolicy.grads_double_buffered`) leaves parameters unchanged and reads the buffered
+gradient; `publishing` is the visit that copies masters to the parameters.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ Point = Callable[[FlatParam], None]
 def visit(
     flat: FlatParam | None, ahead: FlatParam | None, *, changed: bool, update: bool, point: Point
 ) -> Iterator[None]:
-    """Inside, `flat` has its values. None, or one that lies on the device: there is nothing to do.
+    """Inside, the states of a flat parameter are on the device.
 
-    `update`: the gradient is visited, too, and comes back unchanged.
+    Args:
+        flat: The flat parameter. Nothing happens for None, or if nothing is offloaded.
+        ahead: The next flat parameter, whose states are prefetched.
+        changed: Whether to write the states back.
+        update: Whether this is an update: it also reads the gradient and always writes back.
+        point: Renews the optimizer's views of the states.
     """
     if flat is not None:
         _fetch(flat, _states(flat, update=update), update=update)
     if ahead is not None:
         states = _states(ahead, update=update)
-        # In the middle of a pass, whose gather of these parameters may be still to come: it has to be first.
+        # In a backward the gather of these parameters may come later, and must fetch them first.
         first = [state for state in states if state is not ahead.offloaded.get("parameter")]
         _fetch(ahead, first if ahead.zero_policy.update_in_backward else states, update=update)
     if flat is None or not flat.lies_away:
@@ -49,7 +54,13 @@ def visit(
 
 
 def leave(flat: FlatParam, *, changed: bool, point: Point) -> None:
-    """End a visit, if there is one."""
+    """End a visit, if there is one.
+
+    Args:
+        flat: The flat parameter.
+        changed: Whether to write the states back.
+        point: Renews the optimizer's views of the states.
+    """
     if not flat.lies_away:
         return
     for state in list(flat.offloaded.values()):
@@ -62,8 +73,14 @@ def leave(flat: FlatParam, *, changed: bool, point: Point) -> None:
 
 @contextmanager
 def publishing(flat: FlatParam, ahead: FlatParam | None) -> Iterator[None]:
-    """Inside, `flat` has its masters, and room for its parameters, which then go to their place; masters of `ahead` are
-    on their way. What an exception breaks off has to be left."""
+    """Inside, the masters are on the device, with a buffer for the parameters that is written back afterwards.
+
+    On an exception the caller must end the visit.
+
+    Args:
+        flat: The flat parameter.
+        ahead: The next flat parameter, whose masters are prefetched.
+    """
     for each in (flat, ahead):
         if each is not None:
             each.offloaded["master"].fetch()
@@ -87,7 +104,7 @@ def _fetch(flat: FlatParam, states: list[OffloadedTensor], *, update: bool) -> N
 
 def _arrive(flat: FlatParam, state: OffloadedTensor) -> None:
     fills = state.blank and state is flat.offloaded.get("parameter") and flat.written_by_update is None
-    if fills and not flat.at_hand:  # It was, when the visit began.
+    if fills and not flat.at_hand:  # The values were on the device when the visit began.
         state.leave(changed=False)
         fills = False
     state.arrive()

@@ -1,14 +1,15 @@
-"""1-bit LAMB (arXiv:2104.06069): LAMB in the warm-up, then momenta as signs, and trust ratios that follow a variance
-that every rank knows.
+"""1-bit LAMB (arXiv:2104.06069): LAMB in the warm-up, then momenta as signs with scaled trust ratios.
 
-1. Warm-up: LAMB; `coeff` of each parameter is the running mean, by `coeff_beta`, of its trust ratio.
-2. When the variance is frozen: `scale` of each parameter, by which its momentum is multiplied while it travels, brings
-   its root mean square to that of all parameters in the mean: magnitudes of signs are then even.
-3. From then on, with the mean momentum m of this step and m' of the last one: the gradient that they tell of,
-   g = (m - beta1 m') / (1 - beta1), goes into a variance w that starts as the frozen v. With u = m / (1 - beta1ᵗ) /
-   (√v + eps) and the largest ratio f = max (√v + eps) / (√w + eps) of the parameter (w not below v's floor), drawn
-   towards 1 by as much of the update as is decay, kept in [`factor_min`, `factor_max`], and within 1 ± the
-   `factor_threshold` of the step before: p -= lr coeff f (u + weight_decay p).
+The trust ratios follow a second variance, which every rank can compute.
+
+1. Warm-up: LAMB. `coeff` of each parameter is the running mean, by `coeff_beta`, of its trust ratio.
+2. At the freeze of the variance: `scale` of each parameter brings the root mean square of its momentum to the mean of
+   all parameters during exchanges, so that signs have even magnitudes.
+3. Later, with the mean momentum m of this step and m' of the last one: the implied gradient
+   g = (m - beta1 m') / (1 - beta1) updates a variance w that starts as the frozen v. Let
+   u = m / (1 - beta1ᵗ) / (√v + eps), and let f = max (√v + eps) / (√w + eps) over the parameter (w not below the floor
+   of v). f is drawn towards 1 by the share of decay in the update, and limited to [`factor_min`, `factor_max`] and to
+   1 ± `factor_threshold` times its last value. Then p -= lr coeff f (u + weight_decay p).
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from speedlab.parallel.zero import Gradient
 from speedlab.placement import Replication, StatePlacement
 
 SCALED = "carried_scaled"
-"""What 1-bit Adam calls "carried" (`two_phases`), times each parameter's scale: neither can go on from the other's."""
+"""As "carried" of 1-bit Adam (`onebit_adam.py`), times each parameter's scale. The two are not interchangeable."""
 
 _BORN: Mapping[str, float] = {"coeff": 0.0, "factor": 1.0, "scale": 1.0, "floor": 0.0}
-"""Numbers of a parameter, in its state, before its first update; `factor`: f of the last step, `floor`: the least v."""
+"""Initial per-parameter numbers. `factor` is f of the last step, `floor` the floor of v."""
 
 
 class OneBitLamb(WarmupThenCompressed, Lamb):
-    """LAMB whose momenta travel as signs once the variance is frozen."""
+    """LAMB that exchanges momenta as signs after the variance is frozen."""
 
     kept: ClassVar[Mapping[str, StatePlacement]] = {
         SCALED: StatePlacement(holders=Replication.OWN, form="float32"),
@@ -48,7 +49,7 @@ class OneBitLamb(WarmupThenCompressed, Lamb):
     worker: ClassVar[str] = SCALED
     sums: ClassVar[int] = 3
     needs: ClassVar[frozenset[str]] = FusedAdamW.needs | {"exp_avg_sq_fresh"}
-    """States beside LAMB's without which it cannot go on."""
+    """States without which an updated element cannot continue."""
 
     def __init__(self, params: Any, settings: OptimizerConfig) -> None:
         super().__init__(params, settings)
@@ -56,14 +57,19 @@ class OneBitLamb(WarmupThenCompressed, Lamb):
         self._coeff_beta, self._threshold = settings.coeff_beta, settings.factor_threshold
         self._factors = settings.factor_min, settings.factor_max
         self._looks: list[list[float]] = []
-        """Of each parameter in a compressed step: squares of u, of the whole update, and the largest ratio."""
+        """Per parameter in a compressed step: squares of u, squares of the whole update, and the largest ratio."""
         self._scales: dict[Gradient, list[float]] = {}
-        """Of each slot, in the present exchange."""
+        """Scale of each slot in this exchange."""
 
     # ---- the variance is frozen --------------------------------------------------------------------------------------
 
     def updated(self, flats: Sequence[ExchangedState], everyone: Group) -> None:
-        """Where it freezes the variance, momenta take their scales."""
+        """Count an update; when the variance freezes, compute the scales of momenta.
+
+        Args:
+            flats: The flat parameters.
+            everyone: All ranks.
+        """
         before = self.communicates
         super().updated(flats, everyone)
         if self.communicates and not before:
@@ -76,7 +82,7 @@ class OneBitLamb(WarmupThenCompressed, Lamb):
                 state["exp_avg_sq_fresh"].copy_(state["exp_avg_sq"])
 
     def _take_scales(self, flats: Sequence[ExchangedState], everyone: Group) -> None:  # 2
-        """Collective."""
+        """Compute the scales. Collective."""
         roots = [self._root_mean_squares(each) for each in flats]
         own = [root for each in roots for root in each if root]
         total, count = everyone.sum_scalars(torch.tensor([math.fsum(own), len(own)], dtype=torch.float64)).tolist()
@@ -91,18 +97,22 @@ class OneBitLamb(WarmupThenCompressed, Lamb):
 
     @staticmethod
     def _root_mean_squares(each: ExchangedState) -> list[float]:
-        """Of the momentum of each slot. Collective where it is partitioned."""
+        """Return the root mean square of the momentum of each slot. Collective if it is partitioned."""
         gradient, moment = each.gradient, each.moments.get("exp_avg")
         sums = torch.zeros(len(gradient.slots), dtype=torch.float64, device=gradient.group.device)
         for number, here in _parts(each):
             if moment is not None:
                 sums[number] = moment[here].square().sum(dtype=torch.float64)
-        sums = gradient.group.gather_along(sums[None], 0)[0] if each.whole else gradient.group.sum(sums)  # As floors.
+        # As for the floors of the variance.
+        sums = gradient.group.gather_along(sums[None], 0)[0] if each.whole else gradient.group.sum(sums)
         totals = zip(sums.tolist(), gradient.slots, strict=True)
         return [math.sqrt(total / max(1, slot.numel)) for total, slot in totals]
 
     def _scales_of(self, flats: Sequence[ExchangedState]) -> list[list[float]]:
-        """Of each slot of each flat. One message where states are partitioned: who has the first element knows it."""
+        """Return the scales of each slot.
+
+        With partitioned states, the rank with the first element sends it, in one message.
+        """
         if not flats:
             return []
         known = [torch.zeros(len(each.gradient.slots), dtype=torch.float64) for each in flats]
@@ -152,12 +162,21 @@ class OneBitLamb(WarmupThenCompressed, Lamb):
         if born:
             state["exp_avg_sq_fresh"] = torch.zeros_like(segment)
             state.update({name: torch.full((), value) for name, value in _BORN.items()})
-            if self.communicates:  # Never used in the warm-up.
+            if self.communicates:  # The parameter was never used in the warm-up.
                 state["exp_avg_sq"].fill_(math.inf)
         return state
 
     def measure(self, given: UpdateInput, group: dict[str, Any]) -> Tensor:
-        """In the warm-up squares as of LAMB; then those of u and of the whole update, and the largest ratio."""
+        """Compute momenta and this rank's terms of the sums.
+
+        Args:
+            given: Inputs of the update.
+            group: The parameter group.
+
+        Returns:
+            (3,) float64. Warm-up: LAMB's two squares and 0. Later: squares of u and of the whole update, and the
+            largest ratio.
+        """
         if not self.communicates:
             squares = super().measure(given, group)
             return torch.cat([squares, squares.new_zeros(1)])
@@ -178,11 +197,19 @@ class OneBitLamb(WarmupThenCompressed, Lamb):
         return torch.stack([squares, torch.linalg.vector_norm(update).double().square(), largest])
 
     def combine(self, every: Tensor) -> Tensor:
-        """Two sums, and the largest."""
+        """Combine terms: two sums and one maximum.
+
+        Args:
+            every: (ranks, parameters, 3) float64.
+        """
         return torch.cat([every[..., :2].sum(0), every[..., 2:].amax(0)], dim=-1)
 
     def learn(self, totals: Tensor) -> None:
-        """What `_update` looks at."""
+        """Store the totals for the update.
+
+        Args:
+            totals: (parameters, 3) float64.
+        """
         if self.communicates:
             self._looks = totals.tolist()
         else:
@@ -208,7 +235,7 @@ class OneBitLamb(WarmupThenCompressed, Lamb):
         )
 
     def _factor_of(self, parameter: int, before: float, decay: float) -> float:
-        """f of this step."""
+        """Return f of this step."""
         of_moment, of_update, largest = self._looks[parameter]
         factor = largest or 1.0
         if decay and of_update:
@@ -220,7 +247,7 @@ class OneBitLamb(WarmupThenCompressed, Lamb):
 
 
 def _parts(each: ExchangedState) -> Iterator[tuple[int, slice]]:
-    """The slots that have elements in the state range, and where."""
+    """Yield the slots with elements in the state range, and their slices in it."""
     base, end = (0, math.inf) if each.whole else each.gradient.own_range
     for number, slot in enumerate(each.gradient.slots):
         low, high = max(slot.offset, base), min(slot.offset + slot.numel, end)

@@ -1,12 +1,10 @@
-"""What the torch optimizer has of the flats that a rank trains: segments of their masters in its groups, and states.
+"""Optimizer state of flat parameters: segments of the masters in the optimizer's groups, and their states.
 
-State tensors of a segment's shape are kept end to end in one tensor for each flat, so that they can be cut, gathered
-and written like it; the optimizer has views of them. What is not elementwise (a count of steps) it keeps itself.
-
-Segments: the stretches of a flat that one optimizer group updates alike.
-
-Between a backward and the update their masters are of a class that refuses `.grad`, which is None then: clipping them
-would do nothing.
+- A segment is a range of a flat parameter that one parameter group updates. The torch optimizer has segments as params.
+- Elementwise states of all segments of a flat parameter are views of one tensor, which can be partitioned, gathered and
+  written like the flat parameter. States that are not elementwise (step counts) stay in the optimizer.
+- Between a backward and the update, masters are `HeldMaster`: their `.grad` would be None, and clipping them would do
+  nothing, so access raises.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ from speedlab.parallel.zero.parameter import asked_by_torch, gradient_of, refuse
 from speedlab.placement import Replication, ZeroPolicy
 
 _thread = threading.local()
-"""`updates`: whether this thread makes an update, next to the backward of another step."""
+"""`updates`: whether this thread runs a delayed update, next to the backward of another step."""
 
 
 @contextmanager
 def updating_on_this_thread() -> Iterator[None]:
-    """Inside, `.grad` of a `HeldMaster` is torch's: an update that is late reads gradients of its own step."""
+    """Inside, `.grad` of a `HeldMaster` is torch's, because a delayed update reads gradients of its own step."""
     _thread.updates = True
     try:
         yield
@@ -42,10 +40,13 @@ def updating_on_this_thread() -> Iterator[None]:
 
 
 class HeldMaster(Tensor):
-    """A master between a backward and the update. An instance changes its class there and back, because torch's
-    optimizers choose their fast form by the exact type of tensors."""
+    """A master between a backward and the update.
 
-    # As nn.Parameter has it: results of functions are plain tensors.
+    An instance changes its class there and back, because torch's optimizers choose their fast path by exact tensor
+    type.
+    """
+
+    # As in nn.Parameter: results of functions are plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]  # made in C++
 
     @property
@@ -66,7 +67,7 @@ class HeldMaster(Tensor):
         self.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A plain tensor."""
+        """Copy as a plain tensor."""
         if id(self) not in memo:
             memo[id(self)] = self.detach().clone()
         return memo[id(self)]
@@ -77,7 +78,7 @@ class HeldMaster(Tensor):
 
 @dataclass(frozen=True)
 class MasterSegment:
-    """Elements [start, end) of a flat, of its slots [first, last); `master` is a view of the flat's master."""
+    """Elements [start, end) of a flat parameter, in its slots [first, last). `master` is a view of its master."""
 
     start: int
     end: int
@@ -88,8 +89,17 @@ class MasterSegment:
 
 
 def cut(flat: FlatParam, begins: Collection[int] = (), *, apart: bool = False) -> list[MasterSegment]:
-    """The flat's state range, cut where its optimizer group changes, and before the slots `begins`. `apart`: before
-    each slot; then no segment has the padding behind its parameter, which a mean over elements would count."""
+    """Split the state range of a flat parameter into segments: where the parameter group changes, and at given slots.
+
+    Args:
+        flat: The flat parameter.
+        begins: Slots that begin a segment.
+        apart: Split before each slot. Then no segment contains the padding after its parameter, because a mean over
+            elements would count the padding.
+
+    Returns:
+        The segments with elements on this rank, in order.
+    """
     low, high = flat.state_range
     firsts: list[int] = []
     for index, slot in enumerate(flat.slots):
@@ -109,7 +119,16 @@ def cut(flat: FlatParam, begins: Collection[int] = (), *, apart: bool = False) -
 
 
 def owned_ranges(flat: FlatParam, within: tuple[int, int], others: Collection[str]) -> list[tuple[int, int]]:
-    """Elements [start, end) of the flat `within` a range without the parameters in `others`; neighbours are one."""
+    """Return ranges of a flat parameter without some parameters. Adjacent ranges are merged.
+
+    Args:
+        flat: The flat parameter.
+        within: Elements [start, end) to split.
+        others: Names of parameters to leave out.
+
+    Returns:
+        Elements [start, end) of each range.
+    """
     ranges, (start, stop) = [], within
     for slot in flat.slots:
         if slot.name in others:
@@ -120,22 +139,33 @@ def owned_ranges(flat: FlatParam, within: tuple[int, int], others: Collection[st
 
 
 def elementwise(value: Any, segment: MasterSegment) -> bool:
-    """Whether an optimizer's state of this segment has a value for each of its elements."""
+    """Return whether an optimizer state has one value for each element of the segment.
+
+    Args:
+        value: The state.
+        segment: The segment that the state belongs to.
+    """
     return isinstance(value, Tensor) and value.ndim == 1 and value.shape == segment.master.shape
 
 
 def has_kernels(master: Tensor) -> bool:
-    """Whether cuda_ops updates such masters: those in float32."""
+    """Return whether cuda_ops updates these masters, which must be float32.
+
+    Args:
+        master: The master tensor.
+    """
     return master.dtype is torch.float32
 
 
 Scalars = dict[str, dict[str, float] | None]
-"""Of the parameters of a flat of which this rank has states: their states that are not elementwise ('step'), by full
-name; None for one that was never updated."""
+"""States that are not elementwise ('step'), by full parameter name, for parameters with a part on this rank.
+
+None for a parameter that was never updated.
+"""
 
 
 class OptimizerStates:
-    """`inner` is the torch optimizer, over the segments into which `flats` are cut."""
+    """The states of a torch optimizer, `inner`, over the segments of `flats`."""
 
     def __init__(
         self,
@@ -145,30 +175,38 @@ class OptimizerStates:
         group_count: int,
         apart: bool,
     ) -> None:
-        """`build` makes the inner optimizer of the segments of each of its groups; `apart`: each segment is of one
-        parameter."""
+        """Cut the flat parameters into segments and make the optimizer.
+
+        Args:
+            flats: The trained flat parameters of this rank.
+            build: Makes the optimizer from the segments of each parameter group.
+            group_count: Number of parameter groups.
+            apart: Whether each segment holds one parameter only.
+        """
         self.flats = flats
         self.group_count = group_count
-        """How many groups the optimizer was made with."""
+        """Number of parameter groups that the optimizer was made with."""
         self._apart = apart
         self._begins: dict[str, set[int]] = {flat.name: set() for flat in flats}
-        """Slots before which a flat is cut, because their histories differ, or may."""
+        """Slots that begin a segment, because their histories may differ."""
         self.segments = {flat.name: self._cut(flat) for flat in flats}
-        """By name of a flat."""
+        """Segments by name of the flat parameter."""
         self._build = build
         self.inner = build(self._by_group())
         self._begins_with_states = bool(self.inner.state)
-        """Whether the optimizer has states from its making on, as Adagrad, and makes none later."""
+        """Whether the optimizer creates all states in its constructor, as Adagrad does."""
         self._states: dict[str, dict[str, Tensor]] = {flat.name: {} for flat in flats}
-        """For each flat, its elementwise states (name → tensor over the flat's state range)."""
+        """Elementwise states of each flat parameter (name → tensor over its state range)."""
         self._adopted: dict[Tensor, dict[str, Tensor]] = {}
-        """Views of those that the optimizer was given, by name, for masters of segments."""
+        """Views of these states that the optimizer got, by name, by master of a segment."""
         if self._begins_with_states:
             self.adopt_anew()
         self._held = False
         """Whether masters refuse `.grad`."""
         self._in_empty_groups = torch.empty(0)
-        """The tensor of a group of which this rank has nothing, while masters are held: ranks refuse alike."""
+        """Placeholder in groups without a segment on this rank, so that all ranks refuse alike while masters
+        are held.
+        """
 
     def _cut(self, flat: FlatParam) -> list[MasterSegment]:
         return cut(flat, self._begins[flat.name], apart=self._apart)
@@ -189,8 +227,11 @@ class OptimizerStates:
         self.flats.clear()
 
     def hold(self, held: bool) -> None:
-        """Let the masters in the optimizer's groups refuse `.grad`, as long as it would be None and gradients are in
-        the engine; with False, no longer."""
+        """Set whether the masters in the optimizer's groups refuse `.grad`.
+
+        Args:
+            held: True while `.grad` would be None because the engine holds the gradients.
+        """
         if held is self._held:
             return
         self._held = held
@@ -206,11 +247,25 @@ class OptimizerStates:
                 group["params"].clear()
 
     def of(self, flat: FlatParam) -> dict[str, Tensor]:
-        """Elementwise states of `flat` over its state range, by name ('exp_avg', …). Empty before the first step."""
+        """Return the elementwise states of a flat parameter.
+
+        Args:
+            flat: The flat parameter.
+
+        Returns:
+            By name ('exp_avg', …), 1-D over the state range of `flat`. Empty before the first step.
+        """
         return self._states[flat.name]
 
     def scalars_of(self, flat: FlatParam) -> Scalars:
-        """The states that are not elementwise, of each parameter of `flat` that has some of its states here."""
+        """Return the states that are not elementwise.
+
+        Args:
+            flat: The flat parameter.
+
+        Returns:
+            The states of each parameter of `flat` with a part on this rank.
+        """
         found: Scalars = {}
         for segment in self.segments[flat.name]:
             state = self.inner.state.get(segment.master)
@@ -225,19 +280,28 @@ class OptimizerStates:
     def visit(
         self, flat: FlatParam | None, ahead: FlatParam | None = None, *, changed: bool = False, update: bool = False
     ) -> AbstractContextManager[None]:
-        """Inside, what `flat` has away from the device has its values; that of `ahead` is on its way. What was
-        `changed` goes back. `update`: masters and moments change, from the gradient, which is visited too; narrow
-        parameters are written anew."""
+        """Return a context in which offloaded states of a flat parameter are on the device.
+
+        Args:
+            flat: The flat parameter.
+            ahead: The next flat parameter, whose states are prefetched.
+            changed: Whether to write the values back at the end.
+            update: Whether this is an update: it reads the gradient and changes masters and moments. Narrow parameters
+                are then overwritten.
+        """
         return visit(flat, ahead, changed=changed, update=update, point=self._point)
 
     def end_visits(self, flats: Iterable[FlatParam] | None = None) -> None:
-        """Of an update that was broken off, or is not made: nothing of it (or of these `flats`) is under way any
-        more."""
+        """End the visits of an interrupted update.
+
+        Args:
+            flats: The flat parameters; None takes all.
+        """
         for flat in self.flats if flats is None else flats:
             leave(flat, changed=False, point=self._point)
 
     def _point(self, flat: FlatParam) -> None:
-        """The optimizer's tensors of `flat` are views of what its states are in memory now."""
+        """Make the optimizer's tensors of `flat` views of the memory that its states have now."""
         base, states = flat.state_range[0], self._states.get(flat.name, {})
         for segment in self.segments.get(flat.name, ()):
             here = slice(segment.start - base, segment.end - base)
@@ -251,18 +315,22 @@ class OptimizerStates:
     # ---- states that the optimizer has made --------------------------------------------------------------------------
 
     def adopt(self, flat: FlatParam) -> None:
-        """Lay states that the optimizer has newly made of `flat`, which is visited, end to end in one tensor; the
-        optimizer keeps views."""
+        """Copy new optimizer states of a flat parameter into one tensor; the optimizer keeps views.
+
+        Args:
+            flat: The flat parameter, inside a `visit`.
+        """
         states, base = self._states[flat.name], flat.state_range[0]
         for segment in self.segments[flat.name]:
             own = self.inner.state.get(segment.master, {})
             given = self._adopted.setdefault(segment.master, {}) if own else {}
-            # One that is not what it was given is new: it was cleared, or its optimizer makes it anew each time.
+            # A state other than the given view is new: the caller cleared it, or its optimizer replaces it in each
+            # step.
             new = [key for key, value in own.items() if value is not given.get(key)]
             for key in [key for key in new if elementwise(own[key], segment)]:
                 comes = flat.states.comes(key, own[key].dtype)
                 if key not in states and segment.master.shape == flat.master.shape and not comes:
-                    states[key] = given[key] = own[key]  # It is the whole already.
+                    states[key] = given[key] = own[key]  # The state already covers the whole range.
                     continue
                 if key not in states:
                     states[key] = self.new_state(flat, key, own[key].dtype)
@@ -271,7 +339,13 @@ class OptimizerStates:
 
     @staticmethod
     def new_state(flat: FlatParam, key: str, dtype: torch.dtype) -> Tensor:
-        """A state of a `flat` that is visited, zeros over the state range; visited as well."""
+        """Return a new state of zeros over the state range; the state is visited too.
+
+        Args:
+            flat: The flat parameter, inside a `visit`.
+            key: Name of the state.
+            dtype: Dtype of the state.
+        """
         state = flat.states.room(key, dtype)
         if key in flat.offloaded:
             flat.offloaded[key].fetch(values=False)
@@ -279,7 +353,7 @@ class OptimizerStates:
         return state
 
     def adopt_anew(self) -> None:
-        """The optimizer has other states, of its own: they go where flats have theirs."""
+        """Copy all states of the optimizer, for example after its load_state_dict, into the engine's memory."""
         self._adopted.clear()
         for flat in self.flats:
             with self.visit(flat, changed=True):
@@ -288,7 +362,11 @@ class OptimizerStates:
     # ---- segments anew -----------------------------------------------------------------------------------------------
 
     def cut_out(self, unused: Mapping[str, Collection[int]]) -> None:
-        """From now on these slots of flats, by name, and those between them, have histories of their own."""
+        """Give some slots their own history from now on.
+
+        Args:
+            unused: The slots, by name of flat parameter. Slots between them get their own history too.
+        """
         for flat in self.flats:
             left_out, begins = unused.get(flat.name, ()), self._begins[flat.name]
             if not left_out or self._apart:
@@ -305,16 +383,17 @@ class OptimizerStates:
             self._renew([flat], {flat.name: scalars})
 
     def rebuild(self, flat_states: dict[str, dict[str, Tensor]], scalars: Mapping[str, Scalars]) -> None:
-        """After flats have moved or were loaded: segments over the new masters, with the given states.
+        """Rebuild segments over new masters with the given states, after flat parameters moved or were loaded.
 
-        `flat_states`: flat name → state name → tensor over the flat's present state range; `scalars`: flat name → as
-        `scalars_of` gives them.
+        Args:
+            flat_states: Name of flat parameter → name of state → tensor over its present state range.
+            scalars: Name of flat parameter → as from `scalars_of`.
         """
         self._states = flat_states
         for flat in self.flats:
             own = scalars.get(flat.name, {})
             names = [slot.name for slot in flat.slots]
-            # One that has nothing here goes with its neighbour.
+            # A parameter without a part here takes the history of its neighbour.
             histories = [own[name] for name in names if name in own]
             known = iter(histories)
             last = histories[0] if histories else None
@@ -326,7 +405,7 @@ class OptimizerStates:
         self._renew(self.flats, scalars)
 
     def _renew(self, flats: list[FlatParam], scalars: Mapping[str, Scalars]) -> None:
-        """Segments of `flats` anew, with views of the states that are there, and these scalars."""
+        """Rebuild the segments of `flats`, with views of the present states and with these scalars."""
         for flat in flats:
             for segment in self.segments[flat.name]:
                 self.inner.state.pop(segment.master, None)
@@ -344,7 +423,7 @@ class OptimizerStates:
                 state = self.inner.state[segment.master]
                 options = self.inner.param_groups[segment.group]
                 device = step_device(self.inner, options, segment.master)
-                # Made where it is needed: nothing is copied, and nothing waits.
+                # Created on its device: no copy and no sync.
                 state.update({key: torch.full((), value, device=device) for key, value in history.items()})
                 given = {
                     key: whole[segment.start - base : segment.end - base]
@@ -356,7 +435,7 @@ class OptimizerStates:
             self._begin_without_history()
 
     def _begin_without_history(self) -> None:
-        """Give segments without states those with which the optimizer begins."""
+        """Give segments without states the initial states of the optimizer."""
         every = [segment.master for segments in self.segments.values() for segment in segments]
         without = [master for master in every if master not in self.inner.state]
         if without:
@@ -365,12 +444,18 @@ class OptimizerStates:
             self.adopt_anew()
 
     def moved(self, before: ZeroPolicy) -> tuple[dict[str, dict[str, Tensor]], dict[str, Scalars]]:
-        """What `rebuild` takes, after flats were placed elsewhere; `before` is where they were. Collective when states
-        come together."""
+        """Return the arguments of `rebuild` after flat parameters moved. Collective if states are gathered.
+
+        Args:
+            before: The old placement.
+
+        Returns:
+            (flat states, scalars), as `rebuild` takes them.
+        """
         scalars = {flat.name: self.scalars_of(flat) for flat in self.flats}
         kinds = {flat.name: sorted(self._states[flat.name]) for flat in self.flats}
         if self.flats and before.optimizer_states is Replication.PARTITIONED:
-            # A rank knows nothing of parameters of which it had no part, or of which only others were ever used.
+            # A rank has no states of parameters without a part here, or that only other ranks updated.
             for theirs, their_kinds in self.flats[0].gather_group.collect([scalars, kinds]):
                 for name, own in scalars.items():
                     own.update({key: value for key, value in theirs[name].items() if own.get(key) is None})
@@ -379,7 +464,7 @@ class OptimizerStates:
         return moved, scalars
 
     def _moved(self, flat: FlatParam, kind: str, before: ZeroPolicy) -> Tensor:
-        """An elementwise state where it is now; zeros where no parameter here was ever updated."""
+        """Return an elementwise state at its new placement; zeros if no parameter here was ever updated."""
         found = self._states[flat.name].get(kind)
         if found is None:
             if before.optimizer_states is flat.zero_policy.optimizer_states:

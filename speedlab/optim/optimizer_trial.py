@@ -1,15 +1,15 @@
-"""A trial of an optimizer on small tensors: does it update each element by itself, as partitioned states need?
+"""A trial of an optimizer on small tensors: does it update each element independently, as partitioned states need?
 
-The engine gives an optimizer one-dimensional segments of flats in the place of parameters: several parameters end to
-end, or the part of them that a rank holds. The trial trains small parameters as a plain loop does, and in each of these
-forms, over enough steps for warm-ups and look-aheads, and compares. Nothing is decided by the name of a class.
+The engine gives an optimizer one-dimensional segments in place of parameters: several parameters joined, or the part
+that a rank holds. The trial trains small parameters as a plain loop does, and in each of these forms, over enough steps
+for warm-ups and look-aheads, and compares. The name of a class decides nothing.
 
 1. The reference: parameters of several shapes, all in one optimizer.
-2. Each parameter by itself, flattened; several end to end; both halves of these in an optimizer each; some parameters
-   in one optimizer and some in another; a step for each tensor. Each has the same gradients.
-3. A form is right if parameters and numbers of groups (the estimate `d` of Prodigy) are those of the reference.
+2. The forms, with equal gradients: each parameter flattened; several joined; both halves of these in one optimizer
+   each; some parameters in one optimizer and some in another; one step per tensor.
+3. A form is supported if parameters and numbers of groups (the estimate `d` of Prodigy) equal those of the reference.
 
-The trial leaves random generators, and the parameters of the model, as they were.
+The trial restores random generators and the parameters of the model.
 """
 
 from __future__ import annotations
@@ -32,33 +32,35 @@ from speedlab.config import ConfigError
 from speedlab.optim.parameter_forms import ParameterForms
 
 _SMALL = ((13, 11), (5,), (3, 2, 2, 2), (6, 7))
-"""Shapes of a group's parameters: a matrix, a vector, a convolution's, another matrix."""
+"""Shapes of the parameters of a group: a matrix, a vector, a convolution, another matrix."""
 _LARGE = ((67, 71), (37,), (5, 3, 3, 3), (24, 31))
-"""The same where blocks show: the first has more elements than optimizers of 8 bits leave in float32, and none is a
-multiple of their blocks. Only an optimizer that passes on small ones trains these: a Shampoo of so long a vector would
-invert its square."""
+"""Larger shapes that show block effects.
+
+The first one has more elements than 8-bit optimizers leave in float32, and no shape is a multiple of their blocks. Only
+an optimizer that passes on small shapes trains these: a Shampoo of such a long vector would invert its square.
+"""
 _Shapes = Sequence[tuple[int, ...]]
 _IN_A_FLAT = 2
-"""So many of them are in a flat together."""
+"""Number of parameters that are joined in a flat parameter."""
 _FEW = ((7,),)
-"""The parameters of further groups."""
+"""Shapes of the parameters of further groups."""
 _MOST_GROUPS = 3
-"""Groups that have all shapes, if they have other options than these: """
+"""Number of groups with all shapes, if their options differ in more than these keys:"""
 _ANY_GROUP_HAS = ("lr", "initial_lr", "weight_decay", "name")
 _STEPS, _STEPS_LARGE = 30, 12
-"""Of small and of large parameters. Several optimizers do something else from their 5th, 10th or 25th step on."""
+"""Steps with small and with large parameters. Several optimizers change behaviour at their 5th, 10th or 25th step."""
 _ALIGNED = 4
-"""Parameters begin at such elements of a flat (`Flat`)."""
+"""Parameters begin at multiples of this many elements in a flat parameter (`FlatParam`)."""
 _EARLY = 3
-"""After so many steps parameters are compared, too: what one step does may be little beside all."""
+"""Parameters are also compared after this many steps, because an effect of one step may vanish over all steps."""
 _LEAST_RATE = 1e-3
-"""A learning rate below it, as 0 before a warm-up, would show no difference."""
+"""A smaller learning rate, such as 0 before a warm-up, would hide differences."""
 _TOLERANCE = 2e-4
-"""Of a parameter's movement. Sums over parameters in another order stay below it; blocks of 8 bits do not."""
+"""Relative to a parameter's movement. The order of sums causes smaller differences; 8-bit blocks cause larger ones."""
 
 
 class OptimizerMaker:
-    """An optimizer that can be made again and again over other tensors."""
+    """A factory that can make the same optimizer repeatedly over other tensors."""
 
     def __init__(
         self,
@@ -70,15 +72,26 @@ class OptimizerMaker:
         dimensions: Sequence[Collection[int]] = (),
         key: Hashable = None,
     ) -> None:
-        """`options`: of each group. `make`: of groups over tensors; without it the optimizer is copied from `instance`.
-        `names`: of the first parameter of each group. `dimensions`: which parameters of each group have.
-        `key`: what its forms depend on, of two subjects that have the same; None if that is not known."""
+        """Store how to make the optimizer.
+
+        Args:
+            options: Options of each parameter group.
+            make: Makes the optimizer from groups of tensors; None copies `instance`.
+            instance: The optimizer to copy.
+            names: Name of the first parameter of each group.
+            dimensions: Dimensions that parameters of each group have.
+            key: Hash key of everything that the supported forms depend on; None if unknown.
+        """
         self.options, self.names, self.key = options, names, key
         self.dimensions = dimensions or [()] * len(options)
         self._make, self._instance = make, instance
 
     def reference(self, parameters: list[list[Tensor]]) -> Optimizer:
-        """Over `parameters` of each group, as a plain loop makes it."""
+        """Make the optimizer as a plain loop does.
+
+        Args:
+            parameters: Parameters of each group.
+        """
         if self._make is not None:
             return self._made(parameters)
         assert self._instance is not None
@@ -88,7 +101,11 @@ class OptimizerMaker:
         return self._over(_copied(self._instance, stands_for), parameters)
 
     def over(self, segments: list[list[Tensor]]) -> Optimizer:
-        """Over `segments` of each group, as the engine makes it and exchanges them later."""
+        """Make the optimizer as the engine does, over segments that replace its parameters.
+
+        Args:
+            segments: Segments of each group.
+        """
         if self._make is None:
             return self._over(self.reference([[torch.zeros_like(s) for s in own] for own in segments]), segments)
         made = self._made([[torch.zeros_like(s) for s in own] for own in segments])
@@ -107,7 +124,15 @@ class OptimizerMaker:
 
 
 def try_optimizer(subject: OptimizerMaker, device: torch.device) -> ParameterForms:
-    """Train small tensors on `device` in each form. Found once for each `key` in a process."""
+    """Train small tensors in each form. The result is cached by key in the process.
+
+    Args:
+        subject: Makes the optimizer.
+        device: The device of the tensors.
+
+    Returns:
+        The supported forms, or the failure.
+    """
     if isinstance(torch.empty(0, device=device), FakeTensor):
         device = torch.device("cpu")  # Fake tensors have no values to compare.
     key = None if subject.key is None else (subject.key, device)
@@ -146,7 +171,7 @@ def _try(subject: OptimizerMaker, device: torch.device) -> ParameterForms:
 
 @dataclass(frozen=True)
 class _Small:
-    """A parameter of the trial: its group, its first value, and its gradients by step."""
+    """A parameter of the trial: its group, initial value, and gradient of each step."""
 
     group: int
     value: Tensor
@@ -155,7 +180,7 @@ class _Small:
 
 @dataclass(frozen=True)
 class _FlatPiece:
-    """Elements [start, end) of flattened parameters end to end, each from a multiple of `_ALIGNED` on."""
+    """Elements [start, end) of joined flattened parameters, each aligned to a multiple of `_ALIGNED`."""
 
     parameters: tuple[int, ...]
     start: int
@@ -163,7 +188,7 @@ class _FlatPiece:
 
 
 class _Trial:
-    """Of parameters of some shapes, over so many steps."""
+    """A trial with parameters of some shapes, over some steps."""
 
     def __init__(self, subject: OptimizerMaker, device: torch.device, shapes: _Shapes, steps: int) -> None:
         self._subject, self._steps = subject, steps
@@ -171,7 +196,7 @@ class _Trial:
         self._flats = list(_flats(self._small))
 
         self._unsaved = ""
-        """A state that no checkpoint could have."""
+        """Name of a state that no checkpoint could store."""
 
     def found(self) -> ParameterForms:
         before = _random_states()
@@ -218,7 +243,7 @@ class _Trial:
         return self._subject.names[self._small[number].group]
 
     def _stuck(self, trained: _Values | None, expected: _Values) -> int | None:
-        """A parameter that only the reference has changed."""
+        """Return a parameter that only the reference has changed."""
         if trained is None:
             return None
         for number, (small, value, wanted) in enumerate(zip(self._small, trained.values, expected.values, strict=True)):
@@ -242,8 +267,10 @@ class _Trial:
         return trained
 
     def _trained(self, ranks: Sequence[Sequence[_FlatPiece]], *, apart: bool = False) -> _Values | None:
-        """The parameters after the same steps where each of `ranks` has an optimizer over its pieces; None if that
-        raises. `apart`: a step for each piece."""
+        """Train with one optimizer per rank over its pieces, and return the parameters; None if that raises.
+
+        `apart` steps once for each piece.
+        """
         trained = _Values(self._small)
         try:
             for pieces in ranks:
@@ -272,7 +299,7 @@ class _Trial:
         trained.numbers.append(_numbers_of(optimizer))
 
     def _adopt(self, optimizer: Optimizer, k: int, segment: Tensor, given: dict[tuple[int, str], Tensor]) -> None:
-        """As `OptimizerStates.adopt`: states with a value for each element are copied into memory of the engine."""
+        """Copy elementwise states into other memory, as `OptimizerStates.adopt` does."""
         state = optimizer.state.get(segment, {})
         for key, value in state.items():
             if not isinstance(value, Tensor) or value.shape != segment.shape:
@@ -315,7 +342,7 @@ class _Trial:
 
 
 def _is_near(value: Tensor, wanted: Tensor, begun: Tensor) -> bool:
-    """Whether a parameter is where another one went."""
+    """Return whether a parameter moved to the same values as another one."""
     allowed = _TOLERANCE * (wanted - begun).abs().max() + 4 * torch.finfo(value.dtype).eps * wanted.abs()
     return bool(((value - wanted).abs() <= allowed).all())
 
@@ -325,14 +352,21 @@ _Numbers = list[dict[str, float]]
 
 
 class _Values:
-    """Parameters after `_EARLY` steps and at the end, and the numbers of each optimizer's groups."""
+    """Parameters after `_EARLY` steps and at the end, and the numbers in each optimizer's groups."""
 
     def __init__(self, small: Sequence[_Small]) -> None:
         self._early, self._late = ([each.value.clone() for each in small] for _ in range(2))
         self.numbers: list[_Numbers] = []
 
     def note(self, step: int, number: int, start: int, values: Tensor) -> None:
-        """Elements of parameter `number`, from `start` on, after a step."""
+        """Store elements of a parameter after a step.
+
+        Args:
+            step: Number of the step, from 0.
+            number: Number of the parameter.
+            start: First element.
+            values: (n,) new values.
+        """
         for kept in (self._early, self._late) if step < _EARLY else (self._late,):
             kept[number].view(-1)[start : start + values.numel()] = values
 
@@ -341,12 +375,15 @@ class _Values:
 
     @property
     def values(self) -> list[Tensor]:
-        """At the end."""
+        """Return the parameters at the end."""
         return self._late
 
 
 def _small_parameters(subject: OptimizerMaker, device: torch.device, shapes: _Shapes, steps: int) -> Iterator[_Small]:
-    """Magnitudes differ between parameters and inside them, so that norms of parts are not those of wholes."""
+    """Yield the parameters.
+
+    Magnitudes differ between and inside parameters, so that norms of parts differ from the whole.
+    """
     generator = torch.Generator().manual_seed(1)
     kinds = list[str]()
     for group, (own, dimensions) in enumerate(zip(subject.options, subject.dimensions, strict=True)):
@@ -361,10 +398,10 @@ def _small_parameters(subject: OptimizerMaker, device: torch.device, shapes: _Sh
             gradients = []
             for step in range(steps):
                 noise = torch.randn(shape, generator=generator)
-                # The last but one is large, so that norms at which gradients are clipped are exceeded.
+                # The last but one step has large gradients, to exceed thresholds of clipping.
                 size = 10.0 ** (number - 2) * (30.0 if step == steps - 2 else 1.0 + 0.1 * step)
                 gradient = (direction + 0.5 * noise) * slope * size
-                if step == 0:  # Some optimizers leave out what is along the parameter, if there is little of it.
+                if step == 0:  # Some optimizers drop the component along the parameter if it is small.
                     gradient -= value * (gradient * value).sum() / value.square().sum()
                     gradient += value * gradient.norm() / value.norm() * (0.05 / value.numel() ** 0.5)
                 gradients.append(gradient.to(device))
@@ -372,7 +409,7 @@ def _small_parameters(subject: OptimizerMaker, device: torch.device, shapes: _Sh
 
 
 def _flats(small: Sequence[_Small]) -> Iterator[_FlatPiece]:
-    """What is in a flat together, of one group each."""
+    """Yield the pieces of joined parameters, each of one group."""
     for group in dict.fromkeys(each.group for each in small):
         own = [number for number, each in enumerate(small) if each.group == group]
         for first in range(0, len(own), _IN_A_FLAT):
@@ -381,7 +418,7 @@ def _flats(small: Sequence[_Small]) -> Iterator[_FlatPiece]:
 
 
 def _halves(pieces: Sequence[_FlatPiece]) -> list[list[_FlatPiece]]:
-    """What two ranks have of these."""
+    """Return the pieces of two ranks."""
     middles = [_padded(piece.end // 2) for piece in pieces]
     return [
         [_FlatPiece(piece.parameters, 0, middle) for piece, middle in zip(pieces, middles, strict=True)],
@@ -394,7 +431,7 @@ def _padded(numel: int) -> int:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a checkpoint can have it as a number."""
+    """Return whether a checkpoint can store the value as a number."""
     return value is None or isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
@@ -417,7 +454,14 @@ def _alike(some: _Numbers, others: _Numbers) -> bool:
 
 
 def require_base(optimizer: Optimizer) -> Optimizer:
-    """Raises ConfigError if its class has not called torch's constructor."""
+    """Return the optimizer after a check of its constructor.
+
+    Args:
+        optimizer: The user's optimizer.
+
+    Raises:
+        ConfigError: If its class has not called torch's constructor.
+    """
     missing = [name for name in ("param_groups", "state", "_optimizer_step_pre_hooks") if not hasattr(optimizer, name)]
     if missing:
         raise ConfigError(
@@ -431,7 +475,7 @@ def require_base(optimizer: Optimizer) -> Optimizer:
 
 
 def _raised(optimizer: Optimizer) -> Optimizer:
-    """With learning rates that show a difference."""
+    """Raise learning rates to a value that shows differences."""
     for group in optimizer.param_groups:
         rate = group.get("lr")
         if isinstance(rate, int | float | Tensor) and not isinstance(rate, bool) and float(rate) < _LEAST_RATE:
@@ -440,15 +484,18 @@ def _raised(optimizer: Optimizer) -> Optimizer:
 
 
 def _copied(optimizer: Optimizer, stands_for: dict[int, Any]) -> Optimizer:
-    """A copy without hooks and schedules. `stands_for`: by id of a tensor, its place in the copy. torch's own way to
-    copy an optimizer drops all but groups and states, also of an optimizer inside another one."""
+    """Return a copy without hooks and schedulers.
+
+    `stands_for` maps the id of a tensor to its replacement. torch's own copy keeps only groups and states, also for an
+    optimizer inside another one.
+    """
     made = object.__new__(type(optimizer))
     stands_for[id(optimizer)] = made
     for inner in _optimizers_in(vars(optimizer)):
         if id(inner) not in stands_for:
             _copied(inner, stands_for)
     for name, value in vars(optimizer).items():
-        if name == "step":  # A scheduler has wrapped it.
+        if name == "step":  # A scheduler has wrapped `step`.
             continue
         is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
         made.__dict__[name] = type(value)() if is_hooks else copy.deepcopy(value, stands_for)
@@ -476,7 +523,7 @@ def _random_states() -> list[Any]:
 
 @contextmanager
 def _nothing_changes(device: torch.device) -> Iterator[None]:
-    """Random states and warnings are as before afterwards, and nothing is compiled for small tensors."""
+    """Restore random states and warnings afterwards, and compile nothing for small tensors."""
     ours, numpy = random.getstate(), sys.modules.get("numpy")
     theirs = None if numpy is None else numpy.random.get_state()
     with ExitStack() as stack:

@@ -1,21 +1,25 @@
-"""Signs where optimizer states are partitioned (ZeRO stage 1). Nobody but its owner knows a momentum and a variance, so
-that no other rank can make an update of the mean momentum (`SignCompressedOptimizer`), and whole parameters would have
-to travel. Two messages do here, too, as of arXiv:1905.05957: gradients to owners, changes of parameters from them.
+"""Sign compression with partitioned optimizer states (ZeRO stage 1).
 
-1. Each rank sends the owners signs of its gradients, with error feedback ("worker's error": it keeps what they miss).
-2. The owner adds the mean to beta1 · its momentum, and updates its masters.
-3. It sends all ranks signs of what its masters have changed by, in which is what the last such signs missed: r. All
-   ranks move their parameters by what was sent, the same bits; the owner's masters take the values that its parameters
-   have then, and r is how far the update was from them. So between two steps nothing but r knows that masters were
-   elsewhere: checkpoints, norms and evaluation see one model.
+With partitioned states only the owner has momentum and variance. So no other rank can compute an update from a mean
+momentum (`SignCompressedOptimizer`), and whole parameters would have to be sent. Instead there are two messages, as in
+arXiv:1905.05957: gradients to owners, and parameter changes from owners.
 
-r is in the place of the server's error. Parameters narrower than their masters are rounded at random, alike on all
-ranks (`round_stochastically`), where their dtype is bfloat16: their spacing is often more than an update. Elements of a
-chunk have one magnitude, so what nothing updates (an infinite variance) moves by its neighbours' and back; changes at
-rates far below others' are lifted to theirs while they travel (`lift`), and at a rate of 0 nothing moves.
+1. Each rank sends signs of its gradients to the owners, with error feedback (the worker's error).
+2. The owner adds beta1 · momentum to the mean, and updates its masters.
+3. The owner sends signs of the change of its masters, plus r, the error of the last such message. All ranks apply equal
+   changes to their parameters. The owner sets its masters to its parameters, and r is the remaining difference. So
+   between two steps only r contains the difference: checkpoints, norms and evaluation see one model.
 
-With whole states a rank keeps beta1 · momentum in its error, and the server's error is one of a momentum. `restage`
-makes one of the other where a run goes on with other partitions.
+r is stored as the server's error. Special cases:
+
+- bfloat16 parameters are rounded stochastically, equally on all ranks (`round_stochastically`), because their spacing
+  is often larger than an update.
+- Elements of a chunk share one magnitude. So an element that never updates (infinite variance) moves with its
+  neighbours, and back.
+- Changes at rates far below others are scaled up in the message (`lift`). At rate 0 nothing moves.
+
+With whole states a rank keeps beta1 · momentum in its error, and the server's error is that of a momentum. `restage`
+converts between the two if a run continues with another partition.
 """
 
 from __future__ import annotations
@@ -47,23 +51,29 @@ from speedlab.parallel.zero import Gradient
 
 
 class ShardedSignCompression(SignCompressedOptimizer):
-    """An optimizer whose momenta travel as signs over whole states, and whose gradients and changes over partitioned
-    ones. Each of `param_groups` has `partitioned`: as which of both is kept what is kept."""
+    """An optimizer that exchanges signs of momenta (whole states) or of gradients and changes (partitioned states).
+
+    Each parameter group has `partitioned`: which of the two forms its extra tensors have.
+    """
 
     def __init__(self, params: Any, settings: OptimizerConfig) -> None:
         super().__init__(params, settings)
         self.publishes = False
         self._before_update: list[_FlatBefore] = []
         self._missed: list[Tensor] = []
-        """r of all ranks, of each flat, which whole masters have not taken yet."""
+        """r of all ranks, per flat parameter, that whole masters have yet to add."""
 
     @property
     def communicates(self) -> bool:
-        """Whether momenta are compressed in the next step."""
+        """Return whether momenta are compressed in the next step."""
         raise NotImplementedError
 
     def prepare(self, flats: Sequence[ExchangedState]) -> None:
-        """As of `SignCompressedOptimizer`; narrow parameters are rounded as they move."""
+        """Open connections and compile kernels, also for stochastic rounding of narrow parameters.
+
+        Args:
+            flats: The flat parameters.
+        """
         super().prepare(flats)
         for each in flats:
             if not each.whole and each.parameters.device.type == "cpu":
@@ -72,10 +82,10 @@ class ShardedSignCompression(SignCompressedOptimizer):
     # ---- momenta while they travel -----------------------------------------------------------------------------------
 
     def _learn_weights(self, flats: Sequence[ExchangedState]) -> None:
-        """Before momenta are asked for: by what they are multiplied while they travel. Collective."""
+        """Learn the factors on momenta in a message, before momenta are read. Collective."""
 
     def _add_lasting(self, each: ExchangedState, values: Tensor) -> Tensor:
-        """Plus what the next momentum has of the last one, over the state range and as it travels, in place."""
+        """Add beta1 · momentum over the state range, in place, with the factors of a message."""
         moment = each.moments.get("exp_avg")
         return values if moment is None else values.add_(moment, alpha=self.param_groups[0]["betas"][0])
 
@@ -83,9 +93,17 @@ class ShardedSignCompression(SignCompressedOptimizer):
 
     @torch.no_grad()
     def restage(self, flats: Sequence[ExchangedState], *, partitioned: bool) -> Callable[[], None]:
-        """States are partitioned from now on, or whole: what is kept becomes what the next exchange wants. Called on
-        all ranks alike, also on those without `flats`. Collective where something changes; where it raises, nothing
-        has. What is returned takes it back, for an exchange that fails."""
+        """Convert extra tensors if states are now partitioned or whole. Collective if something changes.
+
+        All ranks call this, also those without `flats`. An error leaves everything unchanged.
+
+        Args:
+            flats: The flat parameters.
+            partitioned: Whether states are partitioned now.
+
+        Returns:
+            A function that undoes the conversion, for an exchange that fails.
+        """
         before = self.param_groups[0]["partitioned"]
         kept = [dict(each.gradient.kept) for each in flats]
         if self.communicates and partitioned != before:
@@ -106,7 +124,7 @@ class ShardedSignCompression(SignCompressedOptimizer):
         return take_back
 
     def _errors_of(self, each: ExchangedState) -> tuple[Tensor, None]:
-        """Errors without momenta. The mean's is its owner's, times the ranks of the next mean."""
+        """Return errors without momenta. The error of the mean goes to its owner, times the ranks of the next mean."""
         gradient = each.gradient
         errors, own = gradient.kept[self.worker].clone(), slice(*gradient.own_range)
         lasting = torch.empty_like(errors)
@@ -116,7 +134,7 @@ class ShardedSignCompression(SignCompressedOptimizer):
         return errors, None
 
     def _momenta_of(self, each: ExchangedState) -> tuple[Tensor, Tensor]:
-        """Errors plus momenta, and what changes have missed, which the masters are to take."""
+        """Return (errors plus momenta, r, which the masters must add)."""
         gradient = each.gradient
         missed = torch.empty_like(gradient.kept[self.worker])
         gradient.group.all_gather(missed, gradient.kept[SERVER_ERROR]).wait()
@@ -127,14 +145,14 @@ class ShardedSignCompression(SignCompressedOptimizer):
     def _through_signs(
         self, flats: Sequence[ExchangedState], terms: list[Tensor], factor: float, share: float
     ) -> Tensor:
-        """Where states are partitioned, 1: means come to their owners only, and the last momentum into them."""
+        """Send gradients to owners as signs (1), and add the last momentum there, if states are partitioned."""
         if flats[0].whole:
             return super()._through_signs(flats, terms, factor, share)
         gradients = [each.gradient for each in flats]
         worker = [gradient.kept[self.worker] for gradient in gradients]
         reduction = self._wires_of(gradients).reduce(terms, worker, factor=factor)
         squares = torch.zeros((), dtype=torch.float64, device=gradients[0].group.device)
-        for gradient, term in zip(gradients, terms, strict=True):  # While they travel.
+        for gradient, term in zip(gradients, terms, strict=True):  # This overlaps with the transfer.
             gradient.zero_gaps(term)
             squares += square(term)
         means = reduction.means()
@@ -146,13 +164,14 @@ class ShardedSignCompression(SignCompressedOptimizer):
         return squares.sqrt()
 
     def _refuse_non_finite(self, gradient: Gradient, means: Sequence[Tensor]) -> None:
-        """On all ranks, where one of them serves something that is not finite. It waits for the device."""
-        broken = ~torch.stack([mean.sum() for mean in means]).isfinite()  # One pass, where each element's flag is two.
+        """Raise on all ranks if a rank serves a value that is not finite. Causes a device sync."""
+        # A sum needs one pass over memory; a flag per element needs two.
+        broken = ~torch.stack([mean.sum() for mean in means]).isfinite()
         if gradient.group.sum(broken.any().float()[None]).item():
             raise self._not_finite()
 
     def _as_they_are(self, flats: Sequence[ExchangedState], terms: list[Tensor], factor: float, share: float) -> Tensor:
-        """The same without compression."""
+        """Exchange without compression."""
         if flats[0].whole:
             return super()._as_they_are(flats, terms, factor, share)
         for each, term in zip(flats, terms, strict=True):
@@ -172,13 +191,16 @@ class ShardedSignCompression(SignCompressedOptimizer):
     # ---- changes from them -------------------------------------------------------------------------------------------
 
     def _hold_masters(self, flats: Sequence[ExchangedState]) -> None:
-        """Before an exchange: masters and parameters as they are before the update, where changes of them are sent."""
+        """Store masters and parameters before the update, if changes of them will be sent."""
         self.publishes = self._signs and not flats[0].whole
         self._before_update = [_held(each) for each in flats] if self.publishes else []
 
     def _add_missed(self, flats: Sequence[ExchangedState]) -> None:
-        """Behind an exchange. Where states are partitioned, r is in the masters while they are updated (2); where they
-        have been until now, whole masters take it."""
+        """Add r to the masters after an exchange.
+
+        With partitioned states, r is in the masters during the update (2). If states were partitioned until now, whole
+        masters add r.
+        """
         if self._missed:
             for each, missed in zip(flats, self._missed, strict=True):
                 _take_missed(each, missed)
@@ -189,23 +211,29 @@ class ShardedSignCompression(SignCompressedOptimizer):
                 here = served(each.gradient, slot.range)
                 if index not in still:
                     each.masters[here].add_(missed[here])
-                    if not self.publishes:  # Whole masters travel.
+                    if not self.publishes:  # Whole masters are sent.
                         missed[here].zero_()
 
     def _stand_still(self, each: ExchangedState) -> set[int]:
-        """Slots that this update does not move: that nobody used, or whose rate is 0."""
+        """Return slots that this update does not move: unused ones, or those with rate 0."""
         rates = self._learning_rates(each)
         return {*each.unused} | {index for index, rate in enumerate(rates) if not rate}
 
     def _learning_rates(self, each: ExchangedState) -> list[float]:
-        """Of each slot; every rank knows them."""
+        """Return the learning rate of each slot; every rank knows them."""
         return [float(self.param_groups[slot.group]["lr"]) for slot in each.gradient.slots]
 
     @torch.no_grad()
     def publish(self, flats: Sequence[ExchangedState], number: int) -> None:
-        """Move the parameters of all ranks as masters were moved in update `number`, as signs, and masters to where
-        parameters are (3). Collective. Raises NonFiniteError, on all ranks alike, where a change is not finite; masters
-        were updated by then."""
+        """Send the changes of the masters as signs, and set masters to the resulting parameters (3). Collective.
+
+        Args:
+            flats: The flat parameters.
+            number: Number of the update.
+
+        Raises:
+            NonFiniteError: On all ranks, if a change is not finite. Masters are already updated then.
+        """
         befores, self._before_update = self._before_update, []
         rates = [self._learning_rates(each) for each in flats]
         largest = max((rate for own in rates for rate in own), default=0.0)
@@ -219,7 +247,7 @@ class ShardedSignCompression(SignCompressedOptimizer):
         for place, (each, held) in enumerate(zip(flats, befores, strict=True)):
             squares += self._move(each, held, partial(moves.decode, place), lifts[place], number)
         self._told["error_norm"] = (self._told["error_norm"] ** 2 + squares).sqrt()
-        if looks:  # Neither rounding knows of the other.
+        if looks:  # The two rounding errors are independent, so cosines multiply.
             made = [each.masters - before for each, (before, _) in zip(flats, befores, strict=True)]
             second = angle_between(made, wanted, flats[0].gradient.group)
             cosines = [math.cos(math.radians(angle)) for angle in (float(self._told["angle"]), second)]
@@ -229,7 +257,7 @@ class ShardedSignCompression(SignCompressedOptimizer):
     def _changes(
         flats: Sequence[ExchangedState], befores: Sequence[_FlatBefore], lifts: Sequence[Mapping[int, float]]
     ) -> list[Tensor]:
-        """Of masters, as they travel."""
+        """Return the changes of masters, with the factors of the message."""
         changes = [each.masters - before for each, (before, _) in zip(flats, befores, strict=True)]
         for each, change, own in zip(flats, changes, lifts, strict=True):
             for index, factor in own.items():
@@ -245,8 +273,10 @@ class ShardedSignCompression(SignCompressedOptimizer):
         lifts: Mapping[int, float],
         number: int,
     ) -> Tensor:
-        """Parameters are moved by what is decoded, from where they were before the update; masters follow, and what
-        they were further is missed. The sum of its squares."""
+        """Apply the decoded change to the parameters, set masters to them, and store the difference as r.
+
+        Returns the squared norm of r.
+        """
         gradient, parameters, masters = each.gradient, each.parameters, each.masters
         missed, still = gradient.kept[SERVER_ERROR], self._stand_still(each)
         places = [served(gradient, gradient.slots[index].range) for index in still]
@@ -261,7 +291,7 @@ class ShardedSignCompression(SignCompressedOptimizer):
         for index in still:
             move[gradient.slots[index].range].zero_()
         own = slice(*gradient.own_range)
-        parameters[own] = held.parameters  # The update has written there: they are the masters, or rounded on its way.
+        parameters[own] = held.parameters  # The update wrote to this memory (it may be the masters' own).
         if parameters.dtype is torch.bfloat16:
             move += parameters
             seed = zlib.crc32(gradient.slots[0].name.encode())
@@ -286,11 +316,11 @@ class ShardedSignCompression(SignCompressedOptimizer):
 
 
 class _FlatBefore(NamedTuple):
-    """Of a flat, before an update."""
+    """Values of a flat parameter before an update."""
 
     masters: Tensor
     parameters: Tensor
-    """This rank's slice; somebody may have written to narrower ones without the masters' knowing of it."""
+    """This rank's slice. The caller may have changed narrow parameters without changing the masters."""
 
 
 def _held(each: ExchangedState) -> _FlatBefore:
@@ -301,8 +331,8 @@ def _held(each: ExchangedState) -> _FlatBefore:
 
 
 def _take_missed(each: ExchangedState, missed: Tensor) -> None:
-    """Into whole masters, on all ranks alike."""
+    """Add r to whole masters, on all ranks."""
     for index, slot in enumerate(each.gradient.slots):
         each.masters[slot.range].add_(missed[slot.range])
         if index in each.unused and each.parameters.dtype != each.masters.dtype:
-            each.parameters[slot.range] = each.masters[slot.range]  # No update does it.
+            each.parameters[slot.range] = each.masters[slot.range]  # No update copies unused masters to the parameters.

@@ -1,6 +1,8 @@
-"""One update: the torch optimizer steps over flats, and the parameters of each are on their way to the other ranks as
-soon as it is updated. A fused optimizer is given segment by segment what it uses; for a plain one gradients in the
-masters' dtype are laid at the masters.
+"""One sharded update: the torch optimizer steps over flat parameters, and updated parameters are gathered at once.
+
+1. A fused optimizer gets its inputs segment by segment (`UpdateInput`), and runs between the yields of `_given`.
+2. A plain optimizer gets gradients in the masters' dtype as `.grad` of the masters.
+3. While the next flat parameter is updated, the parameters of the last one are gathered.
 """
 
 from __future__ import annotations
@@ -18,26 +20,37 @@ from speedlab.parallel.zero import FlatParam, Gradient
 from speedlab.parallel.zero.comm_groups import Work
 
 _CAST_BYTES = 64 * 2**20
-"""Gradients in low precision are widened for the update in pieces of this many bytes."""
+"""Low-precision gradients are widened for the update in pieces of this many bytes."""
 
 
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
 
 
 def engine_hook(hook: _Hook) -> _Hook:
-    """Mark a hook before an optimizer's step as the engine's own, which does not use `grad` of what it is given."""
+    """Mark a pre-step hook of an optimizer as the engine's own, which does not read `.grad`.
+
+    Args:
+        hook: The hook.
+
+    Returns:
+        The same hook.
+    """
     hook.is_engine_hook = True  # type: ignore[attr-defined]  # functions take attributes
     return hook
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
-    """Whether a hook of the user's is called before a step."""
+    """Return whether the user has registered a pre-step hook.
+
+    Args:
+        optimizer: Any torch optimizer.
+    """
     hooks = optimizer._optimizer_step_pre_hooks.values()  # type: ignore[attr-defined]  # torch has no other way to ask
     return not all(getattr(hook, "is_engine_hook", False) for hook in hooks)
 
 
 class FlatUpdate:
-    """The update of some flats, made once."""
+    """One update of some flat parameters."""
 
     def __init__(
         self,
@@ -52,23 +65,43 @@ class FlatUpdate:
         publishes: bool,
         in_pieces: bool = True,
     ) -> None:
-        """`gradients`: by names of flats. `optimizer`: what makes it, the inner one of `states`, or the same with the
-        options of the step whose update it is. `number`: how many there were before. `flats`: those that are updated;
-        `ahead`: the one that the next update begins with. `publishes`: whether parameters follow masters at all.
-        `in_pieces`: whether `optimizer` may step for some flats, then for others."""
+        """Prepare an update; `make` runs it.
+
+        Args:
+            states: The states and segments.
+            gradients: Gradients by name of flat parameter.
+            sums: Sums over whole parameters, for layer-wise optimizers.
+            optimizer: The inner optimizer of `states`, or a copy with the options of its step.
+            number: Number of earlier updates.
+            flats: The flat parameters to update.
+            ahead: The first flat parameter of the next update, whose states are prefetched.
+            publishes: Whether updated masters are copied to the parameters.
+            in_pieces: Whether `optimizer` may step for some flat parameters, then for others.
+        """
         self._states, self._gradients, self._sums = states, gradients, sums
         self._optimizer, self._number, self._flats, self._ahead = optimizer, number, flats, ahead
         self._stepping, self._publishes, self._in_pieces = False, publishes, in_pieces
         self._hooked = has_hooks(optimizer)
 
     def steps(self, optimizer: Optimizer) -> bool:
-        """Whether the step of this optimizer that is under way is this update's."""
+        """Return whether this update runs the present step of an optimizer.
+
+        Args:
+            optimizer: The optimizer that steps.
+        """
         return self._stepping and optimizer is self._optimizer
 
     @torch.no_grad()
     def make(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Work]:
-        """Multiply gradients by `factor` and update the masters, without slots that are `unused`; parameters that are
-        on their way to other ranks."""
+        """Update the masters and start the gathers of the parameters.
+
+        Args:
+            factor: Factor on the gradients.
+            unused: Slots to leave unchanged, by name of flat parameter.
+
+        Returns:
+            The pending gathers.
+        """
         fused = isinstance(self._optimizer, FusedOptimizer)
         try:
             return self._make_fused(factor, unused) if fused else self._make_plain(factor, unused)
@@ -84,7 +117,7 @@ class FlatUpdate:
             self._stepping = False
 
     def _published(self, flat: FlatParam, *, copied: bool = False) -> list[Work]:
-        """The parameters of an updated flat, on their way to the other ranks; an update beside a step sends nothing."""
+        """Start the gather of an updated flat parameter; a delayed update sends nothing."""
         work = None if flat.ahead or not self._publishes else flat.publish(copied=copied, update=self._number)
         return [] if work is None else [work]
 
@@ -99,12 +132,12 @@ class FlatUpdate:
         given = self._given(factor, unused, pending)
         optimizer.given = given
         try:
-            if self._hooked:  # They see gradients where torch has them.
+            if self._hooked:  # Hooks see gradients at `.grad`, as in torch.
                 for flat in self._flats:
                     self._give_gradients(flat, factor, unused.get(flat.name, ()))
             self._step_optimizer()
         finally:
-            optimizer.given = ()  # It holds gradients; those of an update that failed must not stay.
+            optimizer.given = ()  # The generator holds gradients; those of a failed update must be freed.
             given.close()
             if self._hooked:
                 self._take_gradients(self._flats)
@@ -118,11 +151,14 @@ class FlatUpdate:
     def _given(
         self, factor: float, unused: Mapping[str, Collection[int]], pending: list[Work]
     ) -> Generator[UpdateInput]:
-        """Segment by segment what its update uses. Parameters of a flat are on their way to the other ranks, as
-        `pending`, while the next flat is updated."""
+        """Yield the update inputs segment by segment.
+
+        The parameters of a flat parameter are gathered, as `pending`, while the next flat parameter is updated.
+        """
         turns = list(self._turns(unused))
         following = [*(flats[0] for flats, _ in turns[1:]), self._ahead]
-        for (flats, segments), ahead in zip(turns, following, strict=False):  # Of no turns there is one that follows.
+        # Without turns, `following` still has one entry.
+        for (flats, segments), ahead in zip(turns, following, strict=False):
             first = flats[0]
             with self._states.visit(first if segments else None, ahead, update=True):
                 for segment in segments:
@@ -131,7 +167,7 @@ class FlatUpdate:
                     self._states.adopt(first)
                 for flat in flats:
                     untouched = flat is not first or not segments
-                    # What was written anew has nothing of the parameters that nobody used.
+                    # A freshly written buffer lacks the values of unused parameters.
                     partly = "parameter" in flat.offloaded and bool(unused.get(flat.name))
                     written = flat.written_by_update is not None and not partly
                     pending += self._published(flat, copied=untouched or written)
@@ -141,13 +177,13 @@ class FlatUpdate:
         here = slice(segment.start - base, segment.end - base)
         copy = None if narrow is None else narrow[here]
         number = self._sums.first[flat.name] + segment.first
-        if self._hooked and segment.master.grad is not None:  # Hooks have had it; the factor is in it.
+        if self._hooked and segment.master.grad is not None:  # After hooks: their result already includes the factor.
             return UpdateInput(segment.master, segment.master.grad, copy, 1.0, number)
         gradient = self._gradients[flat.name].update.to(segment.master.device)
         return UpdateInput(segment.master, gradient[here], copy, factor, number)
 
     def _measure(self, optimizer: LayerwiseOptimizer, factor: float, unused: Mapping[str, Collection[int]]) -> None:
-        """What the update has to know of whole parameters, from the parts that ranks have. Collective."""
+        """Reduce the sums that a layer-wise optimizer needs over whole parameters. Collective."""
         group_of = {segment: group for group in optimizer.param_groups for segment in group["params"]}
         own = self._sums.zeros(optimizer.sums)
         for flats, segments in self._turns(unused):
@@ -157,10 +193,12 @@ class FlatUpdate:
         optimizer.learn(self._sums.over_ranks(own, optimizer.combine))
 
     def _turns(self, unused: Mapping[str, Collection[int]]) -> Iterator[tuple[list[FlatParam], list[MasterSegment]]]:
-        """What is published together, and the segments of the first of these flats, after whose update that is done.
+        """Yield (flat parameters that are gathered together, segments of the first one).
 
-        All ranks publish in the order of flats. Behind one that is updated here come those of which this rank has only
-        parameters that nobody used; such flats may also stand at the beginning, without segments."""
+        The gather starts after the update of these segments. All ranks gather in the order of flat parameters. A flat
+        parameter that is updated here is followed by those with only unused parameters on this rank. Such flat
+        parameters may also come first, without segments.
+        """
         flats: list[FlatParam] = []
         segments: list[MasterSegment] = []
         for flat in self._flats:
@@ -170,7 +208,7 @@ class FlatUpdate:
                 if flats:
                     yield flats, segments
                 flats, segments = [flat], own
-            elif len(left_out) < len(flat.slots):  # Else it changes on no rank.
+            elif len(left_out) < len(flat.slots):  # Otherwise the flat parameter changes on no rank.
                 flats = [*flats, flat]
         if flats:
             yield flats, segments
@@ -180,9 +218,9 @@ class FlatUpdate:
     def _make_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Work]:
         optimizer, every = self._optimizer, self._states.flats
         scales = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-        scaled_inside = factor != 1.0 and scales and not self._hooked  # Hooks see gradients as they are.
+        scaled_inside = factor != 1.0 and scales and not self._hooked  # Hooks must see unscaled gradients.
         if scaled_inside:
-            # A fused kernel divides by a scale on the way; it is handed over as torch's GradScaler does.
+            # A fused kernel of torch divides by `grad_scale`, which torch's GradScaler sets in the same way.
             scale = torch.full((), 1.0 / factor, device=every[0].master.device if every else "cpu")
             optimizer.grad_scale = scale  # type: ignore[attr-defined]  # see the line above
         try:
@@ -192,12 +230,12 @@ class FlatUpdate:
                 del optimizer.grad_scale  # type: ignore[attr-defined]  # as above
 
     def _make_pieces(self, factor: float | None, unused: Mapping[str, Collection[int]]) -> list[Work]:
-        """`factor`: None where the optimizer scales by itself."""
+        """Update piece by piece. `factor` is None if the optimizer scales gradients itself."""
         pending: list[Work] = []
         pieces = list(self._pieces())
         following = [*(flats[0] for flats in pieces[1:]), self._ahead]
-        for flats, ahead in zip(pieces, following, strict=False):  # Of no pieces there is one that follows.
-            with self._states.visit(flats[0], ahead, update=True):  # What lies away is a piece of its own.
+        for flats, ahead in zip(pieces, following, strict=False):  # Without pieces, `following` still has one entry.
+            with self._states.visit(flats[0], ahead, update=True):  # An offloaded flat parameter is its own piece.
                 for flat in flats:
                     self._give_gradients(flat, factor, unused.get(flat.name, ()))
                 self._step_optimizer()
@@ -219,8 +257,11 @@ class FlatUpdate:
                 segment.master.grad = gradient[segment.start - base : segment.end - base]
 
     def _pieces(self) -> Iterator[list[FlatParam]]:
-        """All flats at once, or in pieces where a widened copy of the gradients has to be made, if the optimizer may
-        step for each; one that lies away is a piece."""
+        """Yield groups of flat parameters that are stepped together.
+
+        All at once, or in pieces if gradients need a widened copy and the optimizer may step for each piece. An
+        offloaded flat parameter is its own piece.
+        """
         piece: list[FlatParam] = []
         held = 0
         for flat in self._flats:

@@ -1,6 +1,11 @@
-"""What optimizers have in common whose momenta travel as signs with error feedback on both sides (`SignMeans`): the
-mean over the ranks, the floor of a variance that signs are divided by, and a look at the angle between what was made
-of signs and what was meant."""
+"""Base of optimizers that exchange momenta as signs with error feedback on both sides (`SignMeans`).
+
+It has three parts:
+
+1. The mean of momenta over the ranks.
+2. The floor of a frozen variance, because updates divide signs by its root.
+3. A check of the angle between the compressed and the exact update.
+"""
 
 from __future__ import annotations
 
@@ -23,24 +28,32 @@ from speedlab.placement import StatePlacement
 SERVER_ERROR = "server_error"
 
 FAR = 16.0
-"""How many times a rate may be another than those at which errors were made, before they follow it, or than those of
-other parameters in one message."""
+"""Largest ratio of rates without rescaling: between two intervals of errors, or between parameters of one message."""
 
 Stays = tuple[Gradient, str, slice, Tensor]
-"""What is kept beside a gradient, by name, and some of its values."""
+"""(gradient, name of an extra tensor, range, values of that range)."""
 
 
 class SignCompressedOptimizer(FusedAdamW):
-    """An optimizer that does so in some of its steps. Each of `param_groups` has `updates`, how many there were, so
-    that checkpoints have it."""
+    """An optimizer that exchanges momenta as signs in some of its steps.
+
+    Each parameter group has `updates`, the number of updates so far, so that checkpoints contain it.
+    """
 
     kept: ClassVar[Mapping[str, StatePlacement]]
     worker: ClassVar[str]
-    """Which of `kept` a rank's own error is in."""
+    """Name in `kept` of the rank's own error."""
 
     def __init__(self, params: Any, settings: OptimizerConfig) -> None:
-        """Groups of `params` may have a weight decay and a rate of their own. Raises ValueError where they have betas,
-        which one exchange for all cannot have."""
+        """Make the optimizer.
+
+        Args:
+            params: Parameters or groups. Groups may have their own weight decay and learning rate.
+            settings: The `optimizer` section of the configuration.
+
+        Raises:
+            ValueError: If a group has its own betas, because one exchange serves all groups.
+        """
         betas = settings.betas
         super().__init__(params, settings.lr, betas, settings.eps, settings.weight_decay)
         if any(tuple(group["betas"]) != betas for group in self.param_groups):
@@ -59,33 +72,44 @@ class SignCompressedOptimizer(FusedAdamW):
         return self.param_groups[0]["updates"]
 
     def told(self) -> dict[str, float]:
-        """compressed (0 or 1), and what else the optimizer tells of its phases; where momenta were exchanged error_norm
-        of this rank, sent_bytes and what float32 gradients would have sent, and the angle in degrees where it was
-        due."""
+        """Return figures of the exchange for the step's record.
+
+        - compressed: 0 or 1; an optimizer adds figures of its phases.
+        - error_norm: compression error of this rank, after an exchange of momenta.
+        - sent_bytes, float32_bytes: bytes sent, and bytes that float32 gradients would have sent.
+        - angle: degrees between the compressed and the exact update, in steps that measure it.
+        """
         return {name: float(value) for name, value in self._told.items()}
 
     def prepare(self, flats: Sequence[ExchangedState]) -> None:
-        """Connections between hosts, and kernels, which the first exchange would wait for, in the midst of a run."""
+        """Open connections between hosts and compile kernels, so that the first exchange need not.
+
+        Args:
+            flats: The flat parameters.
+        """
         if flats and self._signs and flats[0].gradient.group.size > 1:
             self._wires_of([each.gradient for each in flats]).prepare()
 
     # ---- the mean ----------------------------------------------------------------------------------------------------
 
     def _mean(self, flats: Sequence[ExchangedState], factor: float, share: float, *, look: bool = True) -> None:
-        """What stands in `gradient.own`, times `factor`, and the worker's error become their mean over the ranks there;
-        the worker keeps its new error plus a `share` of the mean. Figures of it are told, with a `look` the angle where
-        it is due. Collective. Raises NonFiniteError, on all ranks alike, where something is not finite: errors are
-        those of before then."""
+        """Replace `gradient.own` by the mean over ranks of (`gradient.own` times `factor` plus the worker's error).
+
+        Collective.
+
+        The worker keeps its new error plus `share` times the mean. With `look`, measure the angle if it is due. Raises
+        NonFiniteError, on all ranks, if a value is not finite; errors are unchanged then.
+        """
         gradients = [each.gradient for each in flats]
         group = gradients[0].group
-        assert all(gradient.group is group for gradient in gradients)  # One message for all of them.
+        assert all(gradient.group is group for gradient in gradients)  # All flat parameters share one message.
         due = look and self._angle_every and (self._updates + 1) % self._angle_every == 0
         terms = [whole_terms(gradient) for gradient in gradients]
         meant = [self._meant(each, term, factor) for each, term in zip(flats, terms, strict=True)] if due else []
         with_signs = self._signs and group.size > 1
         exchange = self._through_signs if with_signs else self._as_they_are
         stays = self._kept_of_unused(flats)
-        # Where parts of momenta are elsewhere the look is a message, too, and may fail when errors are new.
+        # With partitioned momenta the angle needs a message, which may fail after the errors have changed.
         before = [gradient.kept[self.worker].clone() for gradient in gradients] if due and not flats[0].whole else []
         try:
             self._told["error_norm"] = exchange(flats, terms, factor, share)
@@ -97,13 +121,15 @@ class SignCompressedOptimizer(FusedAdamW):
                 wanted = [self._update_of(each, moment) for each, moment in zip(flats, meant, strict=True)]
                 self._told["angle"] = angle_between(made, wanted, None if flats[0].whole else group)
         except BaseException:
-            for gradient, errors in zip(gradients, before, strict=False):  # None without a look.
+            for gradient, errors in zip(gradients, before, strict=False):  # Empty without an angle measurement.
                 gradient.kept[self.worker].copy_(errors)
             raise
 
     def _kept_of_unused(self, flats: Sequence[ExchangedState]) -> list[Stays]:
-        """What is kept of parameters that nobody used, and where: their momenta travel with all others', and stand
-        still."""
+        """Return extra values of unused parameters.
+
+        Their momenta are exchanged with all others, but must not change.
+        """
         found = []
         for gradient, slot in ((each.gradient, each.gradient.slots[index]) for each in flats for index in each.unused):
             for name, place in ((self.worker, slot.range), (SERVER_ERROR, served(gradient, slot.range))):
@@ -126,7 +152,7 @@ class SignCompressedOptimizer(FusedAdamW):
     def _through_signs(
         self, flats: Sequence[ExchangedState], terms: list[Tensor], factor: float, share: float
     ) -> Tensor:
-        """The norm of this rank's errors."""
+        """Exchange as signs; return the norm of this rank's errors."""
         gradients = [each.gradient for each in flats]
         group = gradients[0].group
         worker = [gradient.kept[self.worker] for gradient in gradients]
@@ -134,12 +160,12 @@ class SignCompressedOptimizer(FusedAdamW):
         wires = self._wires_of(gradients)
         errors = wires.reduce(terms, worker, factor=factor).means()
         means = wires.spread(errors, server)
-        if not means.finite:  # It waits for the device, as nothing that is not a number ever leaves a feedback.
+        if not means.finite:  # A device sync, because a NaN would remain in the feedback.
             raise self._not_finite()
         squares = torch.zeros((), dtype=torch.float64, device=group.device)
         for number, (term, kept) in enumerate(zip(terms, worker, strict=True)):
             gradient, served = gradients[number], errors[number]
-            # Signs of what is no parameter's are errors that no checkpoint would have.
+            # Padding must have no error: checkpoints do not store values of padding.
             gradient.zero_gaps(term)
             gradient.zero_gaps(served, gradient.own_range[0])
             squares += square(served) + means.take(number, term, kept, share=share)
@@ -159,12 +185,12 @@ class SignCompressedOptimizer(FusedAdamW):
         )
 
     def _as_they_are(self, flats: Sequence[ExchangedState], terms: list[Tensor], factor: float, share: float) -> Tensor:
-        """The same without compression: nothing is missed."""
+        """Exchange without compression: there is no error."""
         gradients = [each.gradient for each in flats]
         group = gradients[0].group
         for gradient, term in zip(gradients, terms, strict=True):
             term.mul_(factor).add_(gradient.kept[self.worker])
-            # Of exchanges of signs before, as of more ranks.
+            # The error of earlier sign exchanges, with more ranks.
             term[slice(*gradient.own_range)].add_(gradient.kept[SERVER_ERROR], alpha=group.size)
         take_means(group, terms)
         for gradient, moment in zip(gradients, terms, strict=True):
@@ -175,7 +201,10 @@ class SignCompressedOptimizer(FusedAdamW):
     # ---- the variance ------------------------------------------------------------------------------------------------
 
     def _raise_to_floor(self, each: ExchangedState, variance: Tensor | None) -> list[float]:
-        """The least variance of each slot. Collective where the variance is partitioned."""
+        """Return the variance floor of each slot, after raising the variance to it. Collective if it is partitioned.
+
+        Elements with variance 0 get infinity, which means rate 0.
+        """
         gradient = each.gradient
         base = 0 if each.whole else gradient.own_range[0]
         sums = torch.zeros(len(gradient.slots), dtype=torch.float64, device=gradient.group.device)
@@ -185,7 +214,7 @@ class SignCompressedOptimizer(FusedAdamW):
             piece = sums.new_empty(0) if variance is None else variance[max(0, low) : max(0, high)]
             pieces.append(piece)
             sums[number] = piece.sqrt().sum(dtype=torch.float64)
-        # Where each rank has all of it, the first one's count: processors that are not alike round them otherwise.
+        # With whole states, rank 0's sums are used, because different processors round differently.
         sums = gradient.group.gather_along(sums[None], 0)[0] if each.whole else gradient.group.sum(sums)
         totals = zip(sums.tolist(), gradient.slots, strict=True)
         floors = [(self._floor * total / max(1, slot.numel)) ** 2 for total, slot in totals]
@@ -198,14 +227,16 @@ class SignCompressedOptimizer(FusedAdamW):
     # ---- looking -----------------------------------------------------------------------------------------------------
 
     def _update_of(self, each: ExchangedState, moment: Tensor) -> Tensor:
-        """The direction in which a momentum changes parameters."""
+        """Return the direction in which a momentum changes parameters."""
         if "exp_avg_sq" not in each.moments:
             return torch.zeros_like(moment)
         return moment / each.moments["exp_avg_sq"].sqrt().add_(self.param_groups[0]["eps"])
 
     def _meant(self, each: ExchangedState, terms: Tensor, factor: float) -> Tensor:
-        """What signs are sent of, over the state range: the mean momentum and all that feedback would add. It costs a
-        whole sum. Collective."""
+        """Return the exact mean momentum plus all error feedback, over the state range.
+
+        This costs a full float32 reduction. Collective.
+        """
         gradient = each.gradient
         group, (low, high) = gradient.group, gradient.own_range
         mean = torch.add(gradient.kept[self.worker], terms, alpha=factor)
@@ -219,23 +250,42 @@ class SignCompressedOptimizer(FusedAdamW):
         return mean
 
     def _add_by_owner(self, each: ExchangedState, mean: Tensor) -> None:
-        """To the mean of the slice that this rank serves."""
+        """Add the server's error to the mean of the slice that this rank serves."""
         mean.add_(each.gradient.kept[SERVER_ERROR])
 
 
 def lift(rate: float, largest: float) -> float:
-    """By what a sum of changes at a `rate` is multiplied while it travels beside others at the `largest`: elements of a
-    chunk have one magnitude. A power of two, so that nothing is rounded."""
+    """Return the factor for a sum of changes in a message with changes at a larger rate.
+
+    Elements of a chunk share one magnitude, so small changes are scaled up. A power of two rounds nothing.
+
+    Args:
+        rate: Rate of the changes.
+        largest: Largest rate in the message.
+
+    Returns:
+        A power of two, or 1 if the rates are within `FAR`.
+    """
     return 2.0 ** round(math.log2(largest / rate)) if 0 < FAR * rate < largest else 1.0
 
 
 def put_back(stays: Sequence[Stays]) -> None:
+    """Restore values that `_kept_of_unused` returned.
+
+    Args:
+        stays: The ranges and their values.
+    """
     for gradient, name, place, values in stays:
         gradient.kept[name][place] = values
 
 
 def take_means(group: Group, terms: Sequence[Tensor]) -> None:
-    """Over the ranks, in place. Collective."""
+    """Replace tensors by their means over the ranks, in place. Collective.
+
+    Args:
+        group: The ranks.
+        terms: (n,) tensors.
+    """
     for term in terms if group.size > 1 else ():
         group.all_reduce(term).wait()
         group.wait_until_read(term)
@@ -243,26 +293,44 @@ def take_means(group: Group, terms: Sequence[Tensor]) -> None:
 
 
 def whole_terms(gradient: Gradient) -> Tensor:
-    """This rank's own terms, over the whole flat."""
+    """Return this rank's unreduced terms over the whole flat parameter.
+
+    Args:
+        gradient: The gradient.
+    """
     assert gradient.own is not None  # `check_whole_gradients`.
     return gradient.own
 
 
 def served(gradient: Gradient, place: slice) -> slice:
-    """The part of a place in the flat that this rank serves, in its partition."""
+    """Return the part of a range that this rank serves, relative to its partition.
+
+    Args:
+        gradient: The gradient.
+        place: A range of the whole flat parameter.
+    """
     start, end = gradient.own_range
     low, high = max(place.start, start), min(place.stop, end)
     return slice(low - start, max(low, high) - start)
 
 
 def square(tensor: Tensor) -> Tensor:
-    """Of its norm, float64."""
+    """Return the squared norm, () float64.
+
+    Args:
+        tensor: Any tensor.
+    """
     return torch.linalg.vector_norm(tensor).double().square()
 
 
 def angle_between(made: Sequence[Tensor], wanted: Sequence[Tensor], group: Group | None) -> float:
-    """Degrees between two directions, of each of which there are parts here; over the ranks of `group`, where they have
-    others. Collective."""
+    """Return the angle between two directions, in degrees. Collective with a group.
+
+    Args:
+        made: (n,) parts of the first direction.
+        wanted: (n,) parts of the second direction.
+        group: Ranks with other parts; None if this rank has all parts.
+    """
     sums = torch.zeros(3, dtype=torch.float64, device=made[0].device)
     for one, other in zip((each.double() for each in made), (each.double() for each in wanted), strict=True):
         sums += torch.stack([one @ other, one @ one, other @ other])
