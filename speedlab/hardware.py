@@ -1,4 +1,4 @@
-"""What this machine has: GPUs through NVML, CPU cores with their memory, and what each computes fast. No torch."""
+"""The devices of this machine: GPUs (through NVML), CPU cores, memory, and the fast dtype of each. No torch."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from pathlib import Path
 from typing import Any
 
 CGROUP = Path("/sys/fs/cgroup")
-"""Where the limits of control groups are; of version 1 those on memory in `memory`."""
+"""Root of the control groups; version 1 has its memory limits in the folder `memory`."""
 
 OWN_CGROUPS = Path("/proc/self/cgroup")
-"""The groups that this process is in, a line for each hierarchy."""
+"""Control groups of this process, one line per hierarchy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One place a rank can run: a GPU, or a set of CPU cores."""
+    """A device for one rank: a GPU, or a set of CPU cores."""
 
     kind: str
     """'cuda' or 'cpu'."""
     name: str
-    """For people: 'NVIDIA H200' or 'cpu 0-1'."""
+    """Name for users: 'NVIDIA H200' or 'cpu 0-1'."""
     uuid: str
-    """What CUDA_VISIBLE_DEVICES takes for a GPU; '' for CPU cores."""
+    """UUID for CUDA_VISIBLE_DEVICES; '' for CPU cores."""
     cores: tuple[int, ...]
     """CPU cores that the rank is bound to."""
     threads: int
     """Intra-op threads of the rank."""
     capacity_bytes: int
-    """Memory the rank may fill: the GPU's total, or an equal share of the machine's."""
+    """Memory that the rank may fill: the GPU's total, or an equal share of the machine's."""
     free_bytes: int
-    """Of that, what was free when it was looked at."""
+    """Part of the capacity that was free when it was measured."""
     fast_dtype: str
-    """'bfloat16' where the device multiplies it faster than float32, else 'float32'."""
+    """'bfloat16' if the device multiplies bfloat16 faster than float32, otherwise 'float32'."""
 
 
 # CPU cores
@@ -44,7 +44,7 @@ class Device:
 
 @functools.cache
 def cpu_flags() -> frozenset[str]:
-    """Instruction sets of the first core, as Linux names them; empty where it cannot be known."""
+    """Return the instruction sets of the first core by their Linux names; empty if unknown."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -56,19 +56,20 @@ def cpu_flags() -> frozenset[str]:
 
 
 def cpu_fast_dtype() -> str:
-    """bfloat16 on CPUs with instructions for it (avx512_bf16, amx_bf16, Arm's bf16), else float32."""
+    """Return 'bfloat16' on CPUs with instructions for it (avx512_bf16, amx_bf16, Arm's bf16), otherwise 'float32'."""
     return "bfloat16" if cpu_flags() & {"avx512_bf16", "amx_bf16", "bf16"} else "float32"
 
 
 def available_cores() -> tuple[int, ...]:
-    """The cores this process may run on: those of its affinity, and no more than its control group may keep busy."""
+    """Return the cores of this process's affinity, but at most the number that its control groups allow."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return tuple(cores[: _core_quota() or len(cores)])
 
 
 def _core_quota() -> int | None:
-    """Cores' worth of time that this process's control groups grant, own ones and those above, rounded up; None where
-    they grant all."""
+    """Return the number of cores that this process's control groups and their parents allow, rounded up; None without
+    limit.
+    """
     found = []
     for version, folder in _control_groups("cpu"):
         try:
@@ -76,7 +77,7 @@ def _core_quota() -> int | None:
                 quota, period = (folder / "cpu.max").read_text().split()
             else:
                 quota, period = ((folder / f"cpu.cfs_{word}_us").read_text().strip() for word in ("quota", "period"))
-        except (OSError, ValueError):  # One without a CPU limit.
+        except (OSError, ValueError):  # This group has no CPU limit.
             continue
         if quota not in ("max", "-1"):
             found.append(max(1, -(-int(quota) // int(period))))
@@ -84,7 +85,7 @@ def _core_quota() -> int | None:
 
 
 def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
-    """(version, folder) of this process's control groups of `controller`, own ones and those above."""
+    """Yield (version, folder) of this process's control groups of `controller`, and of their parents."""
     try:
         lines = [line.split(":", 2) for line in OWN_CGROUPS.read_text().splitlines()]
     except OSError:
@@ -93,15 +94,17 @@ def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
     version_2 = next((path for _, controllers, path in lines if not controllers), "/")
     for version, root, own in ((2, CGROUP, version_2), (1, CGROUP / controller, version_1)):
         group = root / own.lstrip("/")
-        # A container may see its own group as the root, under a path that only the host knows.
+        # A container may see its own group as the root, while the listed path exists only on the host.
         for folder in (group, *group.parents):
             if folder.is_relative_to(root):
                 yield version, folder
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(total, available) bytes of memory for this process: the machine's, or those of a control group that it is in
-    (a container, a job of a batch system) where that is less."""
+    """Return (total, available) bytes of memory for this process.
+
+    This is the machine's memory, or the limit of a control group (a container, a batch job) if that is lower.
+    """
     import psutil
 
     memory = psutil.virtual_memory()
@@ -113,7 +116,7 @@ def memory_bytes() -> tuple[int, int]:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """(limit, used) bytes of this process's control groups, own ones and those above."""
+    """Yield (limit, used) bytes of this process's control groups and their parents."""
     names = {
         2: ("memory.max", "memory.current", "inactive_file"),
         1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -126,14 +129,20 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
         except (OSError, ValueError):
             continue
         if limit != "max":
-            # File pages that nobody has used for a while count as used, but make room when something is allocated.
+            # Inactive file pages count as used, but the kernel frees them when memory is needed.
             yield int(limit), int(used) - int(statistics.get(idle, 0))
 
 
 def cpu_devices(count: int) -> list[Device]:
-    """`count` devices with equally many of this machine's cores, in order; they share cores when there are too few.
+    """Return `count` devices with equal numbers of this machine's cores, in order.
 
-    Raises ValueError when `count` is below 1.
+    Devices share cores if there are too few.
+
+    Args:
+        count: Number of devices.
+
+    Raises:
+        ValueError: If `count` is below 1.
     """
     if count < 1:
         raise ValueError(f"{count} CPU devices cannot be made; ask for 1 or more")
@@ -163,7 +172,7 @@ def _share_of(cores: Sequence[int], index: int, share: int) -> tuple[int, ...]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """'0-3,8' for 0, 1, 2, 3, 8."""
+    """Return '0-3,8' for 0, 1, 2, 3, 8."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -177,9 +186,9 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def cuda_devices() -> list[Device]:
-    """The GPUs that NVML and CUDA_VISIBLE_DEVICES show, the one with most free memory first; [] where there are none.
+    """Return the GPUs that NVML and CUDA_VISIBLE_DEVICES show, most free memory first; [] without GPUs.
 
-    A GPU that is cut into MIG instances counts as its instances. Warns when there is a driver that does not answer.
+    MIG instances replace their GPU. Warns if a driver does not respond.
     """
     import pynvml
 
@@ -202,8 +211,14 @@ def cuda_devices() -> list[Device]:
 
 
 def gpu_share(uuid: str) -> float | None:
-    """Share of the last moments, at most a second, in which the GPU of this UUID computed anything, 0 to 1; None where
-    NVML does not tell it: no driver, an instance of a GPU that is cut, or no such GPU."""
+    """Return the share of time, 0 to 1, in which a GPU was busy; NVML averages over at most one second.
+
+    Args:
+        uuid: UUID of the GPU.
+
+    Returns:
+        None if NVML does not know: no driver, a MIG instance, or no such GPU.
+    """
     if (pynvml := _open_nvml()) is None:
         return None
     try:
@@ -214,7 +229,7 @@ def gpu_share(uuid: str) -> float | None:
 
 @functools.cache
 def _open_nvml() -> Any:
-    """NVML, opened once for as long as this process lives, since opening takes longer than asking; None without it."""
+    """Open NVML once per process, because opening takes longer than a query; None without NVML."""
     import pynvml
 
     try:
@@ -225,7 +240,7 @@ def _open_nvml() -> Any:
 
 
 def _described(pynvml: Any, index: int) -> list[Device]:
-    """The GPU with this index, or its MIG instances."""
+    """Return the GPU with this index, or its MIG instances."""
     gpu = pynvml.nvmlDeviceGetHandleByIndex(index)
     major, _ = pynvml.nvmlDeviceGetCudaComputeCapability(gpu)
     handles = _mig_instances(pynvml, gpu) or [gpu]
@@ -250,7 +265,7 @@ def _described(pynvml: Any, index: int) -> list[Device]:
 def _mig_instances(pynvml: Any, gpu: Any) -> list[Any]:
     try:
         current, _ = pynvml.nvmlDeviceGetMigMode(gpu)
-    except pynvml.NVMLError_NotSupported:  # Most GPUs cannot be cut.
+    except pynvml.NVMLError_NotSupported:  # Most GPUs do not support MIG.
         return []
     if current != pynvml.NVML_DEVICE_MIG_ENABLE:
         return []
@@ -258,13 +273,15 @@ def _mig_instances(pynvml: Any, gpu: Any) -> list[Any]:
     for i in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(gpu)):
         try:
             instances.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, i))
-        except pynvml.NVMLError_NotFound:  # A place that no instance takes.
+        except pynvml.NVMLError_NotFound:  # This slot has no instance.
             continue
     return instances
 
 
 def _visible(found: list[list[Device]], variable: str | None) -> list[Device]:
-    """What CUDA shows of `found`, a list for each GPU: by number or start of a UUID, up to the first unknown one."""
+    """Return the devices of `found`, a list per GPU, that CUDA shows: by index or UUID prefix, up to the first unknown
+    one.
+    """
     if variable is None:
         return [device for gpu in found for device in gpu]
     devices: list[Device] = []

@@ -1,4 +1,4 @@
-"""What lies between hosts: interfaces, addresses, and whether a port of another host can be reached. No torch."""
+"""Links between hosts: interfaces, addresses, free ports, and whether a port of another host is reachable. No torch."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from pathlib import Path
 import psutil
 
 CONNECT_SECONDS = 5.0
-"""How long a port of another host may take to answer. On a working network it is milliseconds."""
+"""How long a port of another host may take to answer. A working network takes milliseconds."""
 
 RESERVED_PORTS = 31
-"""How many ports `reserved_ports` reserves."""
+"""Number of ports that `reserved_ports` reserves."""
 _LOWEST_PORT, _END_PORT = 20_000, 30_000
-"""Ports below belong to services that people start by hand; from 30,000 on Kubernetes redirects those of its nodes, and
-no socket tells."""
+"""Range of reserved ports. Lower ports belong to services that users start by hand. From 30,000 on, Kubernetes
+redirects ports of its nodes without an open socket.
+"""
 _KERNEL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _BLOCKS_TRIED = 100
 
 _ROUTE_SECONDS = 0.05
-"""Between two looks for a route."""
+"""Pause between two checks for a route."""
 
 _REFUSED = frozenset({errno.ECONNREFUSED, errno.ECONNRESET})
 _FORBIDDEN = frozenset({errno.EACCES, errno.EPERM})
@@ -43,14 +44,21 @@ _UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 
 @dataclass(frozen=True, kw_only=True)
 class LinkRate:
-    """What a link carries in each direction, and how long a bit is under way."""
+    """Bandwidth in each direction and latency of a link."""
 
     bits_per_second: float
     latency_seconds: float = 0.0
 
     @classmethod
     def parse(cls, text: str) -> LinkRate:
-        """'1 Gbit/s 1 ms', '100 Mbit/s'. Raises ValueError, with the rule and an example, for anything else."""
+        """Parse a text such as '1 Gbit/s 1 ms' or '100 Mbit/s'.
+
+        Args:
+            text: Bandwidth and optional latency.
+
+        Raises:
+            ValueError: If the text has another form.
+        """
         found = _LINK.fullmatch(text.strip()) if isinstance(text, str) else None
         if found is None or not 0 < float(found["rate"]) < math.inf or float(found["latency"] or 0) == math.inf:
             raise ValueError(
@@ -63,7 +71,7 @@ class LinkRate:
         )
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """Return the text that `parse` reads."""
         prefix = next((p for p in ("G", "M", "k") if self.bits_per_second >= _PREFIXES[p]), "")
         rate = f"{_plain(self.bits_per_second / _PREFIXES[prefix])} {prefix}bit/s"
         if not self.latency_seconds:
@@ -72,34 +80,46 @@ class LinkRate:
         return f"{rate} {_plain(self.latency_seconds / _UNITS[unit])} {unit}"
 
     def seconds(self, nbytes: float) -> float:
-        """Until `nbytes` have left this end of the link; the latency comes on top."""
+        """Return the seconds until `nbytes` have left this end of the link, without the latency.
+
+        Args:
+            nbytes: Number of bytes.
+        """
         return 8 * nbytes / self.bits_per_second
 
 
 def _plain(number: float) -> str:
-    """To 12 digits, without an exponent."""
+    """Return 12 digits without an exponent."""
     return f"{Decimal(f'{number:.12g}'):f}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """A TCP port of a host. `host` is the name that people know it by."""
+    """A TCP port of a host. `host` is the name that users know."""
 
     host: str
     address: str
     port: int
 
     def __str__(self) -> str:
-        """'host-a=10.0.0.1:29500', as `parse` reads it."""
+        """Return 'host-a=10.0.0.1:29500', which `parse` reads."""
         return f"{self.host}={self.address}:{self.port}"
 
     @property
     def words(self) -> str:
+        """The endpoint as text for messages."""
         return f"{self.host} ({self.address}) at TCP port {self.port}"
 
     @classmethod
     def parse(cls, text: str) -> Endpoint:
-        """Raises ValueError for another form than 'host=address:port'."""
+        """Parse 'host=address:port'.
+
+        Args:
+            text: Text of this form.
+
+        Raises:
+            ValueError: If the text has another form.
+        """
         host, equals, place = text.rpartition("=")
         address, _, port = place.rpartition(":")
         if not (host and equals and address and port.isdecimal()):
@@ -108,20 +128,28 @@ class Endpoint:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on that address alone; port 0 takes any that is free. Raises OSError."""
+    """Return a socket that listens on this address only.
+
+    Args:
+        address: IPv4 or IPv6 address of this host.
+        port: TCP port; 0 for any free port.
+
+    Raises:
+        OSError: If the port cannot be bound.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=512)
 
 
 @contextmanager
 def reserved_ports() -> Iterator[Sequence[int]]:
-    """RESERVED_PORTS ports on which nothing of this host listens, for processes that will before the block is left.
+    """Yield RESERVED_PORTS ports that are free on this host, for processes that bind them inside this context.
 
-    A port that the kernel gives whoever binds port 0 is given to the next one as soon as it is let go of. These are
-    outside the range that the kernel gives from, and who reserves ports here, too, gets other ones. Where that range
-    leaves no room they are the kernel's.
+    If a process binds port 0, the kernel may give the same port to another process once it is closed. These ports are
+    outside the kernel's range, and concurrent callers get different ports. If the kernel's range leaves no room, the
+    kernel chooses the ports.
     """
-    size = 1 + RESERVED_PORTS  # In front of each block a port that stays bound.
+    size = 1 + RESERVED_PORTS  # The port before each block stays bound as a lock.
     blocks = range(_LOWEST_PORT, min(_END_PORT, _kernel_ports_begin()) - size + 1, size)
     for first in random.sample(blocks, min(len(blocks), _BLOCKS_TRIED)):
         with ExitStack() as guard, ExitStack() as probes:
@@ -140,7 +168,7 @@ def reserved_ports() -> Iterator[Sequence[int]]:
 
 
 def free_port() -> int:
-    """One on which nothing of this host listens, nor is likely to before a process that is started now does."""
+    """Return a port that is free on this host and will probably stay free until a new process binds it."""
     with reserved_ports() as ports:
         return random.choice(ports)
 
@@ -148,12 +176,14 @@ def free_port() -> int:
 def _kernel_ports_begin() -> int:
     with suppress(OSError, ValueError):
         return int(_KERNEL_PORTS.read_text().split()[0])
-    return _END_PORT  # Where the kernel does not say so, they begin higher.
+    return _END_PORT  # Without this file, the kernel's range begins above _END_PORT.
 
 
 def _bound(port: int) -> socket.socket:
-    """A socket that has that port at all addresses, and does not listen. Raises OSError where another one has it at
-    any."""
+    """Return a socket bound to the port on all addresses, which does not listen.
+
+    Raises OSError if another socket has the port on any address.
+    """
     both = socket.has_dualstack_ipv6()
     found = socket.socket(socket.AF_INET6 if both else socket.AF_INET)
     try:
@@ -167,9 +197,16 @@ def _bound(port: int) -> socket.socket:
 
 
 def try_to_reach(place: Endpoint, own_host: str, seconds: float = CONNECT_SECONDS) -> OSError | None:
-    """Connect to `place` and close; returns what went wrong, with the whole sentence as its text, or None.
+    """Connect to `place` and close the connection.
 
-    ConnectionRefusedError: the host answers, but nothing listens there (yet). Anything else is the network's.
+    Args:
+        place: Endpoint on another host.
+        own_host: Name of this host, for the message.
+        seconds: Timeout.
+
+    Returns:
+        None, or an error with a complete message. ConnectionRefusedError: the host answers, but no process listens
+            there (yet). Other errors come from the network.
     """
     try:
         _connect(place, seconds)
@@ -180,8 +217,11 @@ def try_to_reach(place: Endpoint, own_host: str, seconds: float = CONNECT_SECOND
 
 
 def _connect(place: Endpoint, seconds: float) -> None:
-    """Connect and close. A link that has just come back has no route until the neighbour's hardware address is known
-    again: 'no route to host' counts only when it lasts for `seconds`, as no answer does. Raises OSError."""
+    """Connect and close the connection. Raises OSError.
+
+    After a link comes back, the host has no route until the neighbour's hardware address is resolved. So 'no route to
+    host' is retried for `seconds`.
+    """
     deadline = time.monotonic() + seconds
     remaining, no_route = seconds, None
     while True:
@@ -216,7 +256,14 @@ def _reason(error: OSError, place: Endpoint, seconds: float) -> str:
 
 
 def address_of(interface: str) -> str:
-    """The IPv4 address of an interface of this host, else its IPv6 one. Raises ValueError with the names there are."""
+    """Return the IPv4 address of an interface of this host, otherwise its IPv6 address.
+
+    Args:
+        interface: Name of the interface.
+
+    Raises:
+        ValueError: If there is no such interface with an address; names the existing ones.
+    """
     known = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
         for entry in known.get(interface, []):
@@ -226,10 +273,17 @@ def address_of(interface: str) -> str:
 
 
 def interface_towards(address: str) -> tuple[str, str]:
-    """(name, address) of this host's interface from which packets to `address` leave. Raises OSError without one."""
+    """Return name and address of the interface that sends packets to `address`.
+
+    Args:
+        address: IPv4 or IPv6 address of another host.
+
+    Raises:
+        OSError: If there is no route or no such interface.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((address, 9))  # Nothing is sent: the kernel only looks for the way.
+        probe.connect((address, 9))  # Connecting a UDP socket sends nothing: the kernel only chooses a route.
         own = probe.getsockname()[0]
     for name, entries in psutil.net_if_addrs().items():
         if any(entry.address == own for entry in entries):

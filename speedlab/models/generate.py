@@ -1,4 +1,4 @@
-"""Sampling from a language model, the same on every rank."""
+"""Sample from a language model, with the same result on every rank."""
 
 from __future__ import annotations
 
@@ -24,24 +24,32 @@ def generate(
     context: int | None = None,
     vocabulary: int | None = None,
 ) -> Tensor:
-    """Continue `tokens` (1, T) by `count` sampled ones: (1, T + count) int64, the prompt whole.
+    """Continue `tokens` (1, T) by `count` sampled tokens.
 
-    A forward pass may be a collective, so when the model is spread over ranks, call this on all of them with the same
-    arguments: each makes exactly `count` passes whatever it samples, and draws from the same random numbers.
+    A forward pass may be a collective. If the model is spread over ranks, call this on all of them with the same
+    arguments: each makes exactly `count` passes and draws the same random numbers.
 
-    Arguments:
-        model: gives an output with `logits` (1, T, V) for (1, T) tokens. A module is in evaluation mode meanwhile.
-        temperature: below 1 favours likely tokens; 0 always takes the likeliest.
-        top_k: sample from this many of the likeliest tokens only.
-        context: how many of the last tokens the model sees; by default the context of a GPT, else all of them.
-        vocabulary: sample from the first so many tokens only, where a tokenizer knows fewer than the model.
+    Args:
+        model: Returns an output with `logits` (1, T, V) for (1, T) tokens. A module is in evaluation mode during the
+            call.
+        tokens: Prompt, (1, T) int64.
+        count: Number of tokens to sample.
+        temperature: Below 1 favours likely tokens; 0 always takes the likeliest.
+        top_k: Sample only from this many likeliest tokens.
+        seed: Seed of the random numbers.
+        context: Number of last tokens that the model sees; by default the context of a GPT, otherwise all tokens.
+        vocabulary: Sample only from the first tokens, if a tokenizer has fewer tokens than the model.
 
-    Raises ValueError for an empty prompt, a negative count or temperature, a top_k, context or vocabulary below 1, or a
-    model without logits.
+    Returns:
+        Prompt and sampled tokens, (1, T + count) int64.
+
+    Raises:
+        ValueError: If the prompt is empty, `count` or `temperature` is negative, `top_k`, `context` or `vocabulary` is
+            below 1, or the model returns no logits.
     """
     _check(tokens, count, temperature, top_k=top_k, context=context, vocabulary=vocabulary)
     context = context or _context(model)
-    # On the CPU, so that the numbers do not depend on the device.
+    # Draw on the CPU, so that the random numbers do not depend on the device.
     generator = torch.Generator().manual_seed(seed)
     with _evaluating(model):
         for _ in range(count):
@@ -50,20 +58,20 @@ def generate(
             if not hasattr(output, "logits"):
                 kind = type(output).__name__
                 raise ValueError(f"the model gave a {kind} for tokens; generate needs an output with .logits")
-            logits = output.logits[:, -1, :vocabulary].float().cpu()  # (1, V); waits for the device, once a token
+            logits = output.logits[:, -1, :vocabulary].float().cpu()  # (1, V); one device sync per token
             chosen = _sample(logits, temperature, top_k, generator)  # (1, 1)
             tokens = torch.cat((tokens, chosen.to(tokens.device)), dim=1)
     return tokens
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> Tensor:
-    """One token id for each row: (N, V) float32 -> (N, 1) int64."""
+    """Return one token id for each row: (N, V) float32 -> (N, 1) int64."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     candidates = None
     if top_k is not None and top_k < logits.shape[-1]:
         logits, candidates = logits.topk(top_k, dim=-1)
-    # From the largest down to 0, so that no temperature overflows.
+    # Subtract the maximum, so that no temperature overflows.
     scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
     chosen = torch.multinomial(scaled.softmax(dim=-1), 1, generator=generator)
     return chosen if candidates is None else candidates.gather(-1, chosen)
@@ -83,7 +91,7 @@ def _check(tokens: Tensor, count: int, temperature: float, **at_least_one: int |
 
 
 def _context(model: object) -> int | None:
-    """The context of a GPT, also when it is wrapped as `.module`."""
+    """Return the context of a GPT, also if the GPT is wrapped as `.module`."""
     config = getattr(getattr(model, "module", model), "config", None)
     return config.context if isinstance(config, ModelConfig) else None
 

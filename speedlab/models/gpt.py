@@ -1,17 +1,13 @@
-"""GPT in plain PyTorch. It knows nothing of parallelism: whoever trains it wraps it from outside.
+"""GPT in plain PyTorch, without any knowledge of parallelism. Trainers wrap the model from outside.
 
-Shapes: B sequences, T tokens, C = hidden, H heads of D = C / H, V = vocabulary.
+Shapes: B sequences, T tokens, C = hidden, H heads of size D = C / H, V = vocabulary.
 
-Several documents may stand in one sequence: their `positions` (B, T) say so (see `documents`).
-
-What parallelism changes are modules, some without parameters (`CausalAttention`, `Dropout`, `Positions`, `Rotary`,
-`LMHead`), whose methods others may replace; nothing here reads the number of heads or the length of a sequence
-where another value would do.
-
-Every module that owns parameters has `reset_parameters()`, and there are no buffers, so that a model built on `meta` is
-whole after `to_empty()` and one call of `reset_parameters()` on each module.
-
-The blocks of attention as kernels take them, from the configuration of a model.
+- A sequence may hold several documents; their `positions` (B, T) mark the boundaries (see `speedlab.models.packing`).
+- What parallelism changes is a module of its own, some without parameters: `CausalAttention`, `Dropout`, `Positions`,
+  `Rotary`, `LMHead`. Parallel code replaces their methods. Other code derives the number of heads and the sequence
+  length from its tensors.
+- Every module with parameters has `reset_parameters()`, and there are no buffers. A model on `meta` is complete after
+  `to_empty()` and one call of `reset_parameters()` on each module.
 """
 
 from __future__ import annotations
@@ -37,11 +33,17 @@ from speedlab.models.packing import attend_within, check_positions, document_mas
 from speedlab.models.tiled_mlp import in_tiles
 
 
-@uncompiled  # It would be traced past its cache.
+@uncompiled  # A compiler would trace into this function and bypass its cache.
 def layout_of(attention: AttentionConfig, length: int, *, causal: bool = True) -> BlockLayout:
-    """The layout of `attention` over `length` tokens, causal or both ways; the same object for the same arguments.
+    """Return the block layout of `attention` over `length` tokens; the same object for the same arguments.
 
-    Raises ValueError where a custom mask has fewer rows than `length` needs, and for a sliding window both ways.
+    Args:
+        attention: Pattern, block size and window.
+        length: Number of tokens of a sequence.
+        causal: Whether a query sees only earlier keys, or keys on both sides.
+
+    Raises:
+        ValueError: If a custom mask has fewer rows than `length` needs, or a sliding window is not causal.
     """
     return _made(attention, length, causal)
 
@@ -62,56 +64,75 @@ _ROTARY_BASE = 10_000.0
 
 
 class GPTOutput(NamedTuple):
-    """`loss`: float32 scalar, mean over the targets, when there are any; `logits`: (B, T, V) when there are none."""
+    """Output of the GPT: loss or logits.
+
+    Attributes:
+        loss: Mean over the targets, float32 scalar; None without targets.
+        logits: (B, T, V); None with targets.
+    """
 
     loss: Tensor | None
     logits: Tensor | None
 
 
 class Linear(nn.Linear):
-    """A linear layer whose weights start from a normal distribution of standard deviation `std`, its bias from zero."""
+    """Linear layer with weights from a normal distribution of standard deviation `std`, and a zero bias."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, std: float = _INIT_STD) -> None:
-        self.std = std  # first, because the constructor below calls reset_parameters
+        self.std = std  # set first, because the constructor below calls reset_parameters
         super().__init__(inputs, outputs, bias=bias)
 
     def reset_parameters(self) -> None:
+        """Draw the weight and set the bias to zero."""
         _start_normal(self.weight, self.std)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
 class Embedding(nn.Embedding):
-    """A table that starts from a normal distribution of standard deviation 0.02."""
+    """Embedding with weights from a normal distribution of standard deviation 0.02."""
 
     def reset_parameters(self) -> None:
+        """Draw the weight."""
         _start_normal(self.weight, _INIT_STD)
 
 
 def _start_normal(weight: Tensor, std: float) -> None:
-    if not weight.is_meta:  # There is nothing to fill, and torch's way of doing so imports its compiler: a second.
+    # On meta there is nothing to fill, and normal_ there imports torch's compiler, which takes 1 s.
+    if not weight.is_meta:
         nn.init.normal_(weight, std=std)
 
 
 class Dropout(nn.Dropout):
-    """torch's, which also tells what it draws, so that others may draw for more than is here."""
+    """Dropout that exposes its mask, so that parallel code can draw the mask of a larger tensor."""
 
     def mask(self, x: Tensor) -> Tensor:
-        """What `forward` draws for `x`: 1 where a value stays. The random state moves as there."""
+        """Draw the mask that `forward` would draw for `x`, with the same change of the random state.
+
+        Returns:
+            Tensor of the shape of `x`: 1 where a value is kept, 0 elsewhere.
+        """
         return torch.empty_like(x, memory_format=torch.contiguous_format).bernoulli_(1 - self.p)
 
     def masked(self, x: Tensor, mask: Tensor) -> Tensor:
-        """What `forward` makes of `x` with this mask."""
+        """Return the result of `forward` for `x` with this mask.
+
+        Args:
+            x: Input of any shape.
+            mask: Ones and zeros of the same shape.
+        """
         return x * (mask / (1 - self.p))
 
 
 class CausalAttention(nn.Module):
-    """Causal attention of any number of heads, probabilities dropped in training: q, k, v (B, H, T, D) each -> the
-    same. With `starts` (B, T) int32, no query sees a key before its own, the first of its document.
+    """Causal attention over any number of heads, with dropout of probabilities in training.
 
-    What a head drops depends on one number, which is drawn from torch's generator on the host, and on the head's own
-    number: whoever has some of the heads only (`first_head` on) draws nothing for the others, and a head's scores are
-    those of no other. Each kind of device has a generator of its own, and drops other elements.
+    q, k, v (B, H, T, D) each -> (B, H, T, D). With `starts` (B, T) int32, the first token of each query's document, no
+    query sees an earlier key.
+
+    The dropout of a head depends on one seed, drawn from torch's generator on the host, and on the head's number. So a
+    rank with some of the heads (from `first_head` on) draws nothing for the others. CPU and CUDA generators differ and
+    drop different elements.
     """
 
     def __init__(self, dropout: float) -> None:
@@ -120,6 +141,17 @@ class CausalAttention(nn.Module):
         self.first_head = 0
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Attend causally.
+
+        Args:
+            q: (B, H, T, D); `k` and `v` have the same shape.
+            k: Keys.
+            v: Values.
+            starts: (B, T) int32, first token of each token's document; None for one document per sequence.
+
+        Returns:
+            (B, H, T, D).
+        """
         if not self.training or self.dropout == 0:
             if starts is not None:
                 return attend_within(q, k, v, starts)
@@ -132,31 +164,44 @@ class CausalAttention(nn.Module):
             return torch.cat(each, dim=1)
 
     def draw_seed(self) -> int:
-        """A seed for the first head that is here, drawn from torch's generator; each further head's is greater by
-        one."""
-        with unset_fake_temporarily():  # A plan's fake tensors have no values, and need none of this one.
+        """Draw the seed of this rank's first head from torch's generator. Each further head's seed is greater by
+        one.
+        """
+        with unset_fake_temporarily():  # Fake tensors have no values, and tracing needs no seed value.
             return int(torch.randint(1 << 62, ())) + self.first_head
 
     def kept(self, shape: tuple[int, ...], seed: int) -> Tensor:
-        """Which probabilities (B, 1, T, T) of a head with this seed `forward` keeps on a CPU: bool."""
+        """Return which probabilities `forward` keeps on a CPU for a head with this seed.
+
+        Args:
+            shape: (B, 1, T, T).
+            seed: Seed of the head.
+
+        Returns:
+            Bool tensor of this shape.
+        """
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed)
             return torch.empty(shape, dtype=torch.bool).bernoulli_(1 - self.dropout)
 
     def _drop_one(self, q: Tensor, k: Tensor, v: Tensor, *, seen: Tensor | None, seed: int) -> Tensor:
-        """Attention of one head, (B, 1, T, D) each, whose generator starts from `seed`. `seen` (B, 1, T, T) bool: which
-        keys a query sees; None: all before it."""
+        """Attend with one head, (B, 1, T, D) each, whose generator starts from `seed`.
+
+        `seen` (B, 1, T, T) bool: which keys a query sees; None: all keys up to the query.
+        """
         torch.default_generator.manual_seed(seed)
         if q.is_cuda:
-            torch.cuda.manual_seed(seed)  # On the host: nothing waits.
+            torch.cuda.manual_seed(seed)  # Seeding happens on the host, without a device sync.
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=self.dropout, is_causal=seen is None)
 
 
 class SparseAttend(nn.Module):
-    """Causal attention over a pattern's blocks, the same for all heads: q, k, v (B, H, T, D) each -> the same.
+    """Causal attention over the blocks of a pattern, the same for all heads.
 
-    Time and memory are in proportion to the blocks that are seen. With `starts` (B, T) int32, no query sees a key
-    before its own, the first of its document; one whose blocks are all of earlier documents sees nothing, and gives 0.
+    q, k, v (B, H, T, D) each -> (B, H, T, D). Time and memory are proportional to the number of visible blocks.
+
+    With `starts` (B, T) int32, no query sees a key before the first token of its document. A query whose blocks all
+    belong to earlier documents sees nothing and returns 0.
     """
 
     def __init__(self, attention: AttentionConfig) -> None:
@@ -164,14 +209,14 @@ class SparseAttend(nn.Module):
         self.attention = attention
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None) -> Tensor:
+        """Attend over the visible blocks; see `CausalAttention.forward` for arguments."""
         layout = layout_of(self.attention, q.shape[2])  # pyright: ignore[reportCallIssue]  # disable() loses its types
         starts = None if starts is None else starts_for(starts, q.shape[2])
         return block_sparse_attention(q.contiguous(), k.contiguous(), v.contiguous(), layout, starts=starts)
 
 
 class Attention(nn.Module):
-    """Causal self-attention, within documents where these begin at `starts`; queries and keys are turned by `rotation`
-    where positions are rotary."""
+    """Causal self-attention within documents. Queries and keys are rotated if positions are rotary."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -183,6 +228,13 @@ class Attention(nn.Module):
         self.dropout = Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotation: Tensor | None, starts: Tensor | None = None) -> Tensor:
+        """Return attention's output, (B, T, C) -> (B, T, C).
+
+        Args:
+            x: (B, T, C).
+            rotation: Cosines and sines from `Rotary`; None with learned positions.
+            starts: (B, T) int32, see `CausalAttention`.
+        """
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # (B, T, 3, H, D)
         q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, T, D) each
         if rotation is not None:
@@ -192,7 +244,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with GPT-2's approximation of GELU between, for `tile` tokens of a sequence at a time."""
+    """Two linear layers around GPT-2's approximation of GELU, computed for `tile` tokens of a sequence at a time."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -202,6 +254,7 @@ class FeedForward(nn.Module):
         self.tile = config.ffn_tile
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output of both layers, (B, T, C) -> (B, T, C)."""
         if self.tile is None or x.shape[1] <= self.tile:
             return self.dropout(self._compute(x))
         x = in_tiles(self._compute, x, self.parameters(), self.tile)  # pyright: ignore[reportCallIssue]  # disable() loses its types
@@ -212,7 +265,7 @@ class FeedForward(nn.Module):
 
 
 class GPTBlock(nn.Module):
-    """One transformer block, normalised before each part: (B, T, C) -> (B, T, C). `starts`: see `CausalAttention`."""
+    """One transformer block with pre-normalization: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -222,38 +275,62 @@ class GPTBlock(nn.Module):
         self.mlp = FeedForward(config)
 
     def forward(self, x: Tensor, rotation: Tensor | None, starts: Tensor | None = None) -> Tensor:
+        """Add attention and feed-forward to the residual stream.
+
+        Args:
+            x: (B, T, C).
+            rotation: Cosines and sines from `Rotary`; None with learned positions.
+            starts: (B, T) int32, see `CausalAttention`.
+        """
         x = x + self.attention(self.attention_norm(x), rotation, starts)
         return x + self.mlp(self.mlp_norm(x))
 
 
 class Positions(nn.Module):
-    """Which tokens of a sequence are here, without parameters: all of them."""
+    """The tokens of a sequence that this rank holds: here all tokens. It has no parameters."""
 
     def forward(self, length: int, device: torch.device, given: Tensor | None = None) -> Tensor:
-        """Positions of the T = `length` tokens that are here: (T,) int64, or (B, T) of those `given` for all tokens."""
+        """Return the positions of the tokens that this rank holds.
+
+        Args:
+            length: Number T of tokens on this rank.
+            device: Device of the result.
+            given: Positions of all tokens of the sequences, (B, T or fewer) int64.
+
+        Returns:
+            (T,) int64, or (B, T) int64 if positions are given.
+        """
         if given is None:
             return torch.arange(length, device=device)
-        return F.pad(given, (0, length - given.shape[1]))  # Where sequences were padded, behind them.
+        return F.pad(given, (0, length - given.shape[1]))  # Sequences are padded at their end.
 
     def own(self, tokens: Tensor) -> Tensor:
-        """Of all tokens of the sequences (B, T, …) those that are here."""
+        """Return the tokens that this rank holds of `tokens` (B, T, …)."""
         return tokens
 
 
 class Rotary(nn.Module):
-    """The rotation of a sequence's positions, without parameters."""
+    """Cosines and sines of a sequence's positions. It has no parameters."""
 
     def __init__(self, head_size: int, positions: Positions) -> None:
         super().__init__()
         self.head_size, self.positions = head_size, positions
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """(2, T, D / 2) float32 for the tokens of `x` (B, T, C); (2, B, 1, T, D / 2) where positions are given."""
+        """Return the rotation of the tokens of `x`.
+
+        Args:
+            x: (B, T, C).
+            positions: (B, T) int64, or None.
+
+        Returns:
+            (2, T, D / 2) float32; (2, B, 1, T, D / 2) if positions are given.
+        """
         return rotation_table(self.positions(x.shape[1], x.device, positions), self.head_size)
 
 
 class LMHead(nn.Module):
-    """The head and the loss together, without parameters: the head's weight is an argument."""
+    """Head and loss in one module, because a chunked loss computes both together. The head's weight is an argument."""
 
     def __init__(self, *, chunked: bool) -> None:
         super().__init__()
@@ -261,27 +338,39 @@ class LMHead(nn.Module):
         self.product = Product()
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> GPTOutput:
-        """The loss where there are targets, else the logits."""
+        """Return the loss if there are targets, otherwise the logits.
+
+        Args:
+            x: (B, T, C).
+            weight: (V, C).
+            targets: (B, T) int64, or None.
+        """
         if targets is None:
             return GPTOutput(None, self.logits(x, weight))
         return GPTOutput(self.loss(x, weight, targets), None)
 
     def logits(self, x: Tensor, weight: Tensor) -> Tensor:
-        """(B, T, V) of `x` (B, T, C) and `weight` (V, C)."""
+        """Return the logits (B, T, V) of `x` (B, T, C) and `weight` (V, C)."""
         return self.product(x, weight)
 
     def loss(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of `targets` (B, T): float32 scalar."""
+        """Return the mean cross-entropy of the targets as a float32 scalar.
+
+        Args:
+            x: (B, T, C).
+            weight: (V, C).
+            targets: (B, T) int64; -100 does not count.
+        """
         if self.chunked and x.dtype in FLOATS:
             return linear_cross_entropy(x.flatten(0, 1), weight, targets.flatten())
-        # In float32: the sum over the vocabulary loses too much in 16 bits.
+        # Use float32: the sum over the vocabulary is too inexact in 16 bits.
         return F.cross_entropy(self.logits(x, weight).float().flatten(0, 1), targets.flatten())
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer: `embed`, then each of `blocks` with the same `rotation` and `starts`, then `output`.
+    """Decoder-only transformer: `embed`, then all `blocks` with the same `rotation` and `starts`, then `output`.
 
-    With position "learned", norm "layer", tied and bias, it is GPT-2 (the logits agree with transformers' model).
+    With position "learned", norm "layer", tied and bias, this is GPT-2 (the logits agree with transformers' model).
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -299,13 +388,17 @@ class GPT(nn.Module):
         self.prediction = LMHead(chunked=config.loss == "chunked")
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> GPTOutput:
-        """Logits of `tokens` (B, T) int64, or, with `targets` (B, T) int64, the loss; targets of -100 do not count.
+        """Return logits, or the loss if there are targets.
 
-        `positions` (B, T) int64: where each token stands in its document, from 0. A document begins where they do not
-        go on by one from the token before, and none of its tokens sees one of another document. Without them each
-        sequence is one document.
+        Args:
+            tokens: (B, T) int64.
+            targets: (B, T) int64; -100 does not count.
+            positions: (B, T) int64, position of each token in its document, from 0. A document begins at each token
+                whose position is not one more than the position before. Tokens do not see other documents. Without
+                positions each sequence is one document.
 
-        Raises ValueError when a sequence is longer than the context, or positions are not of the tokens' shape.
+        Raises:
+            ValueError: If a sequence is longer than the context, or positions do not have the shape of the tokens.
         """
         x = self.embed(tokens, positions)
         rotation, starts = self.rotation(x, positions), self.starts(positions)
@@ -314,7 +407,15 @@ class GPT(nn.Module):
         return self.output(x, targets)
 
     def embed(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """What the first block takes, (B, T, C), of `tokens` (B, T) int64."""
+        """Return the input of the first block, (B, T, C).
+
+        Args:
+            tokens: (B, T) int64.
+            positions: (B, T) int64, or None; see `forward`.
+
+        Raises:
+            ValueError: See `forward`.
+        """
         if positions is not None:
             check_positions(positions, tokens)
         length = tokens.shape[-1]
@@ -330,34 +431,62 @@ class GPT(nn.Module):
         return self.dropout(x)
 
     def rotation(self, x: Tensor, positions: Tensor | None = None) -> Tensor | None:
-        """What every block takes beside its input `x` (B, T, C): the rotation of the positions, if they are rotary."""
+        """Return the rotation for every block, or None if positions are learned.
+
+        Args:
+            x: Input of the first block, (B, T, C).
+            positions: (B, T) int64, or None.
+        """
         return None if self.rotary is None else self.rotary(x, positions)
 
     def starts(self, positions: Tensor | None) -> Tensor | None:
-        """And (B, T) int32, where the documents of all tokens begin in their sequences; None where each is one."""
+        """Return the first token of each token's document, (B, T) int32; None if each sequence is one document.
+
+        Args:
+            positions: (B, T) int64, or None.
+        """
         return None if positions is None else document_starts(positions)
 
     def output(self, x: Tensor, targets: Tensor | None) -> GPTOutput:
-        """Logits, or the loss, of what the last block gave, `x` (B, T, C)."""
+        """Return logits or loss of the last block's output.
+
+        Args:
+            x: (B, T, C).
+            targets: (B, T) int64, or None.
+        """
         weight = self.embedding.weight if self.head is None else self.head.weight
         return self.prediction(self.norm(x), weight, targets)
 
 
 def rotation_table(positions: Tensor, head_size: int) -> Tensor:
-    """Cosines and sines of the rotary angles (arXiv:2104.09864) at `positions`: (2, T, D / 2) float32 of (T,), and
-    (2, B, 1, T, D / 2) of (B, T).
+    """Return cosines and sines of the rotary angles (arXiv:2104.09864).
 
-    Computed anew in each forward pass, which costs nothing beside a block, rather than kept in a buffer: a buffer would
-    be lost on `meta`, and rounded when the model is cast to 16 bits.
+    The table is computed in each forward pass, which is cheap compared to a block. A buffer would be lost on `meta`,
+    and rounded if the model is cast to 16 bits.
+
+    Args:
+        positions: (T,) or (B, T) int64.
+        head_size: Size D of a head.
+
+    Returns:
+        (2, T, D / 2) float32 for (T,); (2, B, 1, T, D / 2) for (B, T).
     """
     pairs = torch.arange(0, head_size, 2, device=positions.device, dtype=torch.float32)
     angles = positions.float()[..., None] * _ROTARY_BASE ** (-pairs / head_size)
-    angles = angles if positions.dim() == 1 else angles[:, None]  # For all heads.
+    angles = angles if positions.dim() == 1 else angles[:, None]  # One dimension for the heads.
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair (i, i + D / 2) of `x` (B, H, T, D) by its position's angle, in float32."""
+    """Rotate each pair (i, i + D / 2) of `x` by the angle of its position, in float32.
+
+    Args:
+        x: (B, H, T, D).
+        rotation: Result of `rotation_table`.
+
+    Returns:
+        (B, H, T, D) in the dtype of `x`.
+    """
     cosine, sine = rotation
     a, b = x.chunk(2, dim=-1)  # (B, H, T, D / 2) each
     return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1).to(x.dtype)
@@ -370,5 +499,8 @@ def _norm(config: ModelConfig) -> nn.Module:
 
 
 def _residual_std(config: ModelConfig) -> float:
-    """GPT-2 shrinks what is added to the residual stream, so that its variance does not grow with the depth."""
+    """Return GPT-2's smaller standard deviation for layers that add to the residual stream.
+
+    So the variance of the stream does not grow with the depth.
+    """
     return _INIT_STD / math.sqrt(2 * config.layers)

@@ -1,24 +1,24 @@
-"""Block-sparse attention as transformers' models call it, by the name that `registered` gives.
+"""Attention and packed documents of Hugging Face transformers models: block-sparse kernels, and documents kept
+separate.
 
-1. A mask is made once in a forward: none where each token may see what the pattern shows it, else one of padding, of
-   packed sequences, of keys in a cache.
-2. Attention without a mask goes through the kernel, in time and memory by the blocks that are seen.
-3. Attention with a mask is dense, under that mask and the pattern: the same numbers without the saving, and said once.
-4. What else a model's attention may ask for (dropout, soft caps, sinks, biases) would change the numbers: refused.
+Shapes: B sequences, T tokens.
 
-Packed documents in the keyword arguments of a model of transformers: `position_ids` that begin at 0 several times.
+Block-sparse attention, under the name that `registered` returns:
 
-transformers (5.23) keeps such documents separate only if no cache is filled and no `attention_mask` of two dimensions
-is given. So in training
+1. transformers makes a mask once in a forward pass. `_mask` returns None if only the pattern and causality restrict
+   attention; otherwise a mask for padding, packed sequences, or keys of a cache.
+2. Without a mask, attention uses the kernel: time and memory are proportional to the number of visible blocks.
+3. With a mask, attention is dense under mask and pattern: the numbers are the same, nothing is saved, and a warning
+   says so once.
+4. Dropout, soft caps, sinks and biases would change the numbers and are refused.
 
-1. caches are off while the model is called, as in transformers' Trainer; the model's own configuration is unchanged
-   afterwards;
-2. an `attention_mask` next to packed positions is left out if it hides nothing that the documents do not hide. Else
+Packed documents, marked by `position_ids` that restart at 0:
+
+1. transformers (5.23) keeps them separate only if no cache is filled and no two-dimensional `attention_mask` is given.
+   So caches are off while the model is called, as in transformers' Trainer; the model's configuration is restored.
+2. An `attention_mask` next to packed positions is dropped if it hides nothing that the documents do not hide. Otherwise
    the batch is refused.
-
-Fake tensors have no values, so transformers would take every traced batch for a packed one: `packed_if_given`.
-
-B sequences, T tokens.
+3. Fake tensors have no values, so transformers would take every traced batch for a packed one; see `packed_if_given`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ _WITHOUT_EFFECT = {
     "shift_labels",
     "use_cache",
 }
-"""What transformers' models pass on to their attention, and scores do not depend on: masks are made of positions."""
+"""Arguments that transformers models pass to their attention without effect on the scores; positions already are part
+of the mask.
+"""
 
 PACKED_FAMILIES = (
     "gemma",
@@ -78,16 +80,25 @@ PACKED_FAMILIES = (
     "smollm3",
     "starcoder2",
 )
-"""Models that keep documents apart where `position_ids` begin anew, without a mask or a cache: known from tests."""
+"""Models that keep documents separate if `position_ids` restart, without a mask or a cache. Tests cover each of
+them.
+"""
 
 _PACKED_ATTENTION = ("sdpa", "eager", "flex_attention", "speedlab_block_sparse")
-"""What makes a mask of positions. (Flash attention does so for batches of a single sequence only.)"""
+"""Attention implementations that make a mask from positions. Flash attention does this only for batches of one
+sequence.
+"""
 
 
 @cache
 def registered(attention: AttentionConfig) -> str:
-    """The name under which transformers' `AttentionInterface` has this attention: what a model's
-    `config._attn_implementation` is to be. Registered by the first call, for the life of the process."""
+    """Register this attention with transformers' `AttentionInterface` and return its name.
+
+    Set a model's `config._attn_implementation` to this name. The first call registers for the life of the process.
+
+    Args:
+        attention: Pattern, block size and window.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     name = f"speedlab_block_sparse_{sha256(attention.model_dump_json().encode()).hexdigest()[:8]}"
@@ -97,7 +108,7 @@ def registered(attention: AttentionConfig) -> str:
 
 
 class InterfaceAttention:
-    """Attention over a pattern's blocks, with the arguments and the answer of transformers' attention functions."""
+    """Attention over the blocks of a pattern, with the interface of transformers' attention functions."""
 
     def __init__(self, attention: AttentionConfig) -> None:
         self.attention = attention
@@ -115,15 +126,22 @@ class InterfaceAttention:
         sliding_window: int | None = None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """(B, T, H, D), and no probabilities.
+        """Return the attention output (B, T, H, D), and None in place of probabilities.
 
         Args:
-            module: the model's attention; causal unless its `is_causal`, or the argument, says otherwise.
+            module: The model's attention; causal unless its `is_causal`, or the argument, says otherwise.
             query: (B, H, T, D).
-            key, value: (B, G, S, D) for S ≥ T tokens that end with the queries'; each of the G heads is for H / G.
-            attention_mask: (B, 1, T, S) bool, True where a query may see a key, or floats to add to scores.
+            key: (B, G, S, D) for S ≥ T tokens that end with the queries; each of the G heads serves H / G query heads.
+            value: Same shape as `key`.
+            attention_mask: (B, 1, T, S) bool, True where a query may see a key, or floats that are added to the scores.
+            scaling: Factor of the scores; None for 1 / sqrt(D).
+            dropout: Must be 0.
+            is_causal: Overrides the attribute of `module`.
+            sliding_window: The model's own window in tokens.
+            others: Further arguments of the model, see `_WITHOUT_EFFECT`.
 
-        Raises ValueError for what would change the numbers and is not computed here.
+        Raises:
+            ValueError: For arguments that would change the numbers.
         """
         self._refuse(dropout=dropout, sliding_window=sliding_window, **others)
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -165,8 +183,11 @@ class InterfaceAttention:
 
 
 def packing_problem(model: nn.Module) -> str | None:
-    """Why `model` would not keep documents apart that its `position_ids` tell of, and what to do; None where it
-    does."""
+    """Return why `model` would not keep packed documents separate, and what to do; None if it does.
+
+    Args:
+        model: A model of the user.
+    """
     instead = (
         "set data.documents to 'joined', or give loss=f, which is called as f(model, (tokens, targets, positions))"
     )
@@ -187,12 +208,22 @@ def packing_problem(model: nn.Module) -> str | None:
 
 
 def covers(attention: AttentionConfig, sliding_window: int) -> bool:
-    """Whether a model's own window of so many tokens hides nothing that the pattern shows."""
+    """Return whether a model's own window hides nothing that the pattern shows.
+
+    Args:
+        attention: Pattern and window.
+        sliding_window: The model's window in tokens.
+    """
     return attention.pattern == "sliding" and attention.window <= sliding_window
 
 
 def beyond_window(attention: AttentionConfig, sliding_window: int) -> str:
-    """What is to be said where it does hide something."""
+    """Return the message for a model's window that hides part of the pattern.
+
+    Args:
+        attention: Pattern and window.
+        sliding_window: The model's window in tokens.
+    """
     return (
         f"'block_sparse' with pattern {attention.pattern!r} would show keys beyond the model's own sliding_window of "
         f"{sliding_window} tokens; set sliding_window to None in the model's configuration, or pattern to 'sliding' "
@@ -203,8 +234,12 @@ def beyond_window(attention: AttentionConfig, sliding_window: int) -> str:
 def _mask(
     *, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, local_size: int | None = None, **given: Any
 ) -> Tensor | None:
-    """(B, 1, T, S) bool, where a token may see another whatever the pattern; None where only causality says so. As
-    transformers makes it, but for a model's own window, `local_size`, which the pattern lies within (see `covers`)."""
+    """Return which tokens see each other apart from the pattern, (B, 1, T, S) bool; None if only causality restricts
+    them.
+
+    The mask is transformers' mask without the model's own window, `local_size`, because the pattern lies within that
+    window (see `covers`).
+    """
     from transformers.masking_utils import sdpa_mask
 
     offset = int(q_offset)
@@ -226,17 +261,22 @@ def _say_dense() -> None:
 
 
 _SEPARATE_BY_THEMSELVES = ("cu_seq_lens_q", "seq_idx")
-"""Arguments that say in another way where documents begin (`DataCollatorWithFlattening`)."""
+"""Other arguments that mark document boundaries (`DataCollatorWithFlattening`)."""
 
 _replacing = Lock()
-"""One thread at a time replaces a function of transformers, or the wrong one would be put back."""
+"""Only one thread at a time may replace a function of transformers; otherwise the wrong one would be restored."""
 
 _configs: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 
 @contextmanager
 def without_cache(model: nn.Module) -> Iterator[None]:
-    """Turn `use_cache` off in the configurations of `model` and its modules inside, and on again afterwards."""
+    """Turn `use_cache` off in the configurations of `model` and its modules inside this context, and restore it
+    afterwards.
+
+    Args:
+        model: A model of transformers, or a module around one.
+    """
     if model not in _configs:
         found = (getattr(module, "config", None) for module in model.modules())
         _configs[model] = list({id(config): config for config in found if hasattr(config, "use_cache")}.values())
@@ -252,10 +292,14 @@ def without_cache(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def packed_if_given(batch: Any) -> Iterator[None]:
-    """Let transformers take fake positions for packed documents only if they are among the tensors of `batch`.
+    """Treat fake positions as packed documents only if they are among the tensors of `batch`.
 
-    transformers reads the values of positions, and cannot read those of fake tensors. Then it makes a mask even for
-    positions that the model itself counts from 0. A real batch has no such mask, and another attention kernel.
+    transformers reads the values of positions, which fake tensors do not have. So transformers would make a mask even
+    for positions that the model itself counts from 0. A real batch would have no such mask, and use another attention
+    kernel.
+
+    Args:
+        batch: Any structure of tensors.
     """
     masks: Any = sys.modules.get("transformers.masking_utils")
     if not hasattr(masks, "find_packed_sequence_indices"):
@@ -280,20 +324,21 @@ def packed_if_given(batch: Any) -> Iterator[None]:
 def keep_separate(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
     """Return keyword arguments with which the model keeps packed documents separate.
 
-    Args:
-        model: a model of transformers, or a module around one.
-        given: its keyword arguments; without `position_ids` (B, T) they are returned as they are.
+    This reads the values of positions and mask, which is a sync if they are on a device.
 
-    Raises ConfigError for a model that does not keep packed documents separate, and for a mask or a cache next to
-    packed positions that would mix them. Looks at the values of positions and mask, so waits for a device if they
-    are on one.
+    Args:
+        model: A model of transformers, or a module around one.
+        given: Its keyword arguments; returned unchanged without `position_ids` (B, T).
+
+    Raises:
+        ConfigError: If the model does not keep packed documents separate, or a mask or a cache would mix them.
     """
     positions, mask = given.get("position_ids"), given.get("attention_mask")
     if not isinstance(positions, Tensor) or positions.dim() != 2 or given.keys() & set(_SEPARATE_BY_THEMSELVES):
         return given
     owner = owner_of(model)
     if not is_transformers(owner):
-        return given  # A module of another kind has its own meaning of these arguments.
+        return given  # A module outside transformers gives these arguments its own meaning.
     problem = _problem(owner, positions, given)
     flat_mask = mask if isinstance(mask, Tensor) and mask.dim() == 2 else None
     if problem is None and flat_mask is None and not given.get("use_cache"):
@@ -317,8 +362,12 @@ def keep_separate(model: nn.Module, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def hides_nothing_more(mask: Tensor, positions: Tensor | None = None) -> bool:
-    """Whether causal attention within documents shows no hidden token to one that is not hidden: `mask` (B, T) of ones
-    and zeros may be left out."""
+    """Return whether `mask` may be dropped: causal attention within documents already hides what the mask hides.
+
+    Args:
+        mask: (B, T) of ones and zeros.
+        positions: (B, T) int64; None for one document per sequence.
+    """
     hidden = ~mask.bool()
     seen = hidden.cumsum(-1)
     if positions is not None:
@@ -329,7 +378,7 @@ def hides_nothing_more(mask: Tensor, positions: Tensor | None = None) -> bool:
 
 
 def _is_packed(positions: Tensor, mask: Tensor | None) -> bool:
-    """Whether a document begins inside a sequence, between tokens that are not hidden."""
+    """Return whether a document begins inside a sequence, between tokens that are not hidden."""
     begins = document_begins(positions)[:, 1:]
     if mask is not None and mask.shape[-1] == positions.shape[-1]:
         begins = begins & (mask[:, 1:] != 0) & (mask[:, :-1] != 0)

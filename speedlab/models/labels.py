@@ -1,10 +1,10 @@
 """How a model's own loss reads its `labels`: which label belongs to which output.
 
-1. Causal models of transformers hand their labels to `ForCausalLMLoss`, which moves them by one place. It also takes
-   targets that were moved before, as `shift_labels`: one for each token, the last one included.
-2. Some models move labels in their own forward. They name what they move `shift_logits` or `shift_labels`.
+1. Causal models of transformers pass their labels to `ForCausalLMLoss`, which shifts them by one. `ForCausalLMLoss`
+   also takes shifted targets as `shift_labels`: one for each token, including the last one.
+2. Some models shift labels in their own forward pass. They name the results `shift_logits` or `shift_labels`.
 3. Masked language models, decoders of an encoder's output, and classifiers compare label t with output t.
-4. A loss that is no mean over labels (CTC, detection) says nothing about single labels.
+4. A loss that is not a mean over labels (CTC, detection) does not use single labels.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ class Labels(Enum):
     """How a model reads `labels`."""
 
     SHIFTED = "shifted"
-    """Label t + 1 belongs to output t; `shift_labels` replaces them."""
+    """Label t + 1 belongs to output t. `shift_labels` gives shifted targets instead."""
     SHIFTED_ONLY = "shifted only"
-    """Label t + 1 belongs to output t, and there is no other way to give targets."""
+    """Label t + 1 belongs to output t. There is no other way to pass targets."""
     ALIGNED = "aligned"
     """Label t belongs to output t."""
     UNKNOWN = "unknown"
-    """The loss is no mean over the labels, or there are none."""
+    """The loss is not a mean over the labels, or there are no labels."""
 
 
 _found: WeakKeyDictionary[nn.Module, Labels] = WeakKeyDictionary()
 
 
 def label_rule(model: nn.Module) -> Labels:
-    """Return how `model` reads its labels. Looks at each model once.
+    """Return how `model` reads its labels, after one inspection per model.
 
-    A module that is not of transformers and takes `labels` counts as `SHIFTED_ONLY`, unless it takes `shift_labels`.
+    A module outside transformers that takes `labels` counts as `SHIFTED_ONLY`, unless it takes `shift_labels`.
+
+    Args:
+        model: A model of the user.
     """
     if model not in _found:
         _found[model] = _look(model)
@@ -47,13 +50,21 @@ def label_rule(model: nn.Module) -> Labels:
 
 
 def is_known(model: nn.Module) -> bool:
-    """Whether the model computes its loss with transformers' own function, so that `label_rule` cannot be wrong."""
+    """Return whether the model computes its loss with transformers' own function, so that `label_rule` cannot be wrong.
+
+    Args:
+        model: A model of the user.
+    """
     owner = owner_of(model)
     return is_transformers(owner) and any("loss_function" in code.co_names for code in _forwards(owner))
 
 
 def owner_of(model: nn.Module) -> nn.Module:
-    """The module that computes the loss: a model of transformers inside `model`, or `model` itself."""
+    """Return the module that computes the loss: a model of transformers inside `model`, or `model` itself.
+
+    Args:
+        model: A model of the user.
+    """
     inside = (module for module in model.modules() if is_transformers(module))
     return next((module for module in inside if "labels" in _parameters(module)), model)
 
@@ -74,7 +85,11 @@ def _look(model: nn.Module) -> Labels:
 
 
 def is_transformers(module: nn.Module) -> bool:
-    """Whether it is a model of transformers, which is only imported where there is one."""
+    """Return whether `module` is a model of transformers. This does not import transformers.
+
+    Args:
+        module: Any module.
+    """
     known = sys.modules.get("transformers.modeling_utils")
     return known is not None and isinstance(module, known.PreTrainedModel)
 
@@ -84,7 +99,7 @@ def _parameters(module: nn.Module) -> frozenset[str]:
 
 
 def _forwards(module: nn.Module) -> Iterator[CodeType]:
-    """Code of the forward, and of those it calls by super()."""
+    """Yield the code of the forward method, and of those that it calls through super()."""
     for kind in type(module).__mro__:
         forward = vars(kind).get("forward")
         if forward is None:

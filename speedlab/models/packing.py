@@ -1,7 +1,8 @@
-"""Several documents in one sequence: none sees another.
+"""Several documents in one sequence, where no document sees another.
 
-`positions` (B, T) say where each token stands in its document. A document begins where they do not go on by one from
-the token before, as in Hugging Face's packed batches (`DataCollatorWithFlattening`). B sequences, T tokens.
+`positions` (B, T) hold the position of each token in its document. A document begins at each token whose position is
+not one more than the position before, as in Hugging Face's packed batches (`DataCollatorWithFlattening`). B sequences,
+T tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ IGNORED = -100
 
 
 def check_positions(positions: Tensor, tokens: Tensor) -> None:
-    """Raise ValueError unless there is a whole number for each token."""
+    """Raise ValueError unless `positions` hold one integer for each token.
+
+    Args:
+        positions: (B, T).
+        tokens: (B, T).
+
+    Raises:
+        ValueError: If shapes differ, or positions are floats or bools.
+    """
     wrong_kind = positions.dtype.is_floating_point or positions.dtype == torch.bool
     if positions.shape != tokens.shape or wrong_kind:
         raise ValueError(
@@ -30,8 +39,17 @@ def check_positions(positions: Tensor, tokens: Tensor) -> None:
 
 
 def check_documents(positions: Tensor) -> None:
-    """Raise ValueError, where values are at hand without waiting for a device, unless every document begins at 0, but
-    for one that began before its sequence: a mask in the place of positions would make a document of each token."""
+    """Check that every document begins at 0, except one that began before its sequence.
+
+    Otherwise a mask in place of positions would make a document of each token. Positions on a device and fake tensors
+    are not checked, to avoid a sync.
+
+    Args:
+        positions: (B, T) int64.
+
+    Raises:
+        ValueError: If a document does not count from 0.
+    """
     if not positions.is_cpu or isinstance(positions, FakeTensor):
         return
     begins = document_begins(positions)[:, 1:]
@@ -43,35 +61,62 @@ def check_documents(positions: Tensor) -> None:
 
 
 def document_begins(positions: Tensor) -> Tensor:
-    """(B, T) bool: which tokens are the first of a document; the first of a sequence always is."""
+    """Return which tokens are the first of a document, (B, T) bool. The first token of a sequence always is.
+
+    Args:
+        positions: (B, T) int64.
+    """
     begins = torch.ones_like(positions, dtype=torch.bool)
     begins[:, 1:] = positions[:, 1:] != positions[:, :-1] + 1
     return begins
 
 
 def document_starts(positions: Tensor) -> Tensor:
-    """(B, T) int32: the place in its sequence at which each token's document begins."""
+    """Return the index in its sequence at which each token's document begins, (B, T) int32.
+
+    Args:
+        positions: (B, T) int64.
+    """
     places = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device)
     return torch.where(document_begins(positions), places, 0).cummax(1).values
 
 
 def starts_for(starts: Tensor, length: int) -> Tensor:
-    """`starts` for sequences padded to `length` tokens: what pads them comes behind, and may see anything."""
+    """Return `starts` for sequences padded to `length` tokens. Padding at the end may see everything.
+
+    Args:
+        starts: (B, T) int32.
+        length: Number of tokens after padding.
+    """
     return F.pad(starts, (0, length - starts.shape[1])).contiguous()
 
 
 def document_mask(starts: Tensor, length: int) -> Tensor:
-    """(B, 1, T, T) bool: which query sees which key, causally, of sequences of `length` tokens."""
+    """Return which query sees which key, causally and within documents, (B, 1, length, length) bool.
+
+    Args:
+        starts: (B, T) int32.
+        length: Number of tokens after padding.
+    """
     places = torch.arange(length, device=starts.device)
     own = places >= starts_for(starts, length)[:, None, :, None]
     return own & (places <= places[:, None])
 
 
 def attend_within(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-    """Causal attention within documents that begin at `starts` (B, T): q, k, v (B, H, T, D) each -> the same.
+    """Attend causally within documents.
 
-    Through the kernel for blocks, which skips those of other documents; heads that it does not take go through torch's
-    attention with a mask, (B, 1, T, T).
+    The block kernel skips blocks of other documents. Head sizes and dtypes that the kernel does not support use torch's
+    attention with a mask (B, 1, T, T).
+
+    Args:
+        q: (B, H, T, D); `k` and `v` have the same shape.
+        k: Keys.
+        v: Values.
+        starts: (B, T) int32, first token of each token's document.
+
+    Returns:
+        (B, H, T, D).
     """
     length = q.shape[2]
     if q.dtype not in FLOATS or not takes_heads(q.shape[3]):

@@ -1,9 +1,10 @@
-"""Selective recomputation (arXiv:2205.05198, section 5): backward computes again what is cheap to compute and large to
-keep, which in a transformer's block are norms, activation functions, rotary positions, dropout's masks, and attention's
-probabilities where a device makes them whole.
+"""Selective recomputation (arXiv:2205.05198, section 5): backward recomputes what is cheap to compute and large to
+keep.
 
-What is kept are results of linear layers and of fused attention, by torch's selective checkpoint, which decides by
-operation; and what `computed_once` was given, which is Python: collectives above all, which no rank then runs twice.
+- Recomputed in a transformer block: norms, activation functions, rotary positions, dropout masks, and attention's
+  probabilities if the device materializes them.
+- Kept: results of linear layers and of fused attention, by torch's selective checkpoint, which decides by operation.
+- Kept, too: results of `computed_once`, which is Python code. These are mainly collectives, which no rank runs twice.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _KEPT = {
     _ours.block_sparse_attention.default,
     _ours.linear_cross_entropy.default,
 }
-"""Products of batches (bmm) are not among them: those are scores and what is made of them."""
+"""Batched products (bmm) are not kept, because they are attention scores and their results."""
 
 _DROPPING = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
@@ -38,19 +39,26 @@ _DROPPING = {
     _aten._scaled_dot_product_efficient_attention.default: 5,
     _aten._scaled_dot_product_cudnn_attention.default: 5,
 }
-"""Fused attention -> which argument says how much is dropped. One that draws is computed again: else whoever draws
-after it would draw something else the second time."""
+"""Fused attention -> index of its dropout argument. An operation with dropout is recomputed; otherwise later operations
+would draw other random numbers in the recomputation.
+"""
 
 
 def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """(around the forward, around its recomputation), as torch's `checkpoint` takes them for one call of a block."""
+    """Return the contexts for the forward pass and its recomputation, as torch's `checkpoint` takes them for one
+    call.
+    """
     saving, reading = create_selective_checkpoint_contexts(_policy)
     results: deque[tuple[tuple[Tensor, ...], list[int]]] = deque()
     return _Forward(saving, results), _Again(reading, results)
 
 
 def computed_once(compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-    """What `compute` gives, without a graph; in a selective recomputation what it gave in the forward."""
+    """Return the result of `compute`; a selective recomputation returns the result of the forward pass again.
+
+    Args:
+        compute: Computes tensors without an autograd graph.
+    """
     within = _within.get()
     return compute() if within is None else within.take(compute)
 
@@ -80,12 +88,14 @@ class _Within(AbstractContextManager["_Within"]):
         _within.reset(self._token)
 
     def take(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """Return the result of `compute` in this pass."""
         raise NotImplementedError
 
 
 class _Forward(_Within):
     def take(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        # torch counts operations, of which these are none the second time; what is inside of this is in it.
+        # torch counts operations. Leave its mode, because the recomputation does not repeat these. Nested calls of
+        # computed_once are part of this result.
         token = _within.set(None)
         self._mode.__exit__(None, None, None)
         try:

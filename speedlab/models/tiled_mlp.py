@@ -1,13 +1,13 @@
-"""A layer that treats each token by itself, computed a tile of tokens at a time: what it makes inside never exists for
-a whole sequence (the feed-forward tiling of arXiv:2305.19370; as a single operation, ALST, arXiv:2506.13996).
+"""Compute a per-token layer tile by tile, so that its intermediate results never exist for a whole sequence.
 
-B sequences, T tokens, C = hidden; a tile has n tokens of each sequence.
+Feed-forward tiling of arXiv:2305.19370; as a single operation, ALST, arXiv:2506.13996. Shapes: B sequences, T tokens, C
+= hidden; a tile has n tokens of each sequence.
 
-1. Forward: tile by tile, without a graph; its input (B, T, C) is all that is kept.
-2. Backward: a tile's forward again, now with a graph, its backward at once, and the graph is gone. The tile's part of
-   the input's gradient has its place in the whole.
-3. Gradients of parameters are summed over the tiles, in float32 where they are of 16 bits, and handed over once: so
-   whoever counts what arrives (ZeRO) sees a layer as any other.
+1. Forward: compute tile by tile without a graph. Only the input (B, T, C) is kept.
+2. Backward: repeat a tile's forward pass with a graph and run its backward pass at once. The graph is freed. The tile's
+   part of the input gradient is written into the whole.
+3. Parameter gradients are summed over the tiles, in float32 if they have 16 bits, and returned once. So ZeRO, which
+   counts arriving gradients, sees an ordinary layer.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from cuda_ops.torch_compat import uncompiled
 from speedlab.models.selective_checkpointing import computed_once
 
 _TOKENS = 1
-"""The dimension of (B, T, C) that is cut."""
+"""Dimension of (B, T, C) that is split."""
 
 _FLOAT32_BYTES = 4
 
 
-@uncompiled  # Its backward makes graphs of its own, which a compiler does not trace.
+@uncompiled  # The backward pass builds graphs of its own, which a compiler cannot trace.
 def in_tiles(layer: Callable[[Tensor], Tensor], x: Tensor, parameters: Iterable[nn.Parameter], tile: int) -> Tensor:
-    """`layer(x)`, `tile` tokens of each sequence at a time: differentiable once.
+    """Compute `layer(x)` for `tile` tokens of each sequence at a time. The result is differentiable once.
 
     Args:
-        layer: (B, n, C) -> (B, n, any) for any n, each token by itself and without random numbers; it is called again
-            in backward.
+        layer: (B, n, C) -> (B, n, any) for any n, each token by itself and without random numbers. Backward calls it
+            again.
         x: (B, T, C).
-        parameters: all that `layer` uses; those that require gradients get theirs once, after the last tile.
-        tile: tokens, at least 1.
+        parameters: All parameters that `layer` uses. Those that require gradients get them once, after the last tile.
+        tile: Tokens per tile, at least 1.
+
+    Returns:
+        (B, T, any).
     """
     return _Tiles.apply(layer, tile, x, *parameters)
 
@@ -52,9 +55,10 @@ class _Tiles(Function):
             "device_type": kind,
             "enabled": torch.is_autocast_enabled(kind),
             "dtype": torch.get_autocast_dtype(kind),
-            "cache_enabled": False,  # A cast that a tile's graph had made would be used without it by the next.
+            "cache_enabled": False,  # A cached cast of one tile's graph would be reused in the next graph.
         }
-        # Of parameters only the version is asked for: what a recomputed block has saved is not the parameter itself.
+        # Save parameters only for autograd's version check. In a recomputed block, saved tensors are not the parameters
+        # themselves, so backward uses ctx.parameters.
         ctx.save_for_backward(x, *parameters)
         return computed_once(lambda: (_forward(layer, x, tile),))[0]
 
@@ -96,5 +100,5 @@ def _forward(layer: Callable[[Tensor], Tensor], x: Tensor, tile: int) -> Tensor:
 
 
 def _cut(x: Tensor, tile: int) -> Iterable[tuple[int, Tensor]]:
-    """Each tile with the number of its first token."""
+    """Yield each tile with the index of its first token."""
     return ((number * tile, part) for number, part in enumerate(x.split(tile, _TOKENS)))
