@@ -1,4 +1,6 @@
-"""Text and token files in, memory-mapped tokens out; synthetic tasks; the order in which steps see them. No torch."""
+"""Text and token files, encoded to memory-mapped tokens; synthetic tasks; the order in which steps read them. No
+torch.
+"""
 
 from speedlab.data.corpus import Corpus, check, prepare
 from speedlab.data.epoch_sampler import Epochs

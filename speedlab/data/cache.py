@@ -1,4 +1,4 @@
-"""The user's cache of tokenizers and encoded corpora: atomic, and safe when several ranks arrive at once."""
+"""The user's cache of tokenizers and encoded corpora: writes are atomic, and ranks may use it concurrently."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _POLL_SECONDS = 0.02
 
 
 class SlowProgress:
-    """Says what is going on, but only once it has taken a second, and at most once a second."""
+    """Progress lines of slow work: the first after one second, then at most one per second."""
 
     def __init__(self, say: Callable[[str], object] | None) -> None:
         self._say = say
@@ -35,32 +35,51 @@ class SlowProgress:
             self.say(text)
 
     def say(self, text: str) -> None:
-        """A line that must not be missed."""
+        """Print a line at any time.
+
+        Args:
+            text: The line.
+        """
         if self._say is not None:
             self._spoke = True
             self._say(text)
 
     def done(self, text: str) -> None:
-        """The last line, with the time it took; said when anything was, or when it took over a second."""
+        """Print the last line with the duration, if another line was printed or the work took over a second.
+
+        Args:
+            text: The line.
+        """
         seconds = time.monotonic() - self._started
         if self._say is not None and (self._spoke or seconds >= 1):
             self._say(f"{text} ({seconds:.1f} s)")
 
 
 def default_cache() -> Path:
-    """`speedlab` in XDG_CACHE_HOME, or in ~/.cache."""
+    """Return the folder `speedlab` in XDG_CACHE_HOME, or in ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "speedlab"
 
 
 def fingerprint(*parts: object) -> str:
-    """A short name for JSON-like values: equal values, equal names."""
+    """Return a short hash of JSON-like values: equal values have equal hashes.
+
+    Args:
+        parts: Values that JSON can hold.
+    """
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode(errors="surrogateescape")).hexdigest()[:24]
 
 
 @contextlib.contextmanager
 def explain_disk_errors(cache: Path) -> Iterator[None]:
-    """Turn a full or forbidden disk into a ConfigError that names the cache and how to move it."""
+    """Turn errors of a full or read-only disk into a ConfigError that names the cache and how to move it.
+
+    Args:
+        cache: Folder of the cache.
+
+    Raises:
+        ConfigError: If the disk is full, or the cache is not writable.
+    """
     try:
         yield
     except OSError as error:
@@ -80,7 +99,12 @@ def explain_disk_errors(cache: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked(path: Path, waiting: Callable[[str], object]) -> Iterator[None]:
-    """Hold the lock file `path`; call `waiting` while another process does. A process that dies loses its lock."""
+    """Hold a file lock. A process that dies loses its lock.
+
+    Args:
+        path: Lock file.
+        waiting: Called repeatedly while another process holds the lock.
+    """
     with path.open("w") as file:
         while True:
             try:
@@ -88,15 +112,18 @@ def locked(path: Path, waiting: Callable[[str], object]) -> Iterator[None]:
                 break
             except BlockingIOError:
                 waiting("waiting for another rank that prepares the same data")
-                time.sleep(_POLL_SECONDS)  # polling, so that an interrupt gets through and the line above is said
+                time.sleep(_POLL_SECONDS)  # poll, so that interrupts are handled and the progress line is printed
         yield
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """A temporary neighbour that becomes `folder` when the block succeeds and is removed when it does not.
+    """Yield a temporary folder that becomes `folder` after success and is removed after an error.
 
-    The caller holds the lock of `folder`, so that what an earlier, killed process left behind may be removed too.
+    The caller holds the lock of `folder`, so leftovers of a killed process are removed, too.
+
+    Args:
+        folder: Final path.
     """
     for stale in folder.parent.glob(f"{folder.name}.*.part"):
         shutil.rmtree(stale)
@@ -113,7 +140,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def largest_token(header: TokenHeader, cache: Path) -> int:
-    """`tokens.verify`, once for each state of a file: the result is remembered by path, size and time of change."""
+    """Verify a token file and return its largest id, once for each state of the file.
+
+    The result is cached by path, size and modification time.
+
+    Args:
+        header: Header of the file.
+        cache: Folder of the cache.
+
+    Raises:
+        ConfigError: If the file is damaged, see `verify`.
+    """
     stat = header.path.stat()
     key = fingerprint(str(header.path.resolve()), stat.st_size, stat.st_mtime_ns)
     memo = cache / "verified" / f"{key}.json"

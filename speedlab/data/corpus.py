@@ -1,11 +1,11 @@
-"""From a DataConfig to memory-mapped tokens: find the text, split it, train the tokenizer, encode, remember.
+"""From a DataConfig to memory-mapped tokens.
 
-1. Find the files (`files.find`) and choose at most `max_bytes` of them, spread by a hash of their names.
+1. Find the files (`sources.find`) and choose at most `max_bytes` of them, spread by a hash of their names.
 2. Split by file: held-out files are the first in that order that fit into `heldout_share` of the bytes.
 3. Train the tokenizer on a part of the training text.
-4. Encode both parts, each file followed by the end-of-text token, into two `.tokens` files. Where documents are to be
-   separate, that token tells them apart (`documents`).
-5. Keep all this in one folder of the user's cache, named by a hash of whatever it depends on.
+4. Encode both parts into two `.tokens` files. The end-of-text token follows each file and separates documents
+   (`packing`).
+5. Cache the result in one folder, named by a hash of everything that determines it.
 """
 
 from __future__ import annotations
@@ -41,25 +41,38 @@ from speedlab.data.tokenizer import (
     parallel_tokenizing,
 )
 
-_FORMAT = 1  # raise it when a change of code would encode the same files differently
+_FORMAT = 1  # increase this number if a code change would encode the same files differently
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Corpus:
-    """Tokens of a data source. `train` and `heldout` are (N,) uint16 or uint32, read-only, and memory-mapped but of a
-    synthetic task."""
+    """Tokens of a data source.
+
+    Attributes:
+        source: Description of the source, for messages.
+        train: (N,) uint16 or uint32, read-only; memory-mapped except for a synthetic task.
+        heldout: Same as `train`.
+        tokenizer: Encodes prompts and decodes tokens.
+    """
 
     source: str
     train: np.ndarray
     heldout: np.ndarray
     tokenizer: Tokenizer
     max_token: int
-    """The largest id in both parts."""
+    """Largest id in both parts."""
     end: int | None = None
-    """The token that ends each document, where documents are to be kept apart."""
+    """Token that ends each document, if documents are kept separate."""
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises ConfigError when a token, or one the tokenizer can give, is outside a model's vocabulary."""
+        """Check that all ids of the corpus and of its tokenizer are inside a model's vocabulary.
+
+        Args:
+            vocab_size: The model's vocabulary size.
+
+        Raises:
+            ConfigError: If an id is outside.
+        """
         if self.max_token >= vocab_size:
             raise ConfigError(
                 f"{self.source}: token {self.max_token:,} is outside the model's vocabulary: model.vocab_size is "
@@ -80,7 +93,14 @@ class Corpus:
 
 
 def check(config: DataConfig) -> None:
-    """Refuse unfit data without tokenizing: ConfigError if missing, unreadable, empty, binary or far too short."""
+    """Refuse unsuitable data without tokenizing.
+
+    Args:
+        config: Source and how it is split.
+
+    Raises:
+        ConfigError: If data are missing, unreadable, empty, binary or far too short.
+    """
     if task := task_of(config):
         refuse_task(config)
         task.samples(1, config.sequence_length, config.vocab_size, seed=0)
@@ -101,23 +121,25 @@ def check(config: DataConfig) -> None:
     if not any(file.named for file in files):
         refuse_all_binary(config, files)
     chosen = found.choose(files, config.max_bytes)
-    # A byte makes at most one token, and a file one more for its end.
+    # Upper bound: one token per byte, and one for the end of each file.
     _long_enough(config, sum(take + 1 for _, take in chosen), describe(config), "raise data.max_bytes")
 
 
 def prepare(
     config: DataConfig, *, cache: Path | None = None, progress: Callable[[str], object] | None = print
 ) -> Corpus:
-    """The tokens of a source, encoded now or taken from the cache; every rank may call this at the same time.
+    """Return the tokens of a source, encoded now or read from the cache. All ranks may call this concurrently.
 
-    Arguments:
-        config: the source and how it is cut.
-        cache: folder to keep results in; by default `speedlab` in XDG_CACHE_HOME or ~/.cache.
-        progress: gets a line of text about once a second while this takes longer than that; None for silence.
+    Sets TOKENIZERS_PARALLELISM if it is not set and text is encoded.
 
-    Raises ConfigError: unreadable, empty or binary data, a damaged token file, a sequence longer than the training or
-    the held-out part, a cache that cannot be written.
-    Sets TOKENIZERS_PARALLELISM where it is not set and text is encoded.
+    Args:
+        config: Source and how it is split.
+        cache: Folder of the cache; by default `speedlab` in XDG_CACHE_HOME or ~/.cache.
+        progress: Gets a line of text about once a second if this takes longer; None for silence.
+
+    Raises:
+        ConfigError: If data are unreadable, empty or binary, a token file is damaged, a sequence is longer than the
+            training or the held-out part, or the cache cannot be written.
     """
     if task := task_of(config):
         return _of_task(config, task)
@@ -132,7 +154,7 @@ def prepare(
 
 
 def _of_task(config: DataConfig, task: Task) -> Corpus:
-    """Made anew by each rank, which takes less time than reading it."""
+    """Generate the corpus of a task. Each rank generates it again, which is faster than reading it."""
     refuse_task(config)
     train, heldout = parts_of(config, task)
     tokenizer = NumberTokenizer(config.vocab_size)
@@ -142,7 +164,7 @@ def _of_task(config: DataConfig, task: Task) -> Corpus:
 
 
 def _token_files(config: DataConfig) -> list[Path]:
-    """[] for text; [train] or [train, held-out] for token files, given or found in nanoGPT's folder layout."""
+    """Return [] for text; [train] or [train, held-out] for token files, given directly or as nanoGPT's folder."""
     given = found.sources(config)
     paths = [path for source in given if source != found.STDLIB for path in found.expand(source)]
     if len(paths) == 1 and paths[0].is_dir():
@@ -187,7 +209,9 @@ def _from_token_files(config: DataConfig, paths: list[Path], cache: Path) -> Cor
 
 
 def _tokenizer_of(config: DataConfig, path: Path, vocabulary: int) -> Tokenizer:
-    """The tokenizer asked for; for 'bpe', which cannot be trained on ids, the tokenizer.json beside the file."""
+    """Return the configured tokenizer. For 'bpe', which cannot be trained on ids, use the tokenizer.json next to
+    the file.
+    """
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     if config.tokenizer != "bpe":
@@ -199,10 +223,10 @@ def _tokenizer_of(config: DataConfig, path: Path, vocabulary: int) -> Tokenizer:
 def _from_text(config: DataConfig, cache: Path, report: SlowProgress) -> Corpus:
     files = found.find(config)
     own = Path(config.tokenizer).expanduser() if config.tokenizer not in ("bpe", "bytes") else None
-    # A tokenizer.json is known by what is in it, and must be read before anything else could fail on it.
+    # The cache key contains the content of tokenizer.json, so the file must be valid first.
     tokenizer = FileTokenizer(own) if own else ByteTokenizer() if config.tokenizer == "bytes" else None
     if tokenizer is not None:
-        end_token(config, tokenizer)  # Before anything is encoded.
+        end_token(config, tokenizer)  # Fail before encoding if an end token is missing.
     key = fingerprint(
         _FORMAT,
         version("tokenizers"),
@@ -216,7 +240,7 @@ def _from_text(config: DataConfig, cache: Path, report: SlowProgress) -> Corpus:
         with explain_disk_errors(cache):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with locked(folder.with_name(f"{key}.lock"), report):
-                corpus = _load(config, folder, tokenizer, cache, report)  # another rank may have been faster
+                corpus = _load(config, folder, tokenizer, cache, report)  # another rank may have built it first
                 if corpus is None:
                     with parallel_tokenizing(), new_folder(folder) as part:
                         build(config, files, tokenizer, part, report)
@@ -229,7 +253,7 @@ def _from_text(config: DataConfig, cache: Path, report: SlowProgress) -> Corpus:
 def _load(
     config: DataConfig, folder: Path, tokenizer: Tokenizer | None, cache: Path, report: SlowProgress
 ) -> Corpus | None:
-    """The corpus in a folder of the cache; None when there is none, or when it is damaged and must be made again."""
+    """Return the corpus in a folder of the cache; None if there is none, or if it is damaged and must be rebuilt."""
     if not folder.exists():
         return None
     try:

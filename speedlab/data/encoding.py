@@ -1,4 +1,4 @@
-"""Text into token files: what is held out, the tokenizer's training, and the encoding, batch by batch."""
+"""Encode text into token files: the held-out split, tokenizer training, and encoding in batches."""
 
 from __future__ import annotations
 
@@ -24,9 +24,17 @@ _LONG_LINE = 4096
 def build(
     config: DataConfig, files: list[TextFile], tokenizer: Tokenizer | None, folder: Path, report: SlowProgress
 ) -> None:
-    """Write train.tokens, heldout.tokens and, when no tokenizer is given, tokenizer.json into `folder`.
+    """Write train.tokens, heldout.tokens and, if no tokenizer is given, tokenizer.json into `folder`.
 
-    Raises ConfigError when a file the user named is not text, or none is.
+    Args:
+        config: Source and how it is split.
+        files: Files of the source.
+        tokenizer: Given tokenizer; None to train BPE.
+        folder: Output folder.
+        report: Prints progress.
+
+    Raises:
+        ConfigError: If a file that the user named is not text, or no file is text.
     """
     source, count = describe(config), len(files)
     files, left_out = _only_text(files)
@@ -56,7 +64,7 @@ def build(
 
 @dataclass(frozen=True)
 class TextShare:
-    """A share of a file's text: [0, 1) is the whole of its first `take` bytes."""
+    """A share of a file's text: [0, 1) is all of its first `take` bytes."""
 
     file: TextFile
     take: int
@@ -65,9 +73,13 @@ class TextShare:
 
 
 def split(chosen: list[tuple[TextFile, int]], share: float) -> tuple[list[TextShare], list[TextShare]]:
-    """(train, held-out): whole files are held out, in the given order, until they make `share` of the bytes.
+    """Split into (train, held-out): whole files are held out, in the given order, up to `share` of the bytes.
 
-    Where the files are too few or too large for that, the end of every file is held out instead.
+    If the files are too few or too large for that, the end of every file is held out.
+
+    Args:
+        chosen: Files and the number of bytes to read from each.
+        share: Share of the bytes to hold out.
     """
     budget = share * sum(take for _, take in chosen)
     heldout: set[Path] = set()
@@ -86,7 +98,7 @@ def split(chosen: list[tuple[TextFile, int]], share: float) -> tuple[list[TextSh
 
 
 def _texts(parts: list[TextShare], left_out: dict[Path, NotTextError]) -> Iterator[str]:
-    """The text of each part, cut at the end of a line. Found files that turn out not to be text go to `left_out`."""
+    """Yield the text of each part, cut at a line end. Files of a folder that are not text are added to `left_out`."""
     for part in parts:
         try:
             text = found.read_text(part.file, part.take)
@@ -101,7 +113,7 @@ def _texts(parts: list[TextShare], left_out: dict[Path, NotTextError]) -> Iterat
 
 
 def _line_end(text: str, share: float) -> int:
-    """Where `share` of the text ends, moved back to the end of a line unless that is far."""
+    """Return the index of `share` of the text, moved back to a line end unless that is far."""
     cut = int(len(text) * share)
     if cut in (0, len(text)):
         return cut
@@ -110,7 +122,7 @@ def _line_end(text: str, share: float) -> int:
 
 
 def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, int]]:
-    """(ids, characters) of batches of pieces, so that threads have work and memory stays small."""
+    """Yield (ids, number of characters) of batches of pieces: large enough for threads, small enough for memory."""
     end = np.array([] if tokenizer.end_of_text is None else [tokenizer.end_of_text], dtype=np.int64)
     for batch in _batches(_pieces(texts)):
         ids = []
@@ -122,7 +134,7 @@ def _encode(texts: Iterator[str], tokenizer: Tokenizer) -> Iterator[tuple[np.nda
 
 
 def _pieces(texts: Iterator[str]) -> Iterator[tuple[str, bool]]:
-    """(piece, whether it is the last of its text): long texts are cut, at the end of a line if there is one."""
+    """Yield (piece, whether it is the last of its text). Long texts are cut, at a line end if there is one."""
     for text in texts:
         start = 0
         while start < len(text):
@@ -154,7 +166,15 @@ def _first(texts: Iterator[str], characters: int) -> Iterator[str]:
 
 
 def refuse_all_binary(config: DataConfig, files: list[TextFile]) -> None:
-    """Raises ConfigError when not one of the files begins with text; looks no further than the first that does."""
+    """Raise ConfigError if no file begins with text. This stops at the first text file.
+
+    Args:
+        config: Source, for the message.
+        files: Files of the source.
+
+    Raises:
+        ConfigError: If no file begins with text.
+    """
     left_out = {}
     for file in files:
         try:
@@ -166,7 +186,9 @@ def refuse_all_binary(config: DataConfig, files: list[TextFile]) -> None:
 
 
 def _only_text(files: list[TextFile]) -> tuple[list[TextFile], dict[Path, NotTextError]]:
-    """Files whose beginning is text, and why the others are not. Raises NotTextError for one the user named."""
+    """Return the files that begin with text, and the errors of the others. Raises NotTextError for a file the user
+    named.
+    """
     text, left_out = [], {}
     for file in files:
         try:

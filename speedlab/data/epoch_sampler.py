@@ -1,11 +1,11 @@
-"""In which order one rank reads a dataset, epoch after epoch, and where it stands in it.
+"""The order in which one rank reads a dataset over epochs, and its current position.
 
-1. An epoch is an order of all items, its own one; it is never written down (`sampler.permute`).
-2. A micro-batch of all ranks is the next `micro_size × shares` items of it, a rank's micro-batch its share of these. So
-   the items of a global batch are the same under every layout. The last items of an epoch that make no whole
-   micro-batch on every rank are left out; where ranks lack less than one item each, items from the epoch's start come
-   again.
-3. A pass over the order is an epoch, or what is left of the one in which training stopped.
+1. Each epoch has its own order of all items, which is computed and never stored (`sampler.permute`).
+2. A micro-batch over all ranks is the next `micro_size × shares` items. Each rank takes its share, so the items of a
+   global batch are the same under every layout.
+   - The last items of an epoch that do not fill a micro-batch on every rank are skipped.
+   - If ranks lack less than one item each, items from the epoch's start are repeated.
+3. One pass over the order is an epoch, or the rest of the epoch in which training stopped.
 """
 
 from __future__ import annotations
@@ -21,21 +21,28 @@ from speedlab.data.sampler import shuffled
 
 
 class Epochs:
-    """Indices of a dataset's items, for one share of the ranks: what torch's DataLoader takes as a sampler.
+    """Indices of a dataset's items for one share of the ranks; a sampler for torch's DataLoader.
 
-    Iterating goes through the present epoch from where it stands, then the next iteration through the next one. Items
-    are done when a step was made after they had been handed out (`advance`): looking at some changes nothing.
+    One iteration passes through the rest of the current epoch; the next iteration passes through the next epoch. Items
+    count as done only if a step followed (`advance`), so that reading ahead changes nothing.
     """
 
     def __init__(self, size: int, *, micro_size: int, shares: int, share: int, seed: int) -> None:
-        """`size`: items of the dataset. `shares`: groups of ranks that see different data, this rank is in number
-        `share`.
+        """Begin at epoch 0.
 
-        Raises ConfigError when an epoch has no micro-batch.
+        Args:
+            size: Number of items of the dataset.
+            micro_size: Items of one rank's micro-batch.
+            shares: Number of rank groups that read different data.
+            share: Number of this rank's group.
+            seed: Seed of the orders.
+
+        Raises:
+            ConfigError: If an epoch has no complete micro-batch.
         """
         self._size, self._micro_size, self._shares, self._share, self._seed = size, micro_size, shares, share, seed
         self._batches = math.ceil(size / shares) // micro_size
-        """Micro-batches of an epoch."""
+        """Number of micro-batches in an epoch."""
         if not self._batches:
             raise ConfigError(
                 f"training_data has {size} items, and a micro-batch of all ranks takes {micro_size * shares}: "
@@ -43,14 +50,14 @@ class Epochs:
             )
         self._epoch = 0
         self._begin = 0
-        """Items of the epoch, over all ranks, before the present pass."""
+        """Items of the epoch, over all ranks, before the current pass."""
         self._handed = 0
-        """Items, over all ranks, that the present pass has handed out."""
+        """Items, over all ranks, that the current pass has yielded."""
         self._trained = 0
-        """Items that went into steps during the present pass."""
+        """Items used by steps during the current pass."""
 
     def __len__(self) -> int:
-        """Items of this rank in a whole epoch."""
+        """Return the number of items of this rank in a whole epoch."""
         return self._batches * self._micro_size
 
     def __iter__(self) -> Iterator[int]:
@@ -71,19 +78,28 @@ class Epochs:
 
     @property
     def _done(self) -> int:
-        """Items of the present pass that are done with."""
+        """Items of the current pass that are yielded and trained."""
         return min(self._handed, self._trained)
 
     def advance(self, items: int) -> None:
-        """A step was made, with so many items over all ranks."""
+        """Count a step.
+
+        Args:
+            items: Items of the step over all ranks.
+        """
         self._trained += items
 
     def position(self) -> dict[str, int]:
-        """Where training stands, for any layout, as plain numbers."""
+        """Return the current position as plain integers, independent of the layout."""
         return {"epoch": self._epoch, "items": self._begin + self._done, "size": self._size}
 
     def go_to(self, position: Mapping[str, int] | None, *, trained: int) -> None:
-        """The next pass goes on from `position`; where that is not known, from what `trained` items make."""
+        """Start the next pass at `position`.
+
+        Args:
+            position: Result of `position`; None if unknown.
+            trained: Items trained so far, from which the position is computed if it is unknown.
+        """
         whole = len(self) * self._shares
         epoch, items = divmod(trained, whole)
         if position is not None:

@@ -1,6 +1,6 @@
-"""Documents in a row of tokens: an end token closes each, and the next begins behind it.
+"""Documents in a row of tokens: an end token closes each document, and the next document follows it.
 
-N rows, T tokens each. Of a document whose beginning lies in an earlier row, what is here counts from 0.
+N rows, T tokens each. If a document began in an earlier row, its positions count from 0 in this row.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from speedlab.config import ConfigError, DataConfig
 from speedlab.data.tokenizer import NumberTokenizer, Tokenizer
 
 _IGNORED = -100
-"""A target that does not count, for torch's and transformers' losses."""
+"""Target that does not count in the losses of torch and transformers."""
 
 _SCAN_TOKENS = 1 << 22
 
@@ -19,10 +19,17 @@ _JOINED = "or set data.documents to 'joined'"
 
 
 def separated(rows: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(inputs, targets, positions) of `rows` (N, T + 1), (N, T) int64 each, whose documents end with token `end`.
+    """Split rows into inputs, targets and positions of separate documents.
 
-    Positions begin anew behind each end token. That token is predicted like any other; what follows it is the next
-    document's first token, which nothing foretells: there the target is -100.
+    Positions restart at 0 after each end token. The end token itself is predicted like any token. The first token of
+    the next document cannot be predicted, so its target is -100.
+
+    Args:
+        rows: (N, T + 1) integers.
+        end: Token that ends a document.
+
+    Returns:
+        Inputs, targets and positions, (N, T) each.
     """
     inputs, targets = rows[:, :-1], rows[:, 1:].copy()
     ends = inputs == end
@@ -34,9 +41,14 @@ def separated(rows: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray, np.nd
 
 
 def end_token(config: DataConfig, tokenizer: Tokenizer) -> int | None:
-    """The token that ends a document where documents are to be separate; None where they are joined.
+    """Return the token that ends a document if documents are separate; None if they are joined.
 
-    Raises ConfigError where the tokenizer knows none.
+    Args:
+        config: Source and its documents.
+        tokenizer: The tokenizer of the source.
+
+    Raises:
+        ConfigError: If the tokenizer has no such token.
     """
     if config.documents == "joined":
         return None
@@ -54,7 +66,16 @@ def end_token(config: DataConfig, tokenizer: Tokenizer) -> int | None:
 
 
 def check_ends(tokens: np.ndarray, end: int, name: str) -> None:
-    """Raise ConfigError where no document ends in `tokens` (N,). Reads no further than the first end."""
+    """Check that a document ends in `tokens`. This stops at the first end.
+
+    Args:
+        tokens: (N,) integers.
+        end: Token that ends a document.
+        name: Name of the tokens in the error.
+
+    Raises:
+        ConfigError: If no document ends.
+    """
     for start in range(0, len(tokens), _SCAN_TOKENS):
         if (tokens[start : start + _SCAN_TOKENS] == end).any():
             return
@@ -65,7 +86,11 @@ def check_ends(tokens: np.ndarray, end: int, name: str) -> None:
 
 
 def refuse_task(config: DataConfig) -> None:
-    """Raise ConfigError where documents of a synthetic task are to be separate."""
+    """Raise ConfigError if documents of a synthetic task are configured as separate.
+
+    Args:
+        config: Source and its documents.
+    """
     if config.documents == "separate":
         raise ConfigError(
             f"data.documents 'separate': {config.source} has no documents, each of its sequences is a row of its own; "

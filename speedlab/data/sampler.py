@@ -1,9 +1,9 @@
-"""Which sequences a step sees: a pure function of (seed, step), the same for every layout.
+"""The sequences of a step: a pure function of (seed, step), the same for every layout.
 
-The corpus is cut into windows of `sequence_length` tokens. Sample number i, counted over the whole run, belongs to
-epoch i // windows, and is the window at place i % windows of that epoch's order. The order is never written down: it is
-a keyed permutation (a Feistel network with cycle walking), so that any place of a corpus of any size costs the same few
-multiplications, and resuming at a step needs no state.
+The corpus is cut into windows of `sequence_length` tokens. Sample number i of the run belongs to epoch i // windows,
+and is the window at index i % windows of that epoch's order. The order is never stored. It is a keyed permutation (a
+Feistel network with cycle walking): each index costs the same few multiplications for any corpus size, and resuming at
+a step needs no state.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 class Sampler:
     """Rows of the global batch of any step.
 
-    Arguments:
-        tokens: 1-D array of token ids, for instance `Corpus.train`; only the rows that are asked for are read.
-        sequence_length: tokens the model sees in one row; a row has one more, so that inputs and targets overlap.
-        seed: the run's seed.
-        name: what to call the tokens in an error.
+    Args:
+        tokens: 1-D array of token ids, for instance `Corpus.train`; only requested rows are read.
+        sequence_length: Tokens of one row; a row has one more, so that inputs and targets overlap.
+        seed: Seed of the run.
+        name: Name of the tokens in errors.
 
-    Raises ConfigError when not even one row fits into the tokens.
+    Raises:
+        ConfigError: If the tokens are shorter than one row.
     """
 
     def __init__(self, tokens: np.ndarray, sequence_length: int, seed: int, *, name: str = "the corpus") -> None:
@@ -42,12 +43,22 @@ class Sampler:
         self.sequence_length = sequence_length
         self.seed = seed
         self.windows = (len(tokens) - 1) // sequence_length
-        """Windows in one epoch; each is seen once."""
+        """Number of windows in one epoch; each is read once."""
 
     def rows(self, step: int, global_size: int, start: int, stop: int) -> np.ndarray:
-        """Rows [start, stop) of the global batch of `step` (counted from 0): (stop - start, sequence_length + 1) int64.
+        """Return rows [start, stop) of the global batch of `step`.
 
-        Inputs are `rows[:, :-1]`, targets `rows[:, 1:]`. Raises ValueError for rows outside the global batch.
+        Args:
+            step: Number of the step, from 0.
+            global_size: Rows of the global batch.
+            start: First row.
+            stop: Row after the last one.
+
+        Returns:
+            (stop - start, sequence_length + 1) int64. Inputs are `rows[:, :-1]`, targets `rows[:, 1:]`.
+
+        Raises:
+            ValueError: If rows are outside the global batch.
         """
         if step < 0 or not 0 <= start <= stop <= global_size:
             raise ValueError(f"rows [{start}, {stop}) of step {step} are not in a global batch of {global_size}")
@@ -59,7 +70,14 @@ class Sampler:
         return rows
 
     def window_of(self, samples: np.ndarray) -> np.ndarray:
-        """Windows (N,) that the samples (N,), numbered over the whole run, are read from."""
+        """Return the window of each sample.
+
+        Args:
+            samples: Sample numbers over the whole run, (N,) int64.
+
+        Returns:
+            Window numbers, (N,) int64.
+        """
         epochs, places = np.divmod(samples, self.windows)
         windows = np.empty_like(places)
         for epoch in np.unique(epochs).tolist():
@@ -69,15 +87,33 @@ class Sampler:
 
 
 def shuffled(places: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
-    """What stands at `places` (N,) int64 of the order in which `epoch` goes through range(size): (N,) int64."""
+    """Return the items at some indices of an epoch's order.
+
+    Args:
+        places: Indices in the order, (N,) int64.
+        size: Number of items.
+        seed: Seed of the orders.
+        epoch: Number of the epoch.
+
+    Returns:
+        Items, (N,) int64.
+    """
     return permute(places, size, _keys(seed, epoch))
 
 
 def permute(places: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Where a keyed permutation of range(size) sends each of `places`: (N,) int64 -> (N,) int64.
+    """Apply a keyed permutation of range(size).
 
-    A Feistel network permutes the smallest even power of two that holds `size`; a result outside the range is sent
-    through again until it falls inside ("cycle walking"), fewer than four times on average.
+    A Feistel network permutes the smallest even power of two that holds `size`. A result outside the range is permuted
+    again until it is inside ("cycle walking"), fewer than four times on average.
+
+    Args:
+        places: (N,) int64, below `size`.
+        size: Size of the range.
+        keys: One 64-bit key for each round.
+
+    Returns:
+        (N,) int64.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     values = _feistel(places.astype(np.uint64), half, keys)
@@ -99,7 +135,7 @@ def _feistel(values: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarra
 
 
 def _keys(seed: int, epoch: int) -> np.ndarray:
-    """One 64-bit key for each round; a hash, so that neighbouring seeds and epochs have unrelated orders."""
+    """Return one 64-bit key for each round. Keys are hashes, so close seeds and epochs have unrelated orders."""
     digest = hashlib.shake_256(f"speedlab sampler {seed} {epoch}".encode()).digest(8 * _ROUNDS)
     return np.frombuffer(digest, dtype="<u8").astype(np.uint64)
 

@@ -1,4 +1,4 @@
-"""Which files a data source means, and what text is in them. No tokens here."""
+"""The files of a data source, and their text. No tokens here."""
 
 from __future__ import annotations
 
@@ -16,44 +16,64 @@ from speedlab.data.token_file import SUFFIXES
 
 STDLIB = "stdlib"
 _STDLIB_SKIPPED = {"site-packages", "dist-packages", "test", "tests", "encodings", "lib2to3", "idlelib"}
-"""Packages that are not the library's, test data that is broken on purpose, and tables of numbers."""
+"""Folders outside the standard library, test data that are broken on purpose, and tables of numbers."""
 _SAMPLE_BYTES = 8192
 _WHOLE_FILE_BYTES = 64 * 1024
 
 
 class NotTextError(ConfigError):
-    """A file that is binary, or not UTF-8."""
+    """A file is binary, or not UTF-8."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFile:
-    """A file that belongs to the source. `name` is what its order is drawn from: the same on every machine."""
+    """A file of the source. Its order depends only on `name`, which is the same on every machine."""
 
     path: Path
     name: str
     size: int
     mtime_ns: int
     named: bool
-    """The user gave this very file, so that it must be text; a file found in a folder may be left out."""
+    """Whether the user gave this file and not its folder. Such a file must be text; other files may be skipped."""
 
 
 def describe(config: DataConfig) -> str:
-    """The source in a few words, for messages."""
+    """Return a short description of the source for messages.
+
+    Args:
+        config: Source.
+    """
     given = sources(config)
     return given[0] if len(given) == 1 else f"{given[0]} and {len(given) - 1} more"
 
 
 def is_token_file(path: Path) -> bool:
+    """Return whether the suffix is that of a token file.
+
+    Args:
+        path: Path of a file.
+    """
     return path.suffix in SUFFIXES
 
 
 def sources(config: DataConfig) -> list[str]:
-    """The source as a list."""
+    """Return the source as a list.
+
+    Args:
+        config: Source.
+    """
     return [config.source] if isinstance(config.source, str) else list(config.source)
 
 
 def expand(source: str) -> list[Path]:
-    """Paths that one entry of the source names: itself, or a pattern's matches, sorted. Raises ConfigError if none."""
+    """Return the paths of one entry of the source: the path itself, or a pattern's sorted matches.
+
+    Args:
+        source: A path or a glob pattern.
+
+    Raises:
+        ConfigError: If there is no such path.
+    """
     path = Path(source).expanduser()
     if path.exists() or path.is_symlink():
         return [path]
@@ -71,9 +91,13 @@ def expand(source: str) -> list[Path]:
 
 
 def find(config: DataConfig) -> list[TextFile]:
-    """The text files of a source, sorted by name, each once; those of folders are the ones that are not hidden.
+    """Return the text files of a source, sorted by name, each once. Hidden files of folders are skipped.
 
-    Raises ConfigError: missing, unreadable, or nothing but empty files.
+    Args:
+        config: Source.
+
+    Raises:
+        ConfigError: If files are missing or unreadable, or all are empty.
     """
     found: dict[Path, TextFile] = {}
     for source in sources(config):
@@ -97,19 +121,30 @@ def find(config: DataConfig) -> list[TextFile]:
 
 
 def order_key(name: str) -> bytes:
-    """Files in the order of this hash are in no order at all, and in the same one everywhere."""
+    """Return a hash of a file name, which gives a random order of files that is the same on every machine.
+
+    Args:
+        name: Name of a file.
+    """
     return hashlib.sha256(name.encode(errors="surrogateescape")).digest()
 
 
 def choose(files: list[TextFile], max_bytes: int) -> list[tuple[TextFile, int]]:
-    """Files and how many of each one's first bytes to read, at most `max_bytes` in all, sorted by hash.
+    """Choose how many bytes to read from the start of each file, sorted by hash.
 
-    While there are few files every one gives an equal share, large ones only their beginning; once that share falls
-    below 64 KiB, whole files are left out instead.
+    While there are few files, each contributes at most an equal share. If that share would be below 64 KiB, whole files
+    are skipped instead.
+
+    Args:
+        files: Files of the source, not empty.
+        max_bytes: Limit for the sum of bytes.
+
+    Returns:
+        Chosen files with their numbers of bytes.
     """
     limit, budget, sizes = max_bytes, max_bytes, sorted(file.size for file in files)
     for i, size in enumerate(sizes):
-        limit = budget // (len(sizes) - i)  # what each of the remaining, larger files may give
+        limit = budget // (len(sizes) - i)  # equal share of the remaining, larger files
         if size > limit:
             break
         budget -= size
@@ -126,18 +161,35 @@ def choose(files: list[TextFile], max_bytes: int) -> list[tuple[TextFile, int]]:
 
 
 def read_text(file: TextFile, count: int) -> str:
-    """Text in the first `count` bytes, to a whole character. Raises ConfigError: unreadable; NotTextError: binary."""
+    """Return the text of the first bytes of a file, cut to a whole character.
+
+    Args:
+        file: File to read.
+        count: Number of bytes.
+
+    Raises:
+        ConfigError: If the file cannot be read.
+        NotTextError: If the file is binary or not UTF-8.
+    """
     try:
         with file.path.open("rb") as handle:
             data = handle.read(count)
     except OSError as error:
         raise ConfigError(_unreadable(file.path, error)) from None
-    # Only a file that is cut short on purpose may end within a character.
+    # Only a partial read may end inside a character.
     return _decode(file.path, data, final=count >= file.size)
 
 
 def probe(file: TextFile) -> None:
-    """Look at the first bytes. Raises ConfigError: unreadable; NotTextError: binary."""
+    """Check the first bytes of a file.
+
+    Args:
+        file: File to read.
+
+    Raises:
+        ConfigError: If the file cannot be read.
+        NotTextError: If the file is binary or not UTF-8.
+    """
     read_text(file, min(file.size, _SAMPLE_BYTES))
 
 

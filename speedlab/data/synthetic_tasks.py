@@ -1,4 +1,4 @@
-"""Synthetic tasks whose answers are known, for models that shall look far back. `data.source` names them:
+"""Synthetic tasks with known answers, for models with long contexts. `data.source` names them:
 
 | source              | a sequence of T tokens                                     | answers                           |
 |---------------------|------------------------------------------------------------|-----------------------------------|
@@ -7,9 +7,9 @@
 |                     | mark and the needle's value; the needle is anywhere        |                                   |
 | task:retrieval@0.25 | the same, with the needle after a quarter of the hay       | that value                        |
 
-Token 0 is the mark. Values are drawn from the lower half of the vocabulary; hay counts through the upper half, from
-another number in each sequence, so that of a long sequence next to nothing but the value cannot be foreseen.
-A sequence is a row of the sampler's: `data.sequence_length` tokens, whole. No torch.
+Token 0 is the mark. Values are drawn from the lower half of the vocabulary. Hay counts through the upper half, from a
+random start in each sequence, so that in a long sequence almost only the value is unpredictable.
+Each sequence is one row of the sampler, with `data.sequence_length` tokens. No torch.
 """
 
 from __future__ import annotations
@@ -31,15 +31,30 @@ _TRAIN, _HELDOUT = 0, 1
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of sequences. `depth`: of a needle, the share of hay before it (0 to 1); None: drawn for each sequence."""
+    """A kind of synthetic sequences.
+
+    Attributes:
+        name: Kind of the task.
+        depth: Share of hay before the needle, 0 to 1; None: random for each sequence.
+    """
 
     name: Literal["copy", "retrieval"]
     depth: float | None = None
 
     def samples(self, count: int, length: int, vocabulary: int, seed: int) -> np.ndarray:
-        """`count` sequences, (count, length) int64; the same ones for the same arguments.
+        """Return sequences; the same arguments give the same sequences.
 
-        Raises ConfigError for fewer than 4 tokens, or a vocabulary of fewer than 4.
+        Args:
+            count: Number of sequences.
+            length: Tokens of a sequence, at least 4.
+            vocabulary: Number of tokens, at least 4.
+            seed: Seed of the random numbers.
+
+        Returns:
+            (count, length) int64.
+
+        Raises:
+            ConfigError: If `length` or `vocabulary` is too small.
         """
         if length < _LEAST_TOKENS or vocabulary < _LEAST_VOCABULARY:
             raise ConfigError(
@@ -51,7 +66,11 @@ class Task:
         return make(random, count, length, vocabulary)
 
     def answers(self, length: int) -> slice:
-        """Which of the targets (T,) of a sequence of `length` tokens follow from what came before."""
+        """Return which targets (T,) of a sequence follow from earlier tokens.
+
+        Args:
+            length: Tokens of a sequence.
+        """
         half = (length - 1) // 2
         return slice(half, 2 * half) if self.name == "copy" else slice(length - 2, length - 1)
 
@@ -66,10 +85,10 @@ class Task:
         middle, places = (
             vocabulary // 2,
             length - 3,
-        )  # Where a needle may begin: two tokens before the last two at most.
+        )  # A needle has two tokens and begins before the last two.
         start = random.integers(0, vocabulary - middle, (count, 1))
         made = middle + (start + np.arange(length)) % (vocabulary - middle)
-        drawn = random.integers(0, places, count)  # Also where it is not used: other depths have the same values.
+        drawn = random.integers(0, places, count)  # Always draw, so that all depths have the same values.
         needle = drawn if self.depth is None else np.full(count, round(self.depth * (places - 1)))
         rows, values = np.arange(count), random.integers(1, middle, count)
         made[rows, needle], made[rows, needle + 1] = _MARK, values
@@ -78,7 +97,14 @@ class Task:
 
 
 def task_of(config: DataConfig) -> Task | None:
-    """The task that the source names; None where it names none. Raises ConfigError for one that does not exist."""
+    """Return the task that the source names; None for other sources.
+
+    Args:
+        config: Source.
+
+    Raises:
+        ConfigError: If there is no such task.
+    """
     if not isinstance(config.source, str) or not config.source.startswith(_PREFIX):
         return None
     name, at, depth = config.source.removeprefix(_PREFIX).partition("@")
@@ -95,8 +121,14 @@ def task_of(config: DataConfig) -> Task | None:
 
 
 def parts_of(config: DataConfig, task: Task) -> tuple[np.ndarray, np.ndarray]:
-    """(train, held-out), each (N,) uint16 or uint32: sequences one after the other, `max_bytes` in all, and one more
-    token, which the last row's targets end with."""
+    """Return the tokens of a task as (train, held-out), each (N,) uint16 or uint32.
+
+    Sequences follow each other, `max_bytes` in all. One more token ends the targets of the last row.
+
+    Args:
+        config: Source and how it is split.
+        task: The task.
+    """
     count = max(2, config.max_bytes // (_ID_BYTES * config.sequence_length))
     heldout = max(1, round(count * config.heldout_share))
     made = [_joined(task, config, size, seed) for size, seed in ((count - heldout, _TRAIN), (heldout, _HELDOUT))]
@@ -104,10 +136,15 @@ def parts_of(config: DataConfig, task: Task) -> tuple[np.ndarray, np.ndarray]:
 
 
 def accuracy(config: DataConfig, predict: Callable[[np.ndarray], np.ndarray], *, count: int = 64) -> float:
-    """The share of answers that are right in `count` sequences which no training sees.
+    """Return the share of correct answers in sequences that training never reads.
 
-    `predict`: inputs (count, T) int64 -> for each token the one that it says comes next, (count, T). Raises ConfigError
-    where the source is no task.
+    Args:
+        config: Source; must be a task.
+        predict: Inputs (count, T) int64 -> predicted next token for each token, (count, T).
+        count: Number of sequences.
+
+    Raises:
+        ConfigError: If the source is not a task.
     """
     task, length = task_of(config), config.sequence_length
     if task is None:

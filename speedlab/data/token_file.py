@@ -1,6 +1,6 @@
-"""Token files, memory-mapped: our own `.tokens`, and the headerless uint16 `.bin` that nanoGPT writes.
+"""Memory-mapped token files: our own `.tokens`, and nanoGPT's headerless uint16 `.bin`.
 
-A `.tokens` file is a header of 64 bytes, then the ids, little-endian:
+A `.tokens` file has a header of 64 bytes, then the ids, little-endian:
 
     offset  0   8 bytes   magic "SLTOKENS"
             8   u32       version (1)
@@ -29,13 +29,13 @@ VERSION = 1
 SUFFIXES = (".bin", ".tokens")
 _HEADER = struct.Struct("<8sIIQQ32s")
 _DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
-_LLMC_MAGIC = struct.pack("<i", 20240520)  # llm.c's files share the suffix .bin, but have a header of 1,024 bytes
+_LLMC_MAGIC = struct.pack("<i", 20240520)  # llm.c's files have the suffix .bin, too, but a header of 1,024 bytes
 _SCAN_TOKENS = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenHeader:
-    """What a token file says of itself. `vocabulary` and `sha256` are None where the format does not store them."""
+    """Header of a token file. `vocabulary` and `sha256` are None if the format does not store them."""
 
     path: Path
     offset: int
@@ -46,14 +46,27 @@ class TokenHeader:
 
 
 def token_dtype(vocabulary: int) -> np.dtype:
-    """The smallest of uint16 and uint32 that holds every id below `vocabulary`."""
+    """Return the smaller of uint16 and uint32 that holds every id.
+
+    Args:
+        vocabulary: Every id is below it.
+    """
     return _DTYPES[2] if vocabulary <= 1 << 16 else _DTYPES[4]
 
 
 def write_tokens(path: str | Path, chunks: Iterable[np.ndarray], vocabulary: int) -> int:
-    """Write `.tokens` from chunks of ids, (N,) of any integer dtype, and return the count.
+    """Write a `.tokens` file. The file gets its name only after it is complete.
 
-    The file appears under its name only when it is whole. Raises ConfigError for an id outside [0, vocabulary).
+    Args:
+        path: File to write.
+        chunks: Arrays of ids, (N,) of any integer dtype.
+        vocabulary: Every id must be below it.
+
+    Returns:
+        Number of ids.
+
+    Raises:
+        ConfigError: If an id is outside [0, vocabulary).
     """
     path = Path(path)
     dtype = token_dtype(vocabulary)
@@ -82,7 +95,14 @@ def write_tokens(path: str | Path, chunks: Iterable[np.ndarray], vocabulary: int
 
 
 def read_header(path: str | Path) -> TokenHeader:
-    """Check all that can be checked without reading the ids. Raises ConfigError: unreadable, foreign, cut or empty."""
+    """Read a header and check all that can be checked without reading the ids.
+
+    Args:
+        path: A `.tokens` or `.bin` file.
+
+    Raises:
+        ConfigError: If the file is unreadable, of another format, truncated or empty.
+    """
     path = Path(path)
     try:
         size = path.stat().st_size
@@ -135,14 +155,25 @@ def _headerless(path: Path, size: int, head: bytes) -> TokenHeader:
 
 
 def map_tokens(header: TokenHeader) -> np.ndarray:
-    """The ids, (count,), read-only and memory-mapped."""
-    if header.count == 0:  # an empty mapping is refused by the operating system
+    """Return the ids, (count,), read-only and memory-mapped.
+
+    Args:
+        header: Header of the file.
+    """
+    if header.count == 0:  # the operating system refuses an empty mapping
         return np.empty(0, dtype=header.dtype)
     return np.memmap(header.path, dtype=header.dtype, mode="r", offset=header.offset, shape=(header.count,))
 
 
 def verify(header: TokenHeader) -> int:
-    """Read every id once and return the largest. Raises ConfigError when the hash or an id does not fit the header."""
+    """Read every id once and return the largest.
+
+    Args:
+        header: Header of the file.
+
+    Raises:
+        ConfigError: If the hash or an id contradicts the header.
+    """
     tokens, digest, largest = map_tokens(header), hashlib.sha256(), 0
     for start in range(0, header.count, _SCAN_TOKENS):
         chunk = np.ascontiguousarray(tokens[start : start + _SCAN_TOKENS])

@@ -1,4 +1,4 @@
-"""Text to token ids and back: byte-level BPE trained here, plain bytes, a tokenizer.json, or bare numbers."""
+"""Tokenizers: byte-level BPE that is trained here, plain bytes, a tokenizer.json, or bare numbers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _END_NAMES = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>")
 
 
 class Tokenizer(Protocol):
-    """What the rest of SpeedLab needs of a tokenizer."""
+    """The interface of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:
-        """Every id that `encode` gives is below it."""
+        """Every id that `encode` returns is below this number."""
         ...
 
     @property
     def end_of_text(self) -> int | None:
-        """The id that stands between two texts, if there is one."""
+        """Id that separates two texts, or None."""
         ...
 
     def encode(self, text: str) -> list[int]: ...
@@ -35,11 +35,11 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str: ...
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """The ids of each text, (N,) int64."""
+        """Return the ids of each text, (N,) int64."""
         ...
 
     def to_json(self) -> str | None:
-        """As a tokenizer.json of the `tokenizers` package; None where there are no words to take apart."""
+        """Return a tokenizer.json of the `tokenizers` package; None if ids have no text."""
         ...
 
 
@@ -50,24 +50,33 @@ class ByteTokenizer:
     end_of_text: int | None = 256
 
     def encode(self, text: str) -> list[int]:
+        """Return the UTF-8 bytes of the text."""
         return list(text.encode())
 
     def decode(self, ids: list[int]) -> str:
-        """Bytes that are no UTF-8 become U+FFFD. Raises ValueError for an id outside the vocabulary."""
+        """Return the text of ids. Invalid UTF-8 becomes U+FFFD.
+
+        Args:
+            ids: Ids from 0 to 256.
+
+        Raises:
+            ValueError: If an id is outside the vocabulary.
+        """
         if any(not 0 <= i < self.vocab_size for i in ids):
             raise ValueError(f"ids from {min(ids)} to {max(ids)} are not all below {self.vocab_size}")
         data = b"".join(END_OF_TEXT.encode() if i == self.end_of_text else bytes((i,)) for i in ids)
         return data.decode(errors="replace")
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the bytes of each text, (N,) int64."""
         return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64) for text in texts]
 
     def to_json(self) -> str:
-        """Byte-level BPE that joins nothing."""
+        """Return a byte-level BPE without merges."""
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers
 
-        # What the package writes for a byte: itself where that can be seen, else a letter from 256 on, in their order.
+        # The package writes a visible byte as itself, and the other bytes as characters from 256 on, in order.
         visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
         hidden = [byte for byte in range(256) if byte not in visible]
         letters = {byte: chr(byte) for byte in visible} | {byte: chr(256 + n) for n, byte in enumerate(hidden)}
@@ -80,7 +89,7 @@ class ByteTokenizer:
 
 
 class NumberTokenizer:
-    """For token files that come without a tokenizer: ids are shown, and taken, as numbers with spaces between."""
+    """Shows and reads ids as numbers with spaces, for token files without a tokenizer."""
 
     end_of_text: int | None = None
 
@@ -88,7 +97,14 @@ class NumberTokenizer:
         self.vocab_size = vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """Raises ConfigError when the text is anything but ids of the vocabulary."""
+        """Return the ids of a text of numbers.
+
+        Args:
+            text: Numbers separated by whitespace.
+
+        Raises:
+            ConfigError: If the text has anything but ids of the vocabulary.
+        """
         words = text.split()
         if not all(word.isdecimal() and int(word) < self.vocab_size for word in words):
             raise ConfigError(
@@ -98,19 +114,23 @@ class NumberTokenizer:
         return [int(word) for word in words]
 
     def decode(self, ids: list[int]) -> str:
+        """Return the ids as text, separated by spaces."""
         return " ".join(map(str, ids))
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the ids of each text, (N,) int64."""
         return [np.array(self.encode(text), dtype=np.int64) for text in texts]
 
     def to_json(self) -> None:
+        """Return None: ids have no text."""
         return None
 
 
 class FileTokenizer:
-    """A tokenizer.json in the format of the `tokenizers` package, ours or from elsewhere.
+    """A tokenizer.json in the format of the `tokenizers` package.
 
-    Raises ConfigError that names the file when it cannot be read or holds no tokenizer.
+    Raises:
+        ConfigError: If the file cannot be read or holds no tokenizer; names the file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -124,11 +144,11 @@ class FileTokenizer:
             raise ConfigError(f"{path}: cannot be read as a tokenizer: {reason}; {_TOKENIZER_CHOICES}") from None
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the package raises plain Exception for every kind of malformed file
+        except Exception as error:  # the package raises a plain Exception for every malformed file
             raise ConfigError(f"{path}: holds no tokenizer: {error}; {_TOKENIZER_CHOICES}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        # Not get_vocab_size(): ids may have gaps, and what an embedding must hold is the largest id.
+        # Not get_vocab_size(): ids may have gaps, and an embedding must hold the largest id.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if self.vocab_size == 0:
             raise ConfigError(f"{path}: holds no tokenizer: its vocabulary is empty; {_TOKENIZER_CHOICES}")
@@ -136,16 +156,20 @@ class FileTokenizer:
         self.end_of_text = next((i for i in ends if i is not None), None)
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, without special tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: list[int]) -> str:
+        """Return the text of ids, with special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        """Return the ids of each text, (N,) int64."""
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def to_json(self) -> str:
+        """Return the content of the tokenizer.json."""
         return self._tokenizer.to_str()
 
 
@@ -153,9 +177,12 @@ _TOKENIZER_CHOICES = "data.tokenizer takes 'bpe', 'bytes', or the path of a toke
 
 
 def train_bpe(texts: list[str], vocab_size: int, path: Path) -> FileTokenizer:
-    """Train byte-level BPE (every text can be encoded, and decodes to itself) and write it to `path`.
+    """Train byte-level BPE and write it to `path`. Every text can be encoded, and decodes to itself.
 
-    The vocabulary is smaller than `vocab_size` when the texts hold too few different pairs.
+    Args:
+        texts: Training texts.
+        vocab_size: Largest size of the vocabulary; smaller if the texts hold too few different pairs.
+        path: File to write.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -175,7 +202,12 @@ def train_bpe(texts: list[str], vocab_size: int, path: Path) -> FileTokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write `folder` as transformers' `AutoTokenizer.from_pretrained` reads it. Bare numbers leave nothing."""
+    """Write a folder that transformers' `AutoTokenizer.from_pretrained` reads. Bare numbers write nothing.
+
+    Args:
+        tokenizer: Tokenizer to write.
+        folder: Output folder.
+    """
     text = tokenizer.to_json()
     if text is None:
         return
@@ -189,10 +221,10 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 @contextlib.contextmanager
 def parallel_tokenizing() -> Iterator[None]:
-    """Let `tokenizers` use all threads inside, and none afterwards, unless TOKENIZERS_PARALLELISM is set already.
+    """Let `tokenizers` use all threads inside this context, and none afterwards, unless TOKENIZERS_PARALLELISM is set.
 
-    Afterwards the variable stays set: a process that forks with it unset prints a warning, and a fork of a process
-    whose thread pool is switched on may hang.
+    The variable stays set afterwards: without it, a forking process prints a warning, and a fork of a process with an
+    active thread pool may hang.
     """
     name = "TOKENIZERS_PARALLELISM"
     if name in os.environ:
