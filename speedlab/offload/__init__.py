@@ -1,4 +1,4 @@
-"""Where states lie that are not on the device: in the host's memory, or in a file of this rank."""
+"""Stores for offloaded states: host memory, or a file of this rank on disk."""
 
 from speedlab.offload.disk_benchmark import DiskSpeed, measure_disk
 from speedlab.offload.disk_store import DiskStore

@@ -1,11 +1,11 @@
-"""A file without a name: it is gone when the process is, however that ends.
+"""A file without a name, which disappears with its process, however the process ends.
 
-1. O_TMPFILE makes one that never had a name. Where the file system cannot, it is made with a name of ours, locked, and
-   the name is removed at once.
-2. A process that is killed between these leaves the name. Whoever comes next removes what has our form of name, belongs
-   to this user and is locked by nobody; nothing else.
-3. O_DIRECT where it works, so that states neither pass through nor fill the page cache. Elsewhere each piece is written
-   through and its pages are given up at once, because they would count in the control group's memory.
+1. O_TMPFILE creates a file that never had a name. If the file system does not support this, we create a named file,
+   lock it, and remove the name at once.
+2. A process that is killed in between leaves the name. So the next store removes leftovers: files with our name
+   pattern that belong to this user and are not locked. It removes nothing else.
+3. O_DIRECT, if it works, keeps states out of the page cache. Otherwise each write is synchronous and its cached pages
+   are dropped at once, because they would count as memory of the control group.
 """
 
 from __future__ import annotations
@@ -26,17 +26,25 @@ from speedlab.offload.store import OffloadError
 
 PREFIX = ".speedlab-states-"
 _OURS = re.compile(re.escape(PREFIX) + r"\d+-\d+-[0-9a-f]{16}")
-"""The number of the process, the rank, and a word that nobody else draws."""
+"""Process id, rank, and a random part."""
 
 _NO_NAMELESS = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL}
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class AnonymousFile:
-    """Reads and writes pieces of it, from any thread. Its room is reserved before it is used."""
+    """Reads and writes parts of the file, from any thread. Space is reserved before it is used."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """Raises OffloadError where no file can be made."""
+        """Create the file.
+
+        Args:
+            folder: An existing folder on the disk.
+            rank: Global rank, for the name.
+
+        Raises:
+            OffloadError: The file cannot be created.
+        """
         self.folder = folder
         if not folder.is_dir():
             raise OffloadError(
@@ -48,14 +56,14 @@ class AnonymousFile:
         except OSError as error:
             raise self._failed("make a file in", error, "name a folder that this user may write to") from error
         self.close = weakref.finalize(self, os.close, self._descriptor)
-        """Give it up, and with it the room on the disk; a second time does nothing."""
+        """Close the file and free its space. A second call does nothing."""
         self.direct = self._goes_direct()
         if not self.direct:
-            # Nobody reads the same twice, and what is read ahead would stay in the cache.
+            # No block is read twice in a row, and read-ahead would fill the page cache.
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def _goes_direct(self) -> bool:
-        """Whether O_DIRECT works: some file systems refuse the flag, others the first transfer."""
+        """Return whether O_DIRECT works. Some file systems refuse the flag, others the first transfer."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
         two = np.empty(2 * PAGE_BYTES, dtype=np.uint8)
         page = two[-two.ctypes.data % PAGE_BYTES :][:PAGE_BYTES]
@@ -75,7 +83,15 @@ class AnonymousFile:
     # ---- pieces ------------------------------------------------------------------------------------------------------
 
     def read(self, into: memoryview, offset: int) -> None:
-        """Fill `into` from `offset` on; with O_DIRECT all of it whole pages. Raises OffloadError."""
+        """Fill `into` from the file. With O_DIRECT, address, length and offset must be full pages.
+
+        Args:
+            into: Target memory.
+            offset: Byte offset in the file.
+
+        Raises:
+            OffloadError: The read failed.
+        """
         done = 0
         try:
             while done < len(into):
@@ -86,8 +102,16 @@ class AnonymousFile:
             raise self._failed("read states from", error) from error
 
     def write(self, source: memoryview, offset: int) -> None:
-        """Write all of `source` from `offset` on; with O_DIRECT all of it whole pages. Raises OffloadError."""
-        # Only pages that are on the disk can be given up.
+        """Write all of `source` to the file. With O_DIRECT, address, length and offset must be full pages.
+
+        Args:
+            source: The bytes to write.
+            offset: Byte offset in the file.
+
+        Raises:
+            OffloadError: The write failed.
+        """
+        # posix_fadvise drops only pages that are on the disk already, so the write is synchronous.
         done, flags = 0, 0 if self.direct else os.RWF_DSYNC
         try:
             while done < len(source):
@@ -99,7 +123,7 @@ class AnonymousFile:
             raise self._failed("write states to", error) from error
 
     def _counted(self, moved: int, wanted: int) -> int:
-        """How much of what was moved counts: with O_DIRECT it goes on at a whole page."""
+        """Return how many of the transferred bytes count. With O_DIRECT, a short transfer continues at a full page."""
         if self.direct and moved < wanted:
             moved -= moved % PAGE_BYTES
         if moved == 0:
@@ -110,19 +134,28 @@ class AnonymousFile:
 
     @property
     def free_bytes(self) -> int:
-        """What this user may still write on its file system."""
+        """Bytes that this user can still write on the file system."""
         found = os.fstatvfs(self._descriptor)
         return found.f_bavail * found.f_frsize
 
     def grow(self, size: int, grown: int) -> None:
-        """From `size` to `grown` bytes, which read as zeros. Raises OffloadError, the file as before, without room."""
+        """Reserve space. New bytes read as zeros.
+
+        Args:
+            size: Current size in bytes.
+            grown: New size in bytes.
+
+        Raises:
+            OffloadError: There is no space; the file keeps its size.
+        """
         needed = grown - size
-        if needed > self.free_bytes:  # Trying would first fill the disk for everybody.
+        if needed > self.free_bytes:  # An attempt would fill the disk for all users before it fails.
             raise self._too_small(needed)
         try:
             os.posix_fallocate(self._descriptor, size, needed)
         except OSError as error:
-            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # It cannot reserve: then its word has to do.
+            # No reservation on this file system, so we rely on its free space.
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
                 os.ftruncate(self._descriptor, grown)
                 return
             os.ftruncate(self._descriptor, size)
@@ -131,7 +164,7 @@ class AnonymousFile:
             raise self._failed("reserve room in", error) from error
 
     def shrink(self, size: int) -> None:
-        """Give everything from `size` on back to the disk."""
+        """Free everything from `size` bytes on."""
         os.ftruncate(self._descriptor, size)
 
     # ---- errors ------------------------------------------------------------------------------------------------------
@@ -153,14 +186,21 @@ class AnonymousFile:
 
 
 def remove_leftovers(folder: Path) -> list[Path]:
-    """Remove, and return, files that a process of this user made here and was killed before it could unname them."""
+    """Remove the files that a killed process of this user left before it could remove their names.
+
+    Args:
+        folder: The folder to search.
+
+    Returns:
+        The removed paths.
+    """
     removed = []
     for path in folder.iterdir():
         if not _OURS.fullmatch(path.name):
             continue
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:  # A link, somebody else's, or gone by now.
+        except OSError:  # A link, a file of another user, or already removed.
             continue
         try:
             status = os.fstat(descriptor)
@@ -168,7 +208,7 @@ def remove_leftovers(folder: Path) -> list[Path]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()
                 removed.append(path)
-        except OSError:  # Locked by the process that is just making it, or gone by now.
+        except OSError:  # Locked by its creator, or already removed.
             continue
         finally:
             os.close(descriptor)
@@ -185,7 +225,8 @@ def _open_unlinked(folder: Path, rank: int) -> int:
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # A file system without locks, or somebody who is just removing it as a leftover: as good.
+    # The file system has no locks, or another process is removing the file as a leftover. Both are harmless.
+    except OSError:
         pass
     finally:
         path.unlink(missing_ok=True)

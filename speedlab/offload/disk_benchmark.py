@@ -1,4 +1,4 @@
-"""How fast a disk is for states, and with how many transfers at a time."""
+"""Measure the speed of a disk for states, and the best number of parallel transfers."""
 
 from __future__ import annotations
 
@@ -14,41 +14,47 @@ from speedlab.comm import CommStats
 from speedlab.offload.disk_store import CHUNK_BYTES, THREADS, DiskStore
 
 _WAYS = ((THREADS, CHUNK_BYTES), (2, 4 << 20), (4, 4 << 20), (8, 1 << 20), (16, 1 << 20))
-"""(threads, bytes of a chunk) to try, what is used unmeasured first."""
+"""(threads, chunk bytes) to try; the default first."""
 _SMALLEST_BYTES, _LARGEST_BYTES = 8 << 20, 256 << 20
-"""Of the state that is written and read."""
+"""Limits for the size of the measured state."""
 _ROUNDS = 2
-"""Reads and writes of the state that are counted, for each way."""
+"""Measured reads and writes per setting."""
 _WORTH = 1.05
-"""More threads are taken when they are faster by this factor."""
+"""A later setting wins only if it is faster by this factor."""
 
 _KNOWN: dict[int, DiskSpeed] = {}
-"""What this process has measured, by the file system's number."""
+"""Results of this process, by device number of the file system."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskSpeed:
-    """Of the best way that was tried."""
+    """The speed of the best setting."""
 
     read_bytes_per_second: float
     write_bytes_per_second: float
     threads: int
     chunk_bytes: int
     direct: bool
-    """Whether it is the disk's own speed: without O_DIRECT the page cache takes part."""
+    """Whether this is the speed of the disk itself. Without O_DIRECT the page cache takes part."""
 
     @property
     def both_bytes_per_second(self) -> float:
-        """Of reading as much as is written, one after the other."""
+        """Bytes per second of reading and writing equal amounts, one after the other."""
         return 2 / (1 / self.read_bytes_per_second + 1 / self.write_bytes_per_second)
 
 
 def measure_disk(folder: Path, *, seconds: float = 2.0) -> DiskSpeed:
-    """Write and read states in `folder` for about so long, in several ways; nothing is left there.
+    """Measure reads and writes in a folder with several settings. No file remains. One measurement per file system and
+    process.
 
-    Measured once for each file system and process. Raises OffloadError where the folder is of no use.
+    Args:
+        folder: An existing folder on the disk.
+        seconds: Approximate duration.
+
+    Raises:
+        OffloadError: The folder cannot be used.
     """
-    # A folder that is none has no number; making the store says so.
+    # A missing folder has no device number; DiskStore then raises the error.
     device = folder.stat().st_dev if folder.is_dir() else -1
     if device not in _KNOWN:
         _KNOWN[device] = _measure(folder, seconds)
@@ -71,7 +77,7 @@ def _measure(folder: Path, seconds: float) -> DiskSpeed:
 
 
 def _speed(folder: Path, threads: int, chunk_bytes: int, nbytes: int) -> DiskSpeed:
-    """Of a state of `nbytes`, a multiple of 1 MiB."""
+    """Measure one setting with a state of `nbytes`, a multiple of 1 MiB."""
     store = DiskStore(
         folder, rank=0, traffic=CommStats(), device=torch.device("cpu"), threads=threads, chunk_bytes=chunk_bytes
     )
@@ -81,7 +87,7 @@ def _speed(folder: Path, threads: int, chunk_bytes: int, nbytes: int) -> DiskSpe
         noise = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)  # Some disks are faster with zeros.
         kept.tensor.view(-1, noise.numel()).copy_(noise)
         kept.leave(changed=True)
-        store.flush()  # Not counted: the first time, the file system also notes what has been written.
+        store.flush()  # Not measured: at the first write, the file system also allocates blocks.
         was_read = written = 0.0
         for _ in range(_ROUNDS):
             was_read += _seconds(lambda: kept.fetch().wait())

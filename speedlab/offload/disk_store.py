@@ -1,14 +1,13 @@
-"""States in a file of this rank, read and written by a few threads in pieces.
+"""States in a file of this rank. A few threads read and write in chunks.
 
-1. `keep` reserves a stretch of the file in whole pages, so that a disk which is too small is found before a step.
-2. A turn has a buffer of whole pages. `fetch` reads the stretch into it, in chunks, on all threads; `leave` writes it
-   back behind the caller, or only gives the buffer back.
-3. `read` and `write` go straight between the file and memory that O_DIRECT takes; other memory, and stretches that
-   begin or end inside a page, go through staging chunk by chunk. Of a page that is written in part, the rest is read
-   first.
-4. What is started of one state runs in the order in which it was started (its `IOQueue`); states run side by side.
-5. A write that failed spoils its state: everything later says so, also the next `fetch`, `read` or `flush` of any
-   other, until the state is dropped.
+1. `keep` reserves full pages of the file, so that a disk that is too small raises before the first step.
+2. A turn uses a buffer of full pages. `fetch` reads the state into the buffer, in chunks, on all threads. `leave`
+   writes the buffer back in the background, or only frees it.
+3. `read` and `write` transfer directly if O_DIRECT accepts the memory. Otherwise, and for ranges that start or end
+   inside a page, chunks go through staging buffers. A page that is written only in part is read first.
+4. Operations of one state run in order (its `IOQueue`); different states run in parallel.
+5. A failed write spoils its state. Then every later operation raises, also `fetch`, `read` and `flush` of other
+   states, until the spoiled state is dropped.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ from speedlab.offload.store import OffloadedState, OffloadError, StateStore
 from speedlab.placement import MemoryKind
 
 READ, WRITE = "disk read", "disk write"
-"""The links under which bytes are counted."""
+"""Link names under which bytes are counted."""
 
 THREADS, CHUNK_BYTES = 4, 1 << 20
-"""Where nobody has measured: how many transfers the disk has at a time, and of how many bytes."""
+"""Defaults without a measurement: number of parallel transfers, and bytes per transfer."""
 
 _CPU = torch.device("cpu")
 
@@ -64,9 +63,20 @@ class DiskStore(StateStore):
         threads: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """`folder`: on the disk. `device`: whose tensors are read and written beside those of the host. `threads` and
-        `chunk_bytes`: as `measure_disk` finds them, or what does for most disks. Raises OffloadError where the folder
-        is of no use, ValueError for chunks that are not whole pages."""
+        """Create the file and the threads.
+
+        Args:
+            folder: An existing folder on the disk.
+            rank: Global rank, for names.
+            traffic: Counts transfers and buffers.
+            device: Tensors of this device can be read and written, in addition to host tensors.
+            threads: Number of parallel transfers, from `measure_disk`; None: THREADS.
+            chunk_bytes: Bytes per transfer, a multiple of PAGE_BYTES.
+
+        Raises:
+            OffloadError: The folder cannot be used, or the system is not Linux.
+            ValueError: `chunk_bytes` is not a multiple of full pages.
+        """
         if chunk_bytes < PAGE_BYTES or chunk_bytes % PAGE_BYTES:
             raise ValueError(f"chunk_bytes is {chunk_bytes}; expected a multiple of {PAGE_BYTES}")
         if sys.platform != "linux":
@@ -80,7 +90,7 @@ class DiskStore(StateStore):
         self.buffers = BufferPool(self.staging_meter, pinned=self._stream is not None)
         threads = threads or THREADS
         self.chunks: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
-        """One chunk for each thread, so that none ever waits for it."""
+        """One staging chunk per thread, so that no thread waits for a chunk."""
         for _ in range(threads):
             self.chunks.put(self.buffers.take(chunk_bytes))
         self._kept: list[DiskState] = []
@@ -112,11 +122,11 @@ class DiskStore(StateStore):
 
     @property
     def capacity_bytes(self) -> int:
-        """What the file takes on the disk, and what is free there: other ranks' share, too."""
+        """Bytes of the file plus free bytes of the disk, which other ranks may use too."""
         return self._room.size + self.file.free_bytes
 
     def close(self) -> None:
-        """Can be called again when it was interrupted."""
+        """Drop all states, end the threads and delete the file. Safe to call again after an interruption."""
         self._closed = True
         if not self.file.close.alive:
             return
@@ -129,7 +139,7 @@ class DiskStore(StateStore):
     # ---- for its states ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises OffloadError when it is closed, or a write of some state has failed."""
+        """Raise OffloadError if the store is closed or a write of any state failed."""
         if self._closed:
             raise OffloadError(f"offload: the store in {self.folder} is closed; make a new one")
         for kept in self._kept:
@@ -137,10 +147,19 @@ class DiskStore(StateStore):
                 raise OffloadError(str(kept.spoiled)) from kept.spoiled
 
     def forget(self, kept: DiskState) -> None:
+        """Remove a dropped state from the list."""
         self._kept.remove(kept)
 
     def memory(self, tensor: Tensor, start_bytes: int) -> StagedMemory:
-        """`tensor` as the bytes of a state from `start_bytes` on."""
+        """Return a tensor as bytes of a state.
+
+        Args:
+            tensor: A contiguous tensor on the host or the device.
+            start_bytes: Its first byte in the state.
+
+        Raises:
+            ValueError: The tensor is on a GPU, but the store was created for CPU tensors.
+        """
         if tensor.device.type == "cpu":
             return HostMemory(tensor, start_bytes)
         if self._stream is None:
@@ -148,10 +167,18 @@ class DiskStore(StateStore):
         return DeviceMemory(tensor, start_bytes, self._stream)
 
     def transfer(self, job: IORequest, link: str, nbytes: int) -> Transfer:
-        # The host waits for the disk, so it is timed by the clock on every device.
+        # The host waits for the disk, so the host's clock measures this on every device.
+        """Return a job as a transfer that counts its bytes.
+
+        Args:
+            job: The job to wait for.
+            link: Name under which the bytes count.
+            nbytes: Bytes that the job transfers.
+        """
         return Transfer(job.wait, self._traffic, _CPU, link=link, nbytes=nbytes, over=lambda: job.over)
 
     def count(self, link: str, nbytes: int) -> None:
+        """Count bytes of a background write."""
         self._traffic.sent("", link, nbytes)
 
 
@@ -162,7 +189,7 @@ class _DiskVisit(NamedTuple):
 
 
 class DiskState(OffloadedState):
-    """A state in a stretch of the file."""
+    """A state in an extent of the file."""
 
     where = MemoryKind.DISK
 
@@ -172,12 +199,13 @@ class DiskState(OffloadedState):
         self._extent = room.take(self.nbytes)
         self._dropped = False
         self._blank = True
-        """Nothing has been written since `keep`: it is zeros, whatever stands in the file. Asked when a job begins."""
+        """Whether nothing was written since `keep`: the state is zeros, whatever the file contains. Read when a job
+        starts."""
         self._turns: deque[_DiskVisit] = deque()
-        """Those that are open; more than one where somebody has fetched ahead of a `leave`."""
+        """Open turns. There are several if a caller fetches before the previous `leave`."""
         self._last_write: IORequest | None = None
         self.spoiled: OffloadError | None = None
-        """Why it is lost."""
+        """The failed write that lost the values."""
 
     # ---- turns -------------------------------------------------------------------------------------------------------
 
@@ -196,11 +224,19 @@ class DiskState(OffloadedState):
         turn = self._turn()
         if not turn.fetched.over:
             raise RuntimeError("offload: wait for the transfer of `fetch` before the state is used or left as changed")
-        turn.fetched.wait()  # It is over: this raises what it failed with.
+        turn.fetched.wait()  # The job has ended, so this only raises its error.
         return turn.buffer[: self.nbytes].view(self.dtype)
 
     def leave(self, *, changed: bool) -> None:
-        """Raises what the transfer of `fetch` raises when it is `changed` all the same; the turn is open then."""
+        """End the turn.
+
+        Args:
+            changed: Whether to write the values back, in the background.
+
+        Raises:
+            RuntimeError: No turn is open, or its `fetch` has not ended.
+            OffloadError: `changed`, but the `fetch` failed. The turn stays open.
+        """
         turn = self._turn()
         if changed:
             _ = self.tensor
@@ -238,7 +274,7 @@ class DiskState(OffloadedState):
         return self._store.transfer(job, WRITE, source.nbytes)
 
     def _stretch(self, tensor: Tensor, start: int) -> tuple[int, int]:
-        """[low, high) in bytes of the state."""
+        """Return [low, high) in bytes of the state."""
         fits = 0 <= start <= self.numel - tensor.numel()
         if tensor.dtype != self.dtype or not tensor.is_contiguous() or not fits:
             raise ValueError(
@@ -250,7 +286,7 @@ class DiskState(OffloadedState):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
-        """Can be called again when it was interrupted. What is under way fails."""
+        """Free the extent. Pending operations fail. Safe to call again after an interruption."""
         if self._dropped:
             return
         self._chain.give_up(OffloadError("offload: the state was dropped"))
@@ -260,8 +296,8 @@ class DiskState(OffloadedState):
         self._store.forget(self)
 
     def settle(self) -> None:
-        """Wait until all that was left or written is in its place, or cannot be."""
-        self._chain.kick()  # Ctrl-C may have come before it was told.
+        """Wait until the last write has ended or failed."""
+        self._chain.kick()  # Ctrl-C may have interrupted the call that should have notified the pool.
         if self._last_write is not None:
             self._last_write.settle()
 
@@ -280,19 +316,19 @@ class DiskState(OffloadedState):
     def _writing(self, memory: StagedMemory, low: int, high: int) -> Iterator[Piece]:
         blank, self._blank = self._blank, False
         yield from self._pieces(partial(self._save, memory, blank), low, high)
-        if blank and not self._extent.fresh:  # Around it, the file still has what somebody else left there.
+        if blank and not self._extent.fresh:  # The rest of the extent still contains data of an earlier state.
             for start, stop in ((0, low // PAGE_BYTES * PAGE_BYTES), (rounded(high), self._extent.nbytes)):
                 yield from self._pieces(partial(self._save, Zeros(), True), start, stop)
 
     def _written(self, error: Exception | None) -> None:
-        """A write has ended, or failed with `error`."""
+        """Handle the end of a write: a failed write spoils the state."""
         if error is None or self._chain.error is not None:
             return
         self.spoiled = error if isinstance(error, OffloadError) else OffloadError(f"offload: a write failed: {error!r}")
         self._chain.error = self.spoiled
 
     def _pieces(self, move: Callable[[int, int], object], low: int, high: int) -> Iterator[Piece]:
-        """[low, high) cut where chunks of the state begin."""
+        """Yield one job piece per chunk of [low, high)."""
         chunk = self._store.chunk_bytes
         while low < high:
             stop = min(high, (low // chunk + 1) * chunk)
@@ -300,7 +336,7 @@ class DiskState(OffloadedState):
             low = stop
 
     def _load(self, memory: StagedMemory, low: int, high: int) -> None:
-        """From the file: at most a chunk."""
+        """Read at most one chunk from the file."""
         file, at = self._store.file, self._extent.offset
         straight = memory.straight(low, high, direct=file.direct)
         if straight is not None:
@@ -315,7 +351,7 @@ class DiskState(OffloadedState):
             self._store.chunks.put(staged)
 
     def _save(self, memory: StagedMemory, blank: bool, low: int, high: int) -> None:
-        """To the file: at most a chunk. `blank`: what else is in its pages becomes zeros."""
+        """Write at most one chunk to the file. With `blank`, the rest of its pages becomes zeros."""
         file, at = self._store.file, self._extent.offset
         straight = memory.straight(low, high, direct=file.direct or blank)
         if straight is not None:
@@ -325,7 +361,8 @@ class DiskState(OffloadedState):
         staged = self._store.chunks.get()
         try:
             edges = {start} if low > start else set()
-            if high < min(stop, self.nbytes):  # What follows the state in its last page is nobody's.
+            # Bytes after the end of the state belong to no state, so they need not be read first.
+            if high < min(stop, self.nbytes):
                 edges.add(stop - PAGE_BYTES)
             for edge in edges:
                 page = staged[edge - start : edge - start + PAGE_BYTES]

@@ -1,4 +1,4 @@
-"""Which stretches of a file are taken, in whole pages."""
+"""Allocates extents of a file, in full pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from speedlab.offload.staging_buffers import rounded
 
 
 class Extent(NamedTuple):
-    """A stretch of the file. `fresh`: nothing has been written there, so it reads as zeros."""
+    """A byte range of the file. `fresh`: it was never written, so it reads as zeros."""
 
     offset: int
     nbytes: int
@@ -17,19 +17,21 @@ class Extent(NamedTuple):
 
 
 class GrowingFile(Protocol):
-    """The file."""
+    """A file that can grow and shrink."""
 
     def grow(self, size: int, grown: int) -> None: ...
     def shrink(self, size: int) -> None: ...
 
 
 class FileAllocator:
-    """Extents of one file, which grows when none that is free fits and shrinks when its last ones are given back."""
+    """Allocates extents of one file. The file grows if no free range fits, and shrinks if its last extents are
+    freed.
+    """
 
     def __init__(self, file: GrowingFile) -> None:
         self._file, self._size = file, 0
         self._free: list[tuple[int, int]] = []
-        """(start, stop), sorted, none beside another and none at the end of the file."""
+        """Free ranges (start, stop), sorted. Neighbours are merged, and none ends at the end of the file."""
         self._lock = threading.Lock()
 
     @property
@@ -38,7 +40,14 @@ class FileAllocator:
         return self._size
 
     def take(self, nbytes: int) -> Extent:
-        """Whole pages for `nbytes`: the smallest free stretch that fits, else new ones. Raises what `grow` raises."""
+        """Return an extent: the smallest free range that fits, or new pages at the end.
+
+        Args:
+            nbytes: Bytes needed, rounded up to full pages.
+
+        Raises:
+            OffloadError: The file cannot grow.
+        """
         needed = rounded(nbytes)
         with self._lock:
             fitting = [(stop - start, start) for start, stop in self._free if stop - start >= needed > 0]
@@ -55,6 +64,11 @@ class FileAllocator:
             return Extent(start, needed, fresh=True)
 
     def give_back(self, extent: Extent) -> None:
+        """Free an extent, and merge it with free neighbours.
+
+        Args:
+            extent: A result of `take`.
+        """
         if extent.nbytes == 0:
             return
         with self._lock:

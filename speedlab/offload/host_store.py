@@ -1,4 +1,4 @@
-"""States in the host's memory: where the device is the host, its own; beside a GPU, pinned, with copies on a stream."""
+"""States in host memory: ordinary memory on a CPU device; pinned memory with copies on a stream next to a GPU."""
 
 from __future__ import annotations
 
@@ -16,16 +16,21 @@ from speedlab.placement import MemoryKind
 
 _CPU = torch.device("cpu")
 _WAKE_SECONDS = 0.05
-"""A wait is back in Python this often, so that signals are heard."""
+"""A wait returns to Python this often, so that signals are handled."""
 
 
 class HostStore(StateStore):
-    """The states that a rank keeps in the host's memory."""
+    """The states that a rank keeps in host memory."""
 
     where = MemoryKind.HOST
 
     def __init__(self, traffic: CommStats, device: torch.device) -> None:
-        """`device`: whose tensors are read and written beside those of the host."""
+        """Start without states.
+
+        Args:
+            traffic: Counts transfers.
+            device: Tensors of this device can be read and written, in addition to host tensors.
+        """
         super().__init__()
         self.traffic, self.device = traffic, device
         self.copies = HostCopies(device, traffic)
@@ -67,11 +72,12 @@ class HostStore(StateStore):
             kept.drop()
 
     def forget(self, kept: HostState) -> None:
+        """Remove a dropped state from the list."""
         self._kept.remove(kept)
 
 
 class HostState(OffloadedState):
-    """A state that is at home where turns use it, so that a turn moves nothing."""
+    """A state that is used in place, in host memory. So a turn transfers nothing."""
 
     where = MemoryKind.HOST
 
@@ -81,9 +87,9 @@ class HostState(OffloadedState):
         self._values: Tensor | None = values
         self._open = False
         self._later: deque[_Later] = deque()
-        """What was started in a turn, and begins when it ends."""
+        """Operations that were started during a turn. They begin when the turn ends."""
         self._copied: torch.cuda.Event | None = None
-        """After the last copy between the device and this state."""
+        """Recorded after the last copy between the device and this state."""
 
     # ---- turns -------------------------------------------------------------------------------------------------------
 
@@ -129,12 +135,13 @@ class HostState(OffloadedState):
         return self._start(lambda: self._copy(stretch, source.detach(), out=False))
 
     def _copy(self, stretch: Tensor, other: Tensor, *, out: bool) -> Transfer:
-        """Between the state and `other`, on the host or on the device."""
+        """Copy between the state and `other`, which is on the host or on the device."""
         copies, device = self._store.copies, self._store.device
         if device.type != "cuda":
             return copies.to_device(stretch, other) if out else copies.to_host(other, stretch)
         if other.device.type == "cpu":
-            self.settle()  # The next ones must not overtake it, so it is done here.
+            # Host copies are done at once, after pending device copies, so that no later operation overtakes them.
+            self.settle()
             _ = other.copy_(stretch) if out else stretch.copy_(other)
             return Transfer(None, self._store.traffic, _CPU, link="host copy", nbytes=other.nbytes)
         transfer = copies.to_device(stretch, other) if out else copies.to_host(other, stretch)
@@ -160,19 +167,19 @@ class HostState(OffloadedState):
             self._store.forget(self)
 
     def settle(self) -> None:
-        """Wait until copies between the device and this state are over."""
+        """Wait until all copies between the device and this state have ended."""
         if self._copied is not None:
             self._copied.synchronize()
 
     def here(self) -> Tensor:
-        """Its values where they lie. Raises OffloadError once they were dropped."""
+        """Return the values in place. Raises OffloadError after `drop`."""
         if self._values is None:
             raise OffloadError("offload: the state was dropped; `keep` a new one")
         return self._values
 
 
 class _Later(Transfer):
-    """A transfer that begins when the turn that is open ends."""
+    """A transfer that begins when the open turn ends."""
 
     def __init__(self, start: Callable[[], Transfer], opens: bool, traffic: CommStats) -> None:
         super().__init__(self._until_begun, traffic, _CPU)

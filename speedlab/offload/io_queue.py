@@ -1,9 +1,10 @@
-"""Work that waits for the disk: pieces on threads of ours, jobs made of pieces, chains that do one job at a time.
+"""Disk jobs on background threads: pieces run in parallel, jobs consist of pieces, and a queue runs one job at a time.
 
-1. A caller adds a job to a chain and tells the pool. Both are single operations of C, so that Ctrl-C between any two
-   lines of the caller leaves nothing half done; everything below runs on the pool's threads, where Ctrl-C never comes.
-2. When the chain's job before has ended, its `plan` is called and gives the pieces, which go to the pool's one queue.
-3. When the last piece is done, or one has failed and the others were left out, `ended` is called; then the job is over.
+1. A caller adds a job to a queue and notifies the pool. Both are single C operations, so Ctrl-C between two lines of
+   the caller leaves nothing half done. All else runs on the pool's threads, which Ctrl-C never interrupts.
+2. After the previous job of the queue has ended, the pool calls the job's `plan`. It returns the pieces, which go into
+   the pool's single queue.
+3. After the last piece (a failed piece skips the remaining ones), the pool calls `ended`. Then the job is over.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from functools import partial
 Piece = Callable[[], object]
 
 _WAKE_SECONDS = 0.05
-"""A wait is back in Python this often, so that signals are heard."""
+"""A wait returns to Python this often, so that signals are handled."""
 
 
 class IORequest:
-    """Pieces that run side by side."""
+    """A job: pieces that run in parallel."""
 
     def __init__(
         self,
@@ -29,7 +30,13 @@ class IORequest:
         *,
         ended: Callable[[Exception | None], None] = lambda error: None,
     ) -> None:
-        """`plan` None: it is given later, by `release`; until then the job holds its chain up."""
+        """Start nothing yet.
+
+        Args:
+            plan: Returns the pieces when the job starts. None: `release` gives the plan later; until then the job
+                blocks its queue.
+            ended: Called with the error, or None, after the last piece.
+        """
         self.error: Exception | None = None
         self._plan, self._ended = plan, ended
         self._left = 0
@@ -37,23 +44,23 @@ class IORequest:
 
     @property
     def over(self) -> bool:
-        """Whether all of it is done, or it has failed."""
+        """Whether the job has ended or failed."""
         return self._over.is_set()
 
     def wait(self) -> None:
-        """Wait until it is over. Raises what its pieces raised."""
+        """Wait for the end of the job. Raises the exception of a failed piece."""
         self.settle()
         if self.error is not None:
             raise self.error
 
     def settle(self) -> None:
-        """Wait until it is over, well or not."""
+        """Wait for the end of the job, without raising its error."""
         while not self._over.wait(_WAKE_SECONDS):
             pass
 
 
 class IOThreadPool:
-    """Daemon threads that take pieces off one queue, first come, first served."""
+    """Daemon threads that run pieces from one queue, in order."""
 
     def __init__(self, threads: int, name: str) -> None:
         self._queue: queue.SimpleQueue[Piece | None] = queue.SimpleQueue()
@@ -64,10 +71,11 @@ class IOThreadPool:
             thread.start()
 
     def put(self, piece: Piece) -> None:
+        """Add a piece to the queue. Thread-safe."""
         self._queue.put(piece)
 
     def close(self) -> None:
-        """End the threads, after what they have begun. Can be called again when it was interrupted."""
+        """End the threads after their current pieces. Safe to call again after an interruption."""
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -78,11 +86,11 @@ class IOThreadPool:
 def _work(pieces: queue.SimpleQueue[Piece | None]) -> None:
     while (piece := pieces.get()) is not None:
         piece()
-        del piece  # Waiting for the next one, it would hold the memory of this one.
+        del piece  # Otherwise the thread would keep the memory of this piece while it waits for the next one.
 
 
 class IOQueue:
-    """Jobs of which one runs at a time, in the order in which they were added."""
+    """Jobs that run one at a time, in the order in which they were added."""
 
     def __init__(self, pool: IOThreadPool) -> None:
         self._pool = pool
@@ -90,25 +98,35 @@ class IOQueue:
         self._running: IORequest | None = None
         self._lock = threading.Lock()
         self.error: Exception | None = None
-        """Where set, all jobs that have not begun fail with it."""
+        """If set, all jobs that have not started fail with this error."""
         self._given_up = False
 
     def add(self, *jobs: IORequest) -> None:
+        """Add jobs, and notify the pool."""
         self._jobs.extend(jobs)
         self.kick()
 
     def release(self, job: IORequest, plan: Callable[[], Iterable[Piece]]) -> None:
-        """Give a job that holds the chain up its plan."""
+        """Give a blocking job its plan, so that it can start.
+
+        Args:
+            job: A job without a plan.
+            plan: Returns the pieces when the job starts.
+        """
         if job._plan is None:
             job._plan = plan
         self.kick()
 
     def kick(self) -> None:
-        """Have the pool look whether a job can begin. Too often does no harm."""
+        """Notify the pool that a job may be able to start. Extra calls are harmless."""
         self._pool.put(self._advance)
 
     def give_up(self, error: Exception) -> None:
-        """All jobs that have not begun fail with `error`, also one that holds the chain up; wait until none is left."""
+        """Fail all jobs that have not started, also a blocking one, and wait until none is left.
+
+        Args:
+            error: Their error.
+        """
         self.error, self._given_up = error, True
         last = IORequest(list)
         self.add(last)
@@ -155,7 +173,7 @@ class IOQueue:
             job._ended(job.error)
         except Exception as error:
             job.error = job.error or error
-        # The plan holds memory, and so would whoever keeps the job's transfer.
+        # The plan refers to memory. A transfer that refers to the job would keep this memory alive.
         job._plan, job._ended = list, lambda error: None
         with self._lock:
             self._running = None

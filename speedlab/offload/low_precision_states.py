@@ -1,7 +1,7 @@
-"""States that take fewer bytes between two uses than in one: moments in blocks of 8 bits, masters that are parameters.
+"""States in fewer bytes between two uses: moments in blocks of 8 bits, and masters that are computed from parameters.
 
-A codec is a way of keeping a state: a visit finds float32, what it changed is encoded when it leaves. So optimizers,
-checkpoints and reshapes know nothing of it, and it goes with any place.
+A visit always sees float32. Changes are encoded at the end of the visit. So optimizers, checkpoints and reshapes need
+not know about the format, and every store works with each format.
 """
 
 from __future__ import annotations
@@ -19,24 +19,35 @@ from speedlab.placement import MemoryKind
 
 _SCALE_BYTES = 4
 _MAGNITUDES = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "acc_delta", "exp_inf"})
-"""States of torch's optimizers that are never negative: all 8 bits are for their magnitude."""
+"""States of torch's optimizers that are never negative, so all 8 bits encode the magnitude."""
 
 
 class DecodeBuffer:
-    """Float32 memory for the visits of coded states, used again until `trim`."""
+    """Float32 buffers for visits of coded states, reused until `trim`."""
 
     def __init__(self, device: BufferMeter, host: BufferMeter) -> None:
-        """The meters of the device's memory and of the host's; of a rank on CPU cores they are one."""
+        """Start empty.
+
+        Args:
+            device: Meter of device memory.
+            host: Meter of host memory; on CPU ranks the same object.
+        """
         self._meter, self._buffers = device, BufferPool(host)
 
     def take(self, numel: int, device: torch.device) -> Tensor:
-        """(numel,) float32 with any values."""
-        if device.type != "cpu":  # Its allocator keeps memory for the next one by itself.
+        """Return a buffer (numel,) float32 with arbitrary values.
+
+        Args:
+            numel: Number of elements.
+            device: Its device.
+        """
+        if device.type != "cpu":  # The GPU allocator caches memory itself.
             self._meter.add(4 * numel)
             return torch.empty(numel, device=device)
         return self._buffers.take(numel * 4)[: numel * 4].view(torch.float32)
 
     def give_back(self, taken: Tensor) -> None:
+        """Return a buffer to the pool."""
         if taken.device.type == "cpu":
             self._buffers.give_back(taken)
         else:
@@ -44,16 +55,16 @@ class DecodeBuffer:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What of it lies in the host's memory."""
+        """All buffers in host memory."""
         return self._buffers.all
 
     def trim(self) -> None:
-        """Give back what no visit uses."""
+        """Free the idle buffers."""
         self._buffers.trim()
 
 
 class DeviceState(OffloadedState):
-    """Bytes that are where they are used: a turn moves nothing."""
+    """Bytes on the device, used in place. A turn transfers nothing."""
 
     where = MemoryKind.DEVICE
 
@@ -69,7 +80,7 @@ class DeviceState(OffloadedState):
         return self._values
 
     def leave(self, *, changed: bool) -> None:
-        """What was changed is in its place."""
+        """Do nothing, because changes are already in place."""
 
     def read(self, into: Tensor, start: int = 0) -> Transfer:
         into.copy_(self._values[start : start + into.numel()])
@@ -87,24 +98,32 @@ class DeviceState(OffloadedState):
 
 
 class EightBitState(OffloadedState):
-    """A float32 state as codes and scales of blocks of 256 elements, which begin where the state does.
+    """A float32 state as 8-bit codes, with one scale per block of 256 elements. Blocks start at the first element.
 
-    They are kept as bytes, the codes first. On disk or on the host the host's kernels work on them, else the device's.
+    The bytes contain all codes, then all scales. For states on host or disk, the host's kernels encode and decode;
+    otherwise the device's.
     """
 
     dtype = torch.float32
 
     def __init__(self, name: str, numel: int, keep: Callable[[int], OffloadedState], scratch: DecodeBuffer) -> None:
-        """`name`: of the state; `keep` makes room for so many bytes."""
+        """Allocate codes and scales.
+
+        Args:
+            name: Name of the state; decides whether codes are signed.
+            numel: Number of elements.
+            keep: Allocates this many bytes in a store.
+            scratch: Buffers for decoded values.
+        """
         self.numel, self._scratch = numel, scratch
         self._blocks = -(-numel // BLOCK)
         self._bytes = keep(self._blocks * (BLOCK + _SCALE_BYTES))
         self._signed = name not in _MAGNITUDES
         self.where, self.device = self._bytes.where, self._bytes.device
         self._wanted = True
-        """Whether the present turn is to find values."""
+        """Whether the current turn needs values."""
         self._here: Tensor | None = None
-        """What the present turn finds."""
+        """Decoded values of the current turn."""
 
     @property
     def nbytes(self) -> int:
@@ -132,13 +151,13 @@ class EightBitState(OffloadedState):
             if here is not None and changed:
                 blockwise8_encode(here, *self._coded(self._bytes.tensor, self.numel), signed=self._signed)
             whole = True
-        finally:  # Ctrl-C, too, ends the turn: the next one would wait for it.
+        finally:  # Ctrl-C must end the turn too, because the next turn waits for its end.
             if here is not None:
                 self._scratch.give_back(here)
             self._bytes.leave(changed=changed and whole)
 
     def _coded(self, kept: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Codes and scales in the bytes of `numel` elements."""
+        """Return codes and scales as views of the bytes of `numel` elements."""
         blocks = -(-numel // BLOCK)
         scales = kept[blocks * BLOCK : blocks * (BLOCK + _SCALE_BYTES)].view(torch.float32)
         return kept[:numel], scales
@@ -146,7 +165,12 @@ class EightBitState(OffloadedState):
     # ---- stretches ---------------------------------------------------------------------------------------------------
 
     def read(self, into: Tensor, start: int = 0) -> Transfer:
-        """The values are in `into` when this returns."""
+        """Copy decoded elements to a tensor. The values are complete on return.
+
+        Args:
+            into: (m,) float32.
+            start: First element.
+        """
         first, last = start // BLOCK, -(-(start + into.numel()) // BLOCK)
         numel, blocks = min(last * BLOCK, self.numel) - first * BLOCK, last - first
         codes = torch.empty(blocks * BLOCK, dtype=torch.uint8, device=self.device)
@@ -160,7 +184,15 @@ class EightBitState(OffloadedState):
         return coming
 
     def write(self, source: Tensor, start: int = 0) -> Transfer:
-        """`source` is the whole state: a block has one scale."""
+        """Encode and write the full state, because each block has one scale.
+
+        Args:
+            source: (numel,) float32.
+            start: Must be 0.
+
+        Raises:
+            ValueError: `source` is only a part of the state.
+        """
         if start or source.numel() != self.numel:
             raise ValueError(
                 f"offload: a state in 8 bits is written whole: {self.numel} elements, not {source.numel()}"
@@ -177,9 +209,9 @@ class EightBitState(OffloadedState):
 
 
 class UpcastMaster(OffloadedState):
-    """Masters that are the parameters themselves: float32 in a turn, and nothing between two.
+    """Masters without memory of their own: float32 in a turn, computed from the low-precision parameters.
 
-    What a turn changes is `Flat.publish`'s to round and to write back.
+    `FlatParam.publish` rounds the changes of a turn and writes them back to the parameters.
     """
 
     dtype = torch.float32
@@ -194,12 +226,20 @@ class UpcastMaster(OffloadedState):
         traffic: CommStats,
         scratch: DecodeBuffer,
     ) -> None:
-        """`narrow`: the parameters, which have values when a turn's transfer is waited for. `where` the optimizer's
-        states lie, and the `device` on which the update is computed."""
+        """Allocate nothing yet.
+
+        Args:
+            narrow: The parameters, which have values when the turn's transfer is waited for.
+            where: Memory of the optimizer states.
+            device: Device on which the update is computed.
+            copies: Copies between host and device.
+            traffic: Counts transfers.
+            scratch: Buffers for the float32 values.
+        """
         self.numel, self.where, self.device = narrow.numel(), where, device
         self._narrow, self._copies, self._traffic, self._scratch = narrow, copies, traffic, scratch
         self._source: Tensor | None = None
-        """What is widened in the present turn; None where there is only room."""
+        """Low-precision input of the current turn; None if the turn needs only memory."""
         self._here: Tensor | None = None
 
     @property
@@ -233,5 +273,5 @@ class UpcastMaster(OffloadedState):
         raise NotImplementedError("parameters are written by Flat.publish")
 
     def drop(self) -> None:
-        """It has no room of its own, but for what a turn has."""
+        """Free the buffer of an open turn; there is no other memory."""
         self.leave(changed=False)

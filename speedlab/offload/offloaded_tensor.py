@@ -1,4 +1,4 @@
-"""A state that lies away from the device, as a tensor: it has values during a visit, and shows NaN between two."""
+"""An offloaded state as a tensor: it has values during a visit, and shows NaN outside."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ from speedlab.offload.store import OffloadedState
 
 
 class OffloadedTensor:
-    """`tensor` (numel,) stands for what is `kept`. It is one object for good; outside a visit it has the true shape and
-    the memory of one element. Views of it have to be taken anew in each visit."""
+    """A tensor (numel,) for the state in `kept`.
+
+    `tensor` is always the same object. Outside a visit it has the true shape and the memory of one element. Create
+    views of it again in each visit.
+    """
 
     def __init__(self, keep: Callable[[], OffloadedState]) -> None:
-        """`keep` makes room for it."""
+        """Allocate the state.
+
+        Args:
+            keep: Allocates the state in its store.
+        """
         self._keep = keep
         self.kept = kept = keep()
         nothing = torch.full((), math.nan if kept.dtype.is_floating_point else 0, dtype=kept.dtype, device=kept.device)
@@ -26,15 +33,19 @@ class OffloadedTensor:
         self.tensor: Tensor = self._placeholder.view(kept.numel)
         self._coming: Transfer | None = None
         self.blank = False
-        """Whether there is only room for values, in this visit."""
+        """Whether this visit has only memory, without values."""
 
     def fetch(self, *, values: bool = True) -> None:
-        """Begin a visit: start to bring the values here; without `values` there is only room, for others."""
+        """Start a visit: start to transfer the values.
+
+        Args:
+            values: If False, only allocate memory, which the caller fills.
+        """
         if self._coming is None:
             self._coming, self.blank = self.kept.fetch(values=values), not values
 
     def arrive(self) -> Tensor:
-        """The values are here when this returns."""
+        """Wait for the values, and return `tensor`."""
         self.fetch()
         assert self._coming is not None
         self._coming.wait()
@@ -42,21 +53,30 @@ class OffloadedTensor:
         return self.tensor
 
     def leave(self, *, changed: bool) -> None:
-        """End the visit, if there is one; what was `changed` goes back."""
+        """End the visit, if there is one.
+
+        Args:
+            changed: Whether to write the values back.
+        """
         if self._coming is None:
             return
         self.tensor.data, self._coming = self._placeholder, None
         self.kept.leave(changed=changed)
 
     def begin_anew(self) -> None:
-        """Zeros in new room: what was kept is lost, and has been dropped."""
+        """Allocate the state again, as zeros, after its values were lost and dropped."""
         self.tensor.data, self._coming = self._placeholder, None
         self.kept = self._keep()
 
 
 @contextmanager
 def visit(states: Iterable[OffloadedTensor], *, changed: bool = False) -> Iterator[None]:
-    """Inside, all `states` have their values; `changed` ones go back. What an exception broke off does not."""
+    """Fetch all `states` for the time of the block.
+
+    Args:
+        states: The states to visit.
+        changed: Whether to write them back. After an exception nothing is written back.
+    """
     states = list(states)
     whole = False
     try:

@@ -1,9 +1,10 @@
-"""Memory of tensors that come and go, at the same address each time: views and saved tensors stay what they are.
+"""Memory of tensors that are materialized and freed, always at the same address, so that views and saved tensors stay
+valid.
 
-1. On a Linux host each tensor has a stretch of addresses for good, and pages of memory that one has left are moved to
-   the addresses of the next (mremap). Given back to the system they would be zeroed and faulted in again, which took a
-   fifth of a step whose parameters come from disk, on two cores. Whole pages also take what the disk reads as it is.
-2. Elsewhere the tensor's storage is emptied, and filled by its allocator.
+1. On a Linux host, each tensor keeps an address range forever. When a tensor is freed, its pages move to the next
+   tensor (mremap). Freeing pages would make the system zero them and fault them in again. This took a fifth of a step
+   with parameters on disk, on two cores. Full pages also let the disk read into them directly.
+2. Otherwise, the tensor's storage is resized to zero, and back by its allocator.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ from torch import Tensor
 from speedlab.offload.staging_buffers import rounded
 
 _HUGE_BYTES = 2 << 20
-"""Of the larger pages that the processor maps at once."""
+"""Bytes of a huge page."""
 
 _OWN = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _NORESERVE, _MAP_FIXED = 0x4000, 0x10
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
-"""Flags of mmap(2) and mremap(2); the last one came with Linux 5.7."""
+"""Flags of mmap(2) and mremap(2). The last one needs Linux 5.7."""
 
 
 class RepinnableTensor(ABC):
-    """`tensor`, whose values may be used while it is `here`. It is not at first; it comes with any values.
+    """A tensor whose memory is materialized and freed. It starts freed, and has arbitrary values after `materialize`.
 
-    Whoever reads it at other times finds other values, or none, and may not be told.
+    Code that reads it while it is freed finds other values or none, possibly without an error.
     """
 
     tensor: Tensor
@@ -47,32 +48,41 @@ class RepinnableTensor(ABC):
 
 
 class PagePool:
-    """The pages of tensors of one rank that come and go."""
+    """The pages of the freed tensors of one rank."""
 
     def __init__(self) -> None:
         self._idle: weakref.WeakSet[_Moved] = weakref.WeakSet()
-        """Those that have left pages behind."""
+        """Freed tensors that still have pages."""
         self._can_move = True
-        """Whether the system has not refused it yet."""
+        """False after the system refused to move pages."""
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> RepinnableTensor:
-        """For a tensor (numel,)."""
+        """Return a freed tensor with a fixed address.
+
+        Args:
+            numel: Number of elements.
+            dtype: Their dtype.
+            device: Its device.
+        """
         if device.type == "cpu" and sys.platform == "linux" and numel:
-            with suppress(OSError):  # No addresses left: where the system counts them as memory, say.
+            with suppress(OSError):  # No address space left, for example if the system counts addresses as memory.
                 return _Moved(numel, dtype, self)
         return _Resized(numel, dtype, device)
 
     def trim(self) -> None:
-        """Give idle pages back to the system."""
+        """Free all idle pages."""
         self._drop(sum(each.nbytes for each in self._idle))
 
     # ---- for those that come and go ----------------------------------------------------------------------------------
 
     def leave(self, which: _Moved) -> None:
+        """Note that a tensor was freed and still has its pages."""
         self._idle.add(which)
 
     def fill(self, which: _Moved) -> None:
-        """Give it pages: those that it left, those of another, or new ones in place of as many idle bytes."""
+        """Give a tensor pages: its own idle ones, those of another tensor of equal size, or new ones. New pages
+        replace as many idle bytes.
+        """
         if which in self._idle:
             self._idle.discard(which)
             return
@@ -86,7 +96,7 @@ class PagePool:
             other.drop_pages()
 
     def _drop(self, nbytes: int) -> None:
-        """At least `nbytes` of what is idle, or all of it."""
+        """Free at least `nbytes` of idle pages, or all of them."""
         for each in list(self._idle):
             if nbytes <= 0:
                 return
@@ -96,15 +106,15 @@ class PagePool:
 
 
 class _Moved(RepinnableTensor):
-    """Whole pages at addresses of its own."""
+    """A tensor on full pages, at its own address range."""
 
     def __init__(self, numel: int, dtype: torch.dtype, pages: PagePool) -> None:
         self._pages = pages
         self.nbytes = rounded(numel * dtype.itemsize)
         self._huge = self.nbytes // _HUGE_BYTES * _HUGE_BYTES
-        """At the beginning, in huge pages. Behind them one would be mostly unused."""
+        """Bytes at the start that use huge pages. In the rest, a huge page would be mostly unused."""
         spare = _HUGE_BYTES if self._huge else 0
-        # Without a reservation: the addresses of a model may be more than there is memory.
+        # NORESERVE, because the address ranges of all tensors may exceed the memory.
         whole = torch.frombuffer(mmap.mmap(-1, self.nbytes + spare, flags=_OWN | _NORESERVE), dtype=torch.uint8)
         start = -whole.data_ptr() % _HUGE_BYTES if self._huge else 0
         self.tensor = whole[start : start + numel * dtype.itemsize].view(dtype)
@@ -121,10 +131,20 @@ class _Moved(RepinnableTensor):
             self._pages.leave(self)
 
     def take_pages(self, other: _Moved) -> bool:
-        """Those of `other`, of the same size, which has none then. False where the system cannot: then there are new
-        ones. Raises MemoryError where there are not."""
+        """Move the pages of another tensor of equal size here.
+
+        Args:
+            other: A freed tensor; it has no pages afterwards.
+
+        Returns:
+            False if the system cannot move pages. Then this tensor has new pages.
+
+        Raises:
+            MemoryError: There is no memory for new pages.
+        """
         here, there = self.tensor.data_ptr(), other.tensor.data_ptr()
-        # One by one: the system sees two stretches, and most versions of Linux move no more than one at a time.
+        # Two calls, because huge and normal pages are separate mappings, and most versions of Linux move only one at a
+        # time.
         for start, stop in ((0, self._huge), (self._huge, self.nbytes)):
             size = stop - start
             if size and _libc().mremap(there + start, size, size, _MAYMOVE | _FIXED | _DONTUNMAP, here + start) != (
@@ -135,22 +155,24 @@ class _Moved(RepinnableTensor):
         return True
 
     def _map_anew(self) -> None:
-        """A move that fails may have left nothing at this address."""
+        """Map new pages here, because a failed move may have left nothing at this address."""
         here, access = self.tensor.data_ptr(), mmap.PROT_READ | mmap.PROT_WRITE
         if _libc().mmap(here, self.nbytes, access, _OWN | _NORESERVE | _MAP_FIXED, -1, 0) != here:
             raise MemoryError(f"offload: the system gives no memory of {self.nbytes:,} bytes for parameters that come")
         self._advise()
 
     def _advise(self) -> None:
-        if self._huge and hasattr(mmap, "MADV_HUGEPAGE"):  # Refused by a kernel that has none: no harm.
+        # A kernel without huge pages refuses this, which is harmless.
+        if self._huge and hasattr(mmap, "MADV_HUGEPAGE"):
             _libc().madvise(self.tensor.data_ptr(), self._huge, mmap.MADV_HUGEPAGE)
 
     def drop_pages(self) -> None:
+        """Free the pages; the address range stays."""
         _libc().madvise(self.tensor.data_ptr(), self.nbytes, mmap.MADV_DONTNEED)
 
 
 class _Resized(RepinnableTensor):
-    """Memory of the device's own allocator."""
+    """A tensor whose storage is resized by the device's allocator."""
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)

@@ -1,6 +1,7 @@
-"""Page-aligned memory of the host that is used again: the disk reads into it and writes from it without a copy.
+"""Page-aligned buffers for disk transfers, and the memory that a transfer reads or writes.
 
-The memory that a disk reads into or writes from, on the host or on the device, as the bytes of a state.
+`BufferPool` reuses page-aligned host memory, so that the disk transfers without a copy. `StagedMemory` presents a
+tensor, on the host or on the device, as the bytes of a state.
 """
 
 from __future__ import annotations
@@ -17,34 +18,46 @@ from torch import Tensor
 from speedlab.comm import BufferMeter
 
 PAGE_BYTES = 4096
-"""Addresses, offsets and lengths are multiples of it: what O_DIRECT asks for on disks with sectors of up to 4 KiB."""
+"""Addresses, offsets and lengths are multiples of this. O_DIRECT requires this on disks with sectors of up to 4 KiB."""
 
 _UNUSED_SHARE = 0.25
-"""An idle buffer serves a smaller request when at most this much of it lies unused."""
+"""An idle buffer serves a smaller request if at most this fraction of the buffer stays unused."""
 
 
 def rounded(nbytes: int) -> int:
-    """`nbytes` in whole pages."""
+    """Return `nbytes`, rounded up to full pages."""
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
 class BufferPool:
-    """Memory that is taken and given back. What it has mapped, in use or idle, counts as live bytes of `meter`.
+    """A pool of page-aligned buffers. All mapped memory, in use or idle, counts as live bytes of `meter`.
 
-    What is idle never grows beside what is asked for: where no idle buffer fits, as many bytes of them are unmapped as
-    are mapped anew.
+    If no idle buffer fits a request, the pool unmaps as many idle bytes as it maps. So idle memory never grows on top
+    of used memory.
     """
 
     def __init__(self, meter: BufferMeter, *, pinned: bool = False) -> None:
-        """`pinned`: so that a GPU can copy to and from it by itself."""
+        """Start empty.
+
+        Args:
+            meter: Counts the mapped bytes.
+            pinned: Whether to pin the memory, for asynchronous copies of a GPU.
+        """
         self._meter, self._pinned = meter, pinned
         self._lock = threading.Lock()
         self._idle: dict[int, Tensor] = {}
         self._lent: dict[int, Tensor] = {}
-        """Whole buffers by address."""
+        """Complete buffers by address."""
 
     def take(self, nbytes: int) -> Tensor:
-        """(`rounded(nbytes)`,) uint8 with any values, page-aligned. Raises MemoryError where there is no more."""
+        """Return a buffer (`rounded(nbytes)`,) uint8, page-aligned, with arbitrary values.
+
+        Args:
+            nbytes: Bytes that the caller needs.
+
+        Raises:
+            MemoryError: The system has no memory left.
+        """
         needed = max(rounded(nbytes), PAGE_BYTES)
         with self._lock:
             fitting = [idle for idle in self._idle.values() if needed <= idle.nbytes <= needed / (1 - _UNUSED_SHARE)]
@@ -59,31 +72,35 @@ class BufferPool:
         return whole[: rounded(nbytes)]
 
     def give_back(self, buffer: Tensor) -> None:
-        """`buffer` came from `take`, and nothing uses it any more. From any thread."""
+        """Return a buffer to the pool. Thread-safe.
+
+        Args:
+            buffer: A result of `take` that no code uses any more.
+        """
         with self._lock:
             whole = self._lent.pop(buffer.data_ptr())
             self._idle[whole.data_ptr()] = whole
 
     @property
     def all(self) -> list[Tensor]:
-        """In use or idle."""
+        """All buffers, in use or idle."""
         with self._lock:
             return [*self._lent.values(), *self._idle.values()]
 
     def trim(self) -> None:
-        """Give the memory of idle buffers back to the system."""
+        """Unmap all idle buffers."""
         with self._lock:
             self._unmap(sum(idle.nbytes for idle in self._idle.values()))
 
     def close(self) -> None:
-        """Give everything back, also what somebody took; that lives on until they let go of it."""
+        """Give up all buffers. A buffer in use stays mapped until its user releases it."""
         with self._lock:
             self._idle |= self._lent
             self._lent.clear()
         self.trim()
 
     def _unmap(self, nbytes: int) -> None:
-        """Give up idle buffers of `nbytes` together, or all of them. The lock is held."""
+        """Unmap idle buffers of `nbytes` in total, or all of them. The caller holds the lock."""
         for address, idle in sorted(self._idle.items(), key=lambda item: -item[1].nbytes):
             if nbytes <= 0:
                 return
@@ -93,18 +110,19 @@ class BufferPool:
 
 
 def _mapped(nbytes: int, pinned: bool) -> Tensor:
-    """(nbytes,) uint8, page-aligned."""
+    """Return page-aligned memory (nbytes,) uint8."""
     if not pinned:
         try:
-            # Private: shared anonymous memory would count as shared memory of the process, and never has huge pages.
+            # Private, because shared anonymous memory counts as shared memory of the process and gets no huge pages.
             memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"offload: the system has no {nbytes:,} bytes of memory for a buffer: {error}") from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # The kernel pins what it transfers, page by page.
+            # The kernel pins transferred memory page by page, so fewer pages are faster.
+            memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.uint8)
     made = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    if made.data_ptr() % PAGE_BYTES:  # CUDA gives whole pages, but does not promise them.
+    if made.data_ptr() % PAGE_BYTES:  # CUDA returns full pages in practice, but does not guarantee it.
         made = torch.empty(nbytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
         start = -made.data_ptr() % PAGE_BYTES
         made = made[start : start + nbytes]
@@ -112,19 +130,37 @@ def _mapped(nbytes: int, pinned: bool) -> Tensor:
 
 
 class StagedMemory(ABC):
-    """Bytes [start, start + n) of a state. Everything is told in bytes of the state, [low, high) among these."""
+    """Bytes [start, start + n) of a state, in the memory of a tensor. All offsets are bytes of the state."""
 
     def straight(self, low: int, high: int, *, direct: bool) -> memoryview | None:
-        """Where the file can transfer by itself, only whole pages if `direct`; None where staging has to help."""
+        """Return the memory if the file can read or write it without a buffer; None if it cannot.
+
+        Args:
+            low: First byte.
+            high: End.
+            direct: Whether the transfer uses O_DIRECT, which needs full pages.
+        """
         return None
 
     @abstractmethod
     def take(self, low: int, high: int, into: Tensor) -> None:
-        """Copy to `into` (high - low,) uint8 on the host."""
+        """Copy bytes [low, high) to a buffer.
+
+        Args:
+            low: First byte.
+            high: End.
+            into: (high - low,) uint8 on the host.
+        """
 
     @abstractmethod
     def put(self, low: int, high: int, source: Tensor) -> None:
-        """Copy from `source` (high - low,) uint8 on the host."""
+        """Copy a buffer to bytes [low, high).
+
+        Args:
+            low: First byte.
+            high: End.
+            source: (high - low,) uint8 on the host.
+        """
 
 
 class HostMemory(StagedMemory):
@@ -132,8 +168,8 @@ class HostMemory(StagedMemory):
 
     def __init__(self, tensor: Tensor, start: int = 0) -> None:
         self._tensor, self._start = tensor.detach(), start
-        # NumPy copies on the thread that asks; torch would start a team of threads for each of ours. By its address,
-        # because a storage that NumPy was shown can never be emptied again.
+        # NumPy copies on the calling thread. torch would start a thread team for each of our threads. The array is made
+        # from the address, because torch cannot resize a storage that was shared with NumPy.
         self._bytes = np.ctypeslib.as_array((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
     def straight(self, low: int, high: int, *, direct: bool) -> memoryview | None:
@@ -150,7 +186,9 @@ class HostMemory(StagedMemory):
 
 
 class DeviceMemory(StagedMemory):
-    """A contiguous tensor on a GPU: copied on a stream of the store, after what was enqueued when this was made."""
+    """A contiguous tensor on a GPU. Copies run on the store's stream, after the work that was enqueued before this
+    object was created.
+    """
 
     def __init__(self, tensor: Tensor, start: int, stream: torch.cuda.Stream) -> None:
         self._bytes, self._start, self._stream = _bytes_of(tensor), start, stream
@@ -169,11 +207,11 @@ class DeviceMemory(StagedMemory):
             self._stream.wait_event(self._ready)
             into.copy_(source, non_blocking=True)
             copied.record(self._stream)
-        copied.synchronize()  # On a thread of the store: staging is used again at once.
+        copied.synchronize()  # Runs on a thread of the store, which reuses the buffer right after this.
 
 
 class Zeros(StagedMemory):
-    """Zeros, as many as are asked for."""
+    """A source of zeros of any length."""
 
     def take(self, low: int, high: int, into: Tensor) -> None:
         into.numpy().fill(0)

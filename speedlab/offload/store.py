@@ -1,4 +1,4 @@
-"""What a rank keeps away from its device between two uses: the interface of the places where it may lie."""
+"""Interfaces of offload stores: one offloaded state, and the store that allocates it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,22 @@ from speedlab.placement import MemoryKind
 
 
 class OffloadedState(ABC):
-    """One state of one flat (`numel` elements), away from the device.
+    """One offloaded state of one flat (`numel` elements).
 
-    It is used in turns: `fetch`, then `tensor` and what is done with it, then `leave`. Whoever needs no more than a
-    copy takes `read` or `write`, also of a stretch. One turn, read or write at a time begins where the one before has
-    ended, in the order in which they were started; no caller has to wait for that.
+    Two ways to use it:
+
+    - A turn: `fetch`, wait, use `tensor`, then `leave`.
+    - A copy of a range: `read` or `write`.
+
+    Turns, reads and writes of one state run one at a time, in the order in which they were started. No caller has to
+    wait for this order.
     """
 
     where: MemoryKind
     numel: int
     dtype: torch.dtype
     device: torch.device = torch.device("cpu")
-    """Where it has values during a turn."""
+    """The device of `tensor` during a turn."""
 
     @property
     def nbytes(self) -> int:
@@ -31,74 +35,98 @@ class OffloadedState(ABC):
 
     @abstractmethod
     def fetch(self, *, values: bool = True) -> Transfer:
-        """Begin a turn: start to bring the state to `device`. Without `values` only room for it, which the
-        caller fills."""
+        """Start a turn: start to transfer the state to `device`.
+
+        Args:
+            values: If False, only allocate memory, which the caller fills.
+        """
 
     @property
     @abstractmethod
     def tensor(self) -> Tensor:
-        """(numel,) on `device`, once the transfer of `fetch` is over and until `leave`."""
+        """The values (numel,) on `device`, from the end of the `fetch` transfer until `leave`."""
 
     @abstractmethod
     def leave(self, *, changed: bool) -> None:
-        """End the turn; what was `changed` is on its way to its place when this returns."""
+        """End the turn.
+
+        Args:
+            changed: Whether to write the values back. The write runs in the background.
+        """
 
     @abstractmethod
     def read(self, into: Tensor, start: int = 0) -> Transfer:
-        """Start to copy elements [start, start + m) into `into` (m,), contiguous, of this dtype, on the host or on the
-        device."""
+        """Start to copy elements [start, start + m) to a tensor.
+
+        Args:
+            into: (m,), contiguous, of this dtype, on the host or the device.
+            start: First element.
+        """
 
     @abstractmethod
     def write(self, source: Tensor, start: int = 0) -> Transfer:
-        """Start to copy `source` (m,), on the host or on the device, to elements [start, start + m). It must not change
-        before the transfer is over."""
+        """Start to copy a tensor to elements [start, start + m).
+
+        Args:
+            source: (m,), contiguous, of this dtype, on the host or the device. Do not change it before the end of the
+                transfer.
+            start: First element.
+        """
 
     @abstractmethod
     def drop(self) -> None:
-        """Give up its room; it is of no use afterwards."""
+        """Free the memory of the state. Do not use the state afterwards."""
 
 
 class StateStore(ABC):
-    """A place in which a rank keeps states."""
+    """A memory that keeps offloaded states of one rank."""
 
     where: MemoryKind
 
     def __init__(self) -> None:
         self.staging_meter = BufferMeter()
-        """Bytes of the host's memory through which its states come and go."""
+        """Counts the host bytes of buffers for transfers."""
 
     @property
     def in_memory(self) -> list[Tensor]:
-        """All of the host's memory that it holds: that, and the states that are kept there."""
+        """All host memory of this store: buffers, and states if they are in host memory."""
         return []
 
     @abstractmethod
     def keep(self, numel: int, dtype: torch.dtype) -> OffloadedState:
-        """Room for so many elements, zeros at first. Raises OffloadError where there is none."""
+        """Allocate a state of zeros.
+
+        Args:
+            numel: Number of elements.
+            dtype: Their dtype.
+
+        Raises:
+            OffloadError: There is no space.
+        """
 
     @abstractmethod
     def flush(self) -> None:
-        """Wait until all that was left, or written, is in its place. Raises OffloadError where some of it is not."""
+        """Wait until all changes are written. Raises OffloadError if a write failed."""
 
     @property
     @abstractmethod
     def sound(self) -> bool:
-        """Whether nothing of what was written is lost."""
+        """Whether no write has failed."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Of all that is kept."""
+        """Bytes of all states."""
 
     @property
     @abstractmethod
     def capacity_bytes(self) -> int:
-        """What the place can hold in all."""
+        """Bytes that the store can hold in total."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything up; a file is gone then."""
+        """Drop all states; a file is deleted."""
 
 
 class OffloadError(RuntimeError):
-    """A state cannot be kept, read or written; the text says where, why, and what to do."""
+    """A state cannot be allocated, read or written. The message says where, why, and what to do."""

@@ -1,4 +1,4 @@
-"""The places of one rank beside its device, made when they are first needed."""
+"""The stores of one rank, created on first use."""
 
 from __future__ import annotations
 
@@ -19,28 +19,41 @@ from speedlab.placement import MemoryKind
 
 
 class StoreRegistry:
-    """The host's memory and the disk, as places for states of one rank."""
+    """The host store and the disk store of one rank, and the buffers that they share."""
 
     def __init__(self, folder: Path, *, rank: int, traffic: CommStats, device: torch.device) -> None:
-        """`folder`: where a file of states on disk is made."""
+        """Create no store yet.
+
+        Args:
+            folder: Folder for the file of states on disk.
+            rank: Global rank, for the file's name.
+            traffic: Counts transfers and buffers.
+            device: The device of this rank.
+        """
         self.folder = folder
         self._rank, self._traffic, self._device = rank, traffic, device
         self._made: dict[MemoryKind, StateStore] = {}
         self._under_way: list[Transfer] = []
         self._decoded = BufferMeter()
         self.scratch = DecodeBuffer(traffic.buffers, traffic.buffers if device.type == "cpu" else self._decoded)
-        """Of the visits of coded states."""
+        """Buffers for visits of coded states."""
         self.pages = PagePool()
-        """Of parameters that come to the device for a while."""
+        """Memory for parameters that are gathered on demand."""
 
     def of(self, where: MemoryKind) -> StateStore:
-        """The store of a place other than the device. Raises OffloadError where there can be none."""
+        """Return the store of a memory other than the device. Raises OffloadError if the store cannot be created."""
         if where not in self._made:
             self._made[where] = self._make(where)
         return self._made[where]
 
     def eight_bits(self, name: str, numel: int, where: MemoryKind) -> OffloadedState:
-        """Room for the float32 state `name` of an optimizer in blocks of 8 bits, on the device or away from it."""
+        """Allocate a float32 optimizer state in blocks of 8 bits.
+
+        Args:
+            name: Name of the state; decides whether its codes are signed.
+            numel: Number of elements.
+            where: The memory, also the device.
+        """
 
         def keep(nbytes: int) -> OffloadedState:
             if where is MemoryKind.DEVICE:
@@ -50,7 +63,12 @@ class StoreRegistry:
         return EightBitState(name, numel, keep, self.scratch)
 
     def widened(self, narrow: Tensor, where: MemoryKind) -> OffloadedState:
-        """Masters that are the parameters themselves, see `UpcastMaster`, for an update where states lie at `where`."""
+        """Return masters that are computed from low-precision parameters during each visit; see `UpcastMaster`.
+
+        Args:
+            narrow: The parameters, in the compute dtype.
+            where: Memory of the optimizer states. Decides on which device the update is computed.
+        """
         device = self._device if where is MemoryKind.DEVICE else torch.device("cpu")
         return UpcastMaster(narrow, where, device, copies=self.copies, traffic=self._traffic, scratch=self.scratch)
 
@@ -61,44 +79,48 @@ class StoreRegistry:
 
     @property
     def made(self) -> Mapping[MemoryKind, StateStore]:
-        """Those that something was kept in."""
+        """The stores that have been created."""
         return self._made
 
     @cached_property
     def copies(self) -> HostCopies:
-        """Copies between the host's memory and the device's."""
+        """Copies between host memory and the device."""
         return HostCopies(self._device, self._traffic)
 
     def trim(self) -> None:
-        """Free what the next step does not begin with."""
+        """Free buffers that the next step does not need at its start."""
         self.scratch.trim()
         self.pages.trim()
 
     def hold(self, transfer: Transfer) -> None:
-        """Keep a transfer that nobody waits for, and with it the memory that it reads, until it is over."""
+        """Keep a transfer, and the memory that it reads, until its end. For transfers that no code waits for.
+
+        Args:
+            transfer: The pending transfer.
+        """
         self._under_way = [*(each for each in self._under_way if not each.over), transfer]
 
     @property
     def in_memory(self) -> list[Tensor]:
-        """The host's memory in which states are kept, and through which they come and go."""
+        """Host memory of the states and of the buffers."""
         return [*self.scratch.tensors, *(tensor for store in self._made.values() for tensor in store.in_memory)]
 
     def take_staging_peak(self) -> int:
-        """The most bytes that it had since the last call."""
+        """Return the largest number of buffer bytes since the last call."""
         return self._decoded.take_peak() + sum(store.staging_meter.take_peak() for store in self._made.values())
 
     def flush(self) -> None:
-        """Wait until all that was changed is in its place. Raises OffloadError where some of it is not."""
+        """Wait until all changes are written. Raises OffloadError if a write failed."""
         for store in self._made.values():
             store.flush()
 
     def close_empty(self) -> None:
-        """Give up places in which nothing is kept any more."""
+        """Close the stores that hold no states any more."""
         for where in [where for where, store in self._made.items() if not store.nbytes]:
             self._made.pop(where).close()
 
     def close(self) -> None:
-        """Give everything up; files are gone then."""
+        """Close all stores and delete their files."""
         for store in self._made.values():
             store.close()
         self._made.clear()
