@@ -1,4 +1,4 @@
-"""Ways to spread a plain nn.Module over ranks. Models know nothing of them."""
+"""Parallelism of a plain nn.Module over ranks: ZeRO, tensor, pipeline and context. Models know nothing about it."""
 
 from speedlab.parallel.construction import Construction, construct, seed_generators, seeded
 from speedlab.parallel.meta_init import Materializer

@@ -1,18 +1,22 @@
-"""Run a model's constructor for real without ever holding all of its values.
+"""Run a model's constructor without ever holding all of its values.
 
-The constructor runs on the CPU exactly as it would without us, so that its random numbers, its control flow and its
-values are those of the plain call. Meanwhile:
+The constructor runs on the CPU, unchanged. So its random numbers, its control flow and its values are those of a plain
+call. Meanwhile:
 
-1. Every operation that writes a large tensor is recorded, with the state of the random generator before it.
-2. Beyond a budget, the memory of the large tensors that were used longest ago is freed. A checksum is kept.
-3. An operation that reads a freed tensor first gets its values back: they are computed again from the record.
-4. At the end, freed parameters become parameters on `meta`. `Construction.value_of` computes each again when its unit
-   is built.
+1. Record every operation that writes a large tensor, with the state of the random generator before the operation.
+2. If large tensors exceed a budget, free the least recently used ones. Keep a checksum.
+3. Before an operation reads a freed tensor, compute its values again from the record.
+4. At the end, freed parameters become parameters on `meta`. `Construction.value_of` computes each one again when its
+   unit is built.
 
-A value is never freed if the record cannot reproduce it: large tensors that came from files, NumPy or other threads,
-tensor subclasses, and tensors whose memory was handed out (`data_ptr`, `numpy`). Such parameters stay whole. So a
-constructor that calls `from_pretrained` simply runs for real. A value that comes out differently from its checksum
-raises: equal bits or an error.
+A value is never freed if the record cannot reproduce it:
+
+- large tensors from files, NumPy or other threads;
+- tensor subclasses;
+- tensors whose memory was handed out (`data_ptr`, `numpy`).
+
+Such parameters stay in memory. So a constructor that calls `from_pretrained` simply runs as usual. If a value differs
+from its checksum, replay raises an error: the result is equal bits or an error.
 """
 
 from __future__ import annotations
@@ -36,13 +40,13 @@ from torch.utils._pytree import tree_iter, tree_map
 log = logging.getLogger("speedlab.parallel")
 
 LEAST_BYTES = 64 << 10
-"""Smaller tensors are kept: recording them costs more than they hold."""
+"""Smaller tensors are kept, because a record of them costs more memory than they hold."""
 
 BUDGET_BYTES = 128 << 20
-"""Large tensors may hold this much memory while the constructor runs, besides the arguments of one operation."""
+"""Bytes that large tensors may hold while the constructor runs, in addition to the arguments of one operation."""
 
 _SAID_FROM_BYTES = 1 << 30
-"""From this size on, the log says that the parameters of a callable are held whole."""
+"""From this many bytes on, the log reports parameters that a callable keeps in memory."""
 
 _aten = torch.ops.aten
 
@@ -53,36 +57,41 @@ _OVERWRITING = {
 """Operations that write every element of their first argument and do not read it."""
 
 _UNFILLED = {_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty, _aten.new_empty_strided}
-"""Operations whose result has no values yet. Large ones are zeroed, so that they can be reproduced."""
+"""Operations that return uninitialized memory. Large results are zeroed, so that they can be reproduced."""
 
 _METADATA = {_aten.set_}
-"""Operations that write which memory a tensor uses, and no memory."""
+"""Operations that change which memory a tensor uses, but write no memory."""
 
 _RAW_ACCESS = {
     *("__array__", "__deepcopy__", "__dlpack__", "__reduce_ex__", "apply_", "const_data_ptr", "data_ptr", "map_"),
     *("mutable_data_ptr", "numpy", "pin_memory", "share_memory_", "storage", "_typed_storage", "untyped_storage"),
 }
-"""Methods of tensors that hand out memory, which is then written and read where no mode can see it."""
+"""Tensor methods that hand out memory. No mode can see later reads and writes of this memory."""
 
 _MANY_ARGUMENTS = 8
-"""An operation on more large tensors than this is not repeated: its arguments would all be needed at once."""
+"""Operations with more large tensors than this are not replayed, because all arguments would be needed at once."""
 
 _MOST_CALLS = 8192
-"""A value is not computed again if that takes more calls than this."""
+"""A value is not replayed if this takes more calls."""
 
 _MOST_VALUES = 256
-"""Or if it depends on more other large values than this."""
+"""A value is not replayed if it depends on more other large values."""
 
 
 class ReplayError(RuntimeError):
-    """A recorded operation gave other values when it was repeated."""
+    """A replayed operation returned different values."""
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed the CPU's generator and, on a GPU, the current device's; on the host, so that nothing waits.
+    """Seed the CPU generator and, on a GPU, the generator of the current device. Runs on the host without
+    synchronization.
 
-    `torch.manual_seed` asks every kind of device, and writes down the Python stack for each that is absent:
+    `torch.manual_seed` asks every device type, and records a Python stack for each missing one. This takes
     milliseconds, which every block would pay in every forward.
+
+    Args:
+        seed: The seed.
+        device: A CPU or CUDA device.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
@@ -91,7 +100,12 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators as the plain construction does; the caller's random state comes back afterwards."""
+    """Seed torch's generators as the plain constructor would, and restore the caller's random state afterwards.
+
+    Args:
+        seed: The seed.
+        device: A CPU or CUDA device.
+    """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         seed_generators(seed, device)
         yield
@@ -100,15 +114,16 @@ def seeded(seed: int, device: torch.device) -> Iterator[None]:
 def construct(
     factory: Callable[[], nn.Module], *, seed: int, device: torch.device
 ) -> tuple[nn.Module, Construction | None]:
-    """Call `factory` so that every value equals, bit for bit, `torch.manual_seed(seed); factory()` in one process.
+    """Call `factory`. Every value equals, bit for bit, that of `torch.manual_seed(seed); factory()` in one process.
 
     Args:
-        factory: makes the model, on the CPU unless it says otherwise.
-        seed: of torch's random generators.
-        device: whose generator is seeded besides the CPU's.
+        factory: Builds the model, on the CPU by default.
+        seed: Seed of torch's random generators.
+        device: Its generator is seeded, in addition to the CPU's.
 
-    Returns the model and the record of its freed parameters, which are on `meta`; None for a model that was built
-    whole, because it is small or its values cannot be computed again.
+    Returns:
+        The model, and the record of its freed parameters, which are on `meta`. The record is None if all values are in
+        memory, because the model is small or cannot be replayed.
     """
     recorder = _Recorder()
     try:
@@ -127,15 +142,22 @@ def construct(
 
 
 class Construction:
-    """How to compute the parameters that were freed while a model was constructed."""
+    """The record that can compute freed parameters of a model again."""
 
     def __init__(self, parameters: dict[int, tuple[nn.Parameter, _Past, _Geometry]]) -> None:
-        self._parameters = parameters  # With the parameters themselves, so that no id is used again.
+        self._parameters = parameters  # Refers to the parameters, so that their ids are not reused.
 
     def value_of(self, parameter: nn.Parameter) -> Tensor | None:
-        """The values of a freed parameter, on the CPU, computed again; None if it was not freed here.
+        """Compute the values of a freed parameter again.
 
-        Raises ReplayError if they are not those that the constructor gave it.
+        Args:
+            parameter: A parameter of the model.
+
+        Returns:
+            The values on the CPU; None if the parameter was not freed here.
+
+        Raises:
+            ReplayError: The values differ from those of the constructor.
         """
         if id(parameter) not in self._parameters:
             return None
@@ -148,7 +170,7 @@ class Construction:
 
 @dataclass(frozen=True, slots=True)
 class _Geometry:
-    """How a tensor looks at its storage."""
+    """How a tensor views its storage."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -164,24 +186,24 @@ class _Geometry:
 
 
 class _History:
-    """What was written into one storage since it was created or wholly overwritten, in order."""
+    """All writes to a storage, in order, since it was created or fully overwritten."""
 
     __slots__ = ("calls", "created", "exact", "nbytes", "writes")
 
     def __init__(self, nbytes: int, *, created: _Operation | None = None, exact: bool = True) -> None:
         self.nbytes = nbytes
         self.created = created
-        """The operation that gave the storage its first values; None: it was allocated, as zeros."""
+        """The operation that created the storage with values; None: it was allocated as zeros."""
         self.writes: list[_Operation] = []
         self.exact = exact
-        """Whether repeating the operations gives the values, at a bearable price."""
+        """Whether replay reproduces the values at an acceptable cost."""
         self.calls = 0
-        """That repeating takes, at most."""
+        """Upper bound for the calls of a replay."""
         if created is not None:
             self._count(created)
 
     def write(self, operation: _Operation | None) -> None:
-        """Add a call that wrote into the storage; None: one that cannot be repeated."""
+        """Add an operation that wrote to the storage; None: an operation that cannot be replayed."""
         if operation is None or not self.exact:
             self.exact = False
             return
@@ -196,7 +218,7 @@ class _History:
 
 @dataclass(slots=True)
 class _Past:
-    """A storage as it was after its first `length` writes."""
+    """A storage in its state after the first `length` writes."""
 
     history: _History
     length: int
@@ -208,12 +230,12 @@ class _Past:
 
     @property
     def operations(self) -> list[_Operation]:
-        """The calls that made it."""
+        """The operations that produced this state."""
         created = [] if self.history.created is None else [self.history.created]
         return [*created, *self.history.writes[: self.length]]
 
     def replay(self) -> torch.UntypedStorage:
-        """The values in memory of their own. Raises ReplayError."""
+        """Compute the values in new memory. Raises ReplayError if they differ from the checksum."""
         with torch.no_grad():
             before = torch.default_generator.get_state()
             try:
@@ -229,7 +251,9 @@ class _Past:
 
 
 def _uses(operations: Iterable[_Operation], own: _History) -> Counter[tuple[int, int]]:
-    """How often each other large value is an argument, of these calls or of those that make their arguments."""
+    """Count how often each other large value is an argument of these operations, or of those that compute their
+    arguments.
+    """
     found: Counter[tuple[int, int]] = Counter()
     stack = [(operation, own) for operation in operations]
     while stack and len(found) <= _MOST_VALUES:
@@ -243,7 +267,9 @@ def _uses(operations: Iterable[_Operation], own: _History) -> Counter[tuple[int,
 
 
 class _Replay:
-    """One computation of a value from the record. Each other value in it is computed once, and freed after its use."""
+    """One computation of a value from the record. Each intermediate value is computed once, and freed after its last
+    use.
+    """
 
     def __init__(self, past: _Past) -> None:
         self._uses = _uses(past.operations, past.history)
@@ -284,19 +310,23 @@ class _Large:
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """One call, with large tensors replaced by `_Large` and small ones by copies."""
+    """One call. Large tensors are replaced by `_Large`, small ones by copies."""
 
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     random_state: Tensor | None
-    """Of the generator that the call draws from; None: it draws nothing."""
+    """State of the generator that the call uses; None: it draws no random numbers."""
     default_dtype: torch.dtype
     output: int = 0
-    """Which of its results holds the storage, where it creates one."""
+    """Index of the result that holds the new storage, if the call creates one."""
 
     def repeat(self, view_of: Callable[[_Large], Tensor]) -> Any:
-        """Call it again, with a tensor by `view_of` for each large argument, and return its result."""
+        """Call the function again and return its result.
+
+        Args:
+            view_of: Returns a real tensor for each large argument.
+        """
 
         def real(leaf: Any) -> Any:
             return view_of(leaf) if isinstance(leaf, _Large) else leaf
@@ -321,15 +351,15 @@ class _Operation:
 
 @dataclass(slots=True)
 class _LargeStorage:
-    """One large storage that the constructor made and that is alive."""
+    """A large storage that the constructor created and that is still alive."""
 
     storage: weakref.ref[torch.UntypedStorage]
     nbytes: int
     history: _History
     pinned: bool = False
-    """Its memory was handed out, so that it is never freed."""
+    """Whether its memory was handed out, so that it is never freed."""
     freed: _Past | None = None
-    """The values that it had when its memory was freed; None: it has its memory."""
+    """The state at the time when its memory was freed; None: it has memory."""
 
     def past(self) -> _Past:
         return _Past(self.history, len(self.history.writes))
@@ -337,22 +367,22 @@ class _LargeStorage:
 
 @dataclass
 class _Recorder:
-    """What is known of the large storages of one construction."""
+    """The large storages of one construction."""
 
     failed: bool = False
-    """Whether freed values could not be computed again, whatever the constructor made of that error."""
+    """Whether freed values could not be computed again, even if the constructor caught this error."""
     _given_up: bool = False
-    """Whether nothing is freed any more."""
+    """Whether no memory is freed any more."""
     _entries: dict[int, _LargeStorage] = field(default_factory=dict)
-    """By the address of the storage."""
+    """Entries by address of the storage."""
     _resident: OrderedDict[int, int] = field(default_factory=OrderedDict)
-    """Bytes of the storages that could be freed, by address, the one used longest ago first."""
+    """Bytes of the storages that could be freed, by address; least recently used first."""
     _held: int = 0
     _threads: int = field(default_factory=threading.active_count)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record what this thread does. After an exception every tensor that is still alive has its memory again."""
+        """Record the operations of this thread. After an exception, all living tensors get their memory back."""
         try:
             with _Operations(self), _RawAccess(self):
                 yield
@@ -364,22 +394,31 @@ class _Recorder:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def find(self, tensor: Tensor) -> _LargeStorage | None:
+        """Return the entry of a tensor's storage; None if it is small or unknown."""
         storage = _storage_of(tensor)
         return None if storage is None else self._entries.get(storage._cdata)
 
     def freed_entry(self, storage: torch.UntypedStorage) -> _LargeStorage | None:
-        """The entry of a storage whose memory is freed."""
+        """Return the entry of a storage whose memory is freed; None for other storages."""
         entry = self._entries.get(storage._cdata)
         return entry if entry is not None and entry.freed is not None else None
 
     def give_up(self) -> None:
-        """Give all memory back, and free none from now on."""
+        """Restore all freed memory, and free nothing from now on."""
         self._given_up = True
         for entry in list(self._entries.values()):
             self.restore(entry)
 
     def restore(self, entry: _LargeStorage, *, values: bool = True) -> None:
-        """Give a freed storage its memory again; its values, too, unless the next operation overwrites them."""
+        """Restore the memory of a freed storage.
+
+        Args:
+            entry: The storage.
+            values: Whether to restore the values too. Not needed if the next operation overwrites them.
+
+        Raises:
+            ReplayError: The values cannot be reproduced.
+        """
         storage = entry.storage()
         if entry.freed is None or storage is None:
             return
@@ -395,7 +434,7 @@ class _Recorder:
         self._use(entry)
 
     def pin(self, tensor: Tensor) -> None:
-        """Never free this tensor's memory from now on."""
+        """Restore a tensor's memory, and never free it from now on."""
         entry = self.find(tensor)
         if entry is not None:
             self.restore(entry)
@@ -403,10 +442,14 @@ class _Recorder:
             self._leave(entry)
 
     def make_room(self, used: Iterable[_LargeStorage]) -> None:
-        """Free what was used longest ago, but nothing that is in use, until the budget is kept."""
+        """Free least recently used storages until the budget is met.
+
+        Args:
+            used: Storages that are in use and must stay.
+        """
         busy = {id(entry) for entry in used}
         if threading.active_count() > self._threads:
-            self.give_up()  # Another thread may write where nobody sees it.
+            self.give_up()  # No mode sees writes of another thread.
         for address in list(self._resident) if self._held > BUDGET_BYTES and not self._given_up else ():
             if self._held <= BUDGET_BYTES:
                 return
@@ -450,7 +493,16 @@ class _Recorder:
     # ---- operations --------------------------------------------------------------------------------------------------
 
     def run(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch, and record what it writes into large storages."""
+        """Call a function of torch, and record its writes to large storages.
+
+        Args:
+            function: An operation of torch.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            The result of the function.
+        """
         if self._given_up:
             return function(*args, **kwargs)
         inputs = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -469,15 +521,15 @@ class _Recorder:
             self._use(entry)
         packet = function.overloadpacket
         changed = {id(e): e for t in written if (e := entries[id(t)]) is not None} if packet not in _METADATA else {}
-        # A call that writes several large tensors would change the others when it is repeated for one.
+        # A replay for one of several written tensors would also change the others, so such a call is not replayable.
         exact = len(changed) < 2 and self._can_repeat(function, inputs, entries)
-        # Before the call: the random state, and small arguments that it may change.
+        # Record before the call, which changes the random state and possibly its small arguments.
         recorded = self._operation(function, args, kwargs, entries) if changed and exact else None
         random_state = _random_state(function, kwargs)
         result = function(*args, **kwargs)
         for entry in changed.values():
             storage = entry.storage()
-            if storage is not None and storage.nbytes() != entry.nbytes:  # resize_
+            if storage is not None and storage.nbytes() != entry.nbytes:  # The call was resize_.
                 entry.pinned = True
                 self._leave(entry)
             entry.history.write(recorded)
@@ -489,7 +541,7 @@ class _Recorder:
     def _overwritten(
         self, function: Any, args: tuple[Any, ...], inputs: list[Tensor], entries: dict[int, _LargeStorage | None]
     ) -> _LargeStorage | None:
-        """The storage of which the call writes every byte and reads none."""
+        """Return the storage that the call overwrites completely without reading it; None if there is none."""
         if function.overloadpacket not in _OVERWRITING or not args or not isinstance(args[0], Tensor):
             return None
         target, entry = args[0], entries[id(args[0])]
@@ -499,7 +551,7 @@ class _Recorder:
         return None if again or torch._debug_has_internal_overlap(target) != 0 else entry
 
     def _can_repeat(self, function: Any, inputs: list[Tensor], entries: dict[int, _LargeStorage | None]) -> bool:
-        """Whether the call gives the same values when it is repeated from the record."""
+        """Return whether a replay of the call gives the same values."""
         if function.namespace not in ("aten", "prims"):
             return False
         large = [tensor for tensor in inputs if _nbytes(tensor) >= LEAST_BYTES]
@@ -523,7 +575,7 @@ class _Recorder:
             entry = entries[id(leaf)]
             if entry is not None:
                 return _Large(entry.past(), _Geometry.of(leaf))
-            return leaf.detach().clone()  # A small one, whose values may change later.
+            return leaf.detach().clone()  # A small tensor, whose values may change later.
 
         state = _random_state(function, kwargs) if random_state is None else random_state
         given = tree_map(stored, args), tree_map(stored, kwargs)
@@ -541,7 +593,7 @@ class _Recorder:
         *,
         exact: bool,
     ) -> list[_LargeStorage]:
-        """Entries for the large storages that the call has made, and those of its other results."""
+        """Return entries for the large storages that the call created or returned."""
         found: list[_LargeStorage] = []
         outputs = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor)]
         given = {storage._cdata for tensor in inputs if (storage := _storage_of(tensor)) is not None}
@@ -569,23 +621,24 @@ class _Recorder:
 
 
 class _Operations(TorchDispatchMode):
-    """Shows the recorder every operation of this thread, below autograd."""
+    """Passes every operation of this thread to the recorder, below autograd."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunction():  # The recorder looks at memory, too.
+        # The recorder itself also accesses memory, which `_RawAccess` must not see.
+        with torch._C.DisableTorchFunction():
             return self._recorder.run(func, args, kwargs or {})
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # True loads torch's compiler with the first call, which takes a second.
+        return False  # True would import torch's compiler at the first call, which takes a second.
 
 
 class _RawAccess(TorchFunctionMode):
-    """Tells the recorder before the memory of a tensor is handed out."""
+    """Notifies the recorder before the memory of a tensor is handed out."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -600,12 +653,12 @@ class _RawAccess(TorchFunctionMode):
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether the tensor is one of torch's own classes, on memory of its own kind."""
+    """Return whether the tensor is exactly a Tensor or a Parameter, not a subclass."""
     return type(tensor) in (Tensor, nn.Parameter)
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """The storage of a dense tensor on the CPU."""
+    """Return the storage of a dense CPU tensor; None for other tensors."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_quantized:
         return None
     return tensor.untyped_storage()
@@ -617,7 +670,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The arguments that the function writes, as its schema says."""
+    """Return the arguments that the function writes, according to its schema."""
     found: list[Tensor] = []
     for index, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -627,7 +680,7 @@ def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
 
 
 def _random_state(function: Any, kwargs: dict[str, Any]) -> Tensor | None:
-    """The state of the generator that the function will draw from."""
+    """Return the state of the generator that the function will use; None if it uses none."""
     if torch.Tag.nondeterministic_seeded not in function.tags:
         return None
     return (kwargs.get("generator") or torch.default_generator).get_state()
@@ -638,7 +691,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _checksum(storage: torch.UntypedStorage) -> tuple[int, ...]:
-    """Two sums of the bytes, the second of which depends on their order."""
+    """Return sums of the bytes. The second sum covers only the first half, so it depends on the order."""
     with torch.no_grad(), _disable_current_modes():
         whole = _bytes_of(storage)
         words = whole.numel() // 8
@@ -651,7 +704,7 @@ def _checksum(storage: torch.UntypedStorage) -> tuple[int, ...]:
 
 
 def _finish(module: nn.Module, recorder: _Recorder) -> Construction | None:
-    """Parameters without memory become parameters on `meta`; everything else gets its memory back."""
+    """Turn freed parameters into parameters on `meta`, and restore all other memory."""
     if not isinstance(module, nn.Module):
         recorder.give_up()
         return None
@@ -675,23 +728,31 @@ def _finish(module: nn.Module, recorder: _Recorder) -> Construction | None:
 
 
 def _past_of(parameter: nn.Parameter, recorder: _Recorder) -> _Past | None:
-    """The values of a parameter that is freed and that no other tensor shares memory with."""
+    """Return the state of a freed parameter that shares its memory with no other tensor; None for other parameters."""
     storage = _storage_of(parameter) if _is_plain(parameter) else None
     entry = None if storage is None else recorder.freed_entry(storage)
     if storage is None or entry is None or type(parameter) is not nn.Parameter:
         return None
-    users = torch._C._storage_Use_Count(storage._cdata) - 1  # One is `storage` itself.
+    users = torch._C._storage_Use_Count(storage._cdata) - 1  # The local variable `storage` counts as one user.
     return entry.freed if users == 1 else None
 
 
 def _to_meta(parameter: nn.Parameter) -> bool:
-    """Turn the parameter into one on `meta`, as the same Python object, whoever refers to it. False: impossible."""
+    """Turn the parameter into one on `meta`, keeping the Python object. Return False if this is impossible."""
     like = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
     return _swap(parameter, like)
 
 
 def give_value(parameter: nn.Parameter, value: Tensor) -> None:
-    """Turn a parameter on `meta` into one of `value`, as the same Python object."""
+    """Turn a parameter on `meta` into one with values, keeping the Python object.
+
+    Args:
+        parameter: A parameter on meta.
+        value: Its values.
+
+    Raises:
+        RuntimeError: An autograd graph or a weak reference holds the parameter.
+    """
     if not _swap(parameter, value):
         raise RuntimeError("model: something holds on to the graph of a parameter that has no values yet")
 
@@ -703,6 +764,6 @@ def _swap(parameter: nn.Parameter, value: Tensor) -> bool:
     vars(other).update(vars(parameter))  # pyright: ignore[reportAttributeAccessIssue]  # a dict, as of any object
     try:
         torch.utils.swap_tensors(parameter, other)
-    except RuntimeError:  # A graph refers to it.
+    except RuntimeError:  # An autograd graph refers to the parameter.
         return False
     return True

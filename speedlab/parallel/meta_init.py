@@ -1,7 +1,7 @@
-"""Give values to parameters on `meta`, unit by unit, so that no rank ever holds the whole model.
+"""Initialize parameters on `meta`, unit by unit, so that no rank ever holds the full model.
 
-1. Parameters that `construct` freed are computed again, with the values of the plain construction.
-2. Parameters of a model that its own code built on `meta` have no such values: their modules initialise them.
+1. Parameters that `construct` freed: compute them again. They get the values of the plain constructor.
+2. Parameters of a model that was built on `meta`: such values do not exist, so their modules initialize them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,22 @@ from speedlab.parallel.construction import Construction, give_value, seed_genera
 
 
 class Materializer:
-    """Give a model's parameters and buffers on `meta` their values. Layouts do not change these values: a module that
-    initialises itself does so from a seed of its name."""
+    """Initializes the parameters and buffers of a model that are on `meta`.
+
+    The values do not depend on the layout: each module is initialized with a seed from its name.
+    """
 
     def __init__(
         self, model: nn.Module, *, device: torch.device, seed: int, construction: Construction | None = None
     ) -> None:
-        """`construction`: how the values of parameters can be computed that its constructor gave them."""
+        """Record which modules hold which parameters.
+
+        Args:
+            model: The model, possibly on meta.
+            device: Device of the new tensors.
+            seed: Base of all module seeds.
+            construction: Record that can compute freed parameters again; None: there is none.
+        """
         self.model, self.device, self.seed, self._construction = model, device, seed, construction
         self._holders: dict[int, list[tuple[str, nn.Module, str]]] = defaultdict(list)
         for name, module in model.named_modules():
@@ -34,21 +43,29 @@ class Materializer:
                 self._holders[id(parameter)].append((name, module, key))
 
     def check(self) -> None:
-        """Raise ValueError naming a module that stands on meta and cannot initialise itself."""
+        """Raise ValueError for a module on meta that cannot initialize itself."""
         for name, module in self.model.named_modules():
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             if any(tensor.device.type == "meta" for tensor in own):
                 self._initialiser(name, module)
 
     def parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Real parameters in the place of those in `named` (full name → parameter on meta): the constructor's values
-        if they are recorded. All others are initialised by their modules:
+        """Return real parameters for those on meta. Recorded parameters get the values of the constructor. The modules
+        initialize all others:
 
-        1. Memory is allocated, and shared parameters stay shared.
-        2. Every module that holds one of them resets its parameters, in the order of registration.
-        3. Where the model initialises its modules itself, those around them follow, inner ones first: Hugging Face
-           models scale what flows into the residual stream that way.
-        Raises ValueError naming a module that cannot, or what it leaves without values.
+        1. Allocate memory; shared parameters stay shared.
+        2. Call the reset method of every module that holds one of them, in the order of registration.
+        3. If the model initializes its modules itself, call its method for the enclosing modules too, inner ones
+           first. Hugging Face models scale residual projections in this way.
+
+        Args:
+            named: Full name → parameter.
+
+        Returns:
+            Full name → parameter with values.
+
+        Raises:
+            ValueError: A module cannot initialize itself, or leaves a tensor without values.
         """
         real: dict[str, nn.Parameter] = {}
         reset: set[int] = set()
@@ -83,7 +100,7 @@ class Materializer:
         return real
 
     def _around(self, touched: dict[str, nn.Module], ids: set[int]) -> list[tuple[str, nn.Module]]:
-        """Modules around those in `touched` of which every parameter is in `ids`, inner ones first."""
+        """Return the enclosing modules of those in `touched` whose parameters are all in `ids`, inner ones first."""
         outer = {name.rpartition(".")[0] for name in touched}
         for name in list(outer):
             while name:
@@ -94,7 +111,7 @@ class Materializer:
         return sorted(whole, key=lambda item: (-item[0].count("."), item[0]))
 
     def buffers(self) -> None:
-        """Buffers that are left on meta: allocated, and filled by their modules."""
+        """Allocate the buffers that are on meta, and let their modules fill them."""
         touched: dict[str, nn.Module] = {}
         for name, module in self.model.named_modules():
             for key, buffer in list(module.named_buffers(recurse=False)):
@@ -114,14 +131,14 @@ class Materializer:
             self._seeded(name, self._initialiser(name, module))
 
     def _seeded(self, name: str, initialise: Callable[[], object]) -> None:
-        """Run an initialiser from the seed of its module's name; the caller's random state stays."""
+        """Run an initializer with the seed of its module's name. Keeps the caller's random state."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.no_grad():
             seed_generators(_seed_of(self.seed, name), self.device)
             initialise()
 
     def _by_model(self) -> Callable[[nn.Module], object] | None:
-        """The model's own initialiser of its modules, by the convention of Hugging Face."""
+        """Return the model's own initializer of modules, by the convention of Hugging Face; None if it has none."""
         method = getattr(self.model, "_init_weights", None)
         return method if callable(method) else None
 
@@ -130,7 +147,8 @@ class Materializer:
         own = next((method for method in methods if callable(method)), None)
         by_model = self._by_model()
         if by_model is not None:
-            # It has the last word, but it leaves alone what it does not know.
+            # The model's initializer runs last and wins. It skips modules that it does not know, so the module's own
+            # reset runs first.
             return lambda: (own() if own is not None else None, by_model(module))
         if own is not None:
             return own
@@ -141,16 +159,16 @@ class Materializer:
 
 
 def _unfilled(like: Tensor, device: torch.device) -> Tensor:
-    """Memory for what stands on meta, marked so that one sees whether it gets values."""
-    # Not empty_like, whose way for meta tensors is written in Python and imports sympy.
+    """Return memory for a tensor on meta. Floats are NaN, so that missing values are detected later."""
+    # Not empty_like: its Python implementation for meta tensors imports sympy.
     made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
     return made.fill_(math.nan) if made.is_floating_point() else made.zero_()
 
 
 def _refuse_unfilled(named: dict[str, Tensor]) -> None:
-    """Raise ValueError where a tensor of real numbers has got no values."""
+    """Raise ValueError for a floating-point tensor that got no values."""
     for name, value in named.items():
-        if value.is_floating_point() and math.isnan(value.sum().item()):  # A sum is as soon as an element is.
+        if value.is_floating_point() and math.isnan(value.sum().item()):  # One NaN element makes the sum NaN.
             raise ValueError(
                 f"{name} got no value when its module was made: what __init__ writes is lost on meta; let "
                 "reset_parameters() fill it, or build the model with its values"

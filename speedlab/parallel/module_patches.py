@@ -1,5 +1,4 @@
-"""How a model that knows nothing of parallelism computes otherwise: attributes of its modules are replaced, and come
-back."""
+"""Patch modules of a model that knows nothing about parallelism: replace attributes, and restore them later."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ _ABSENT: Any = object()
 
 @dataclass(frozen=True)
 class ModulePatch:
-    """What a module gets in the place of its attribute `name`: made of what was there."""
+    """A replacement of one attribute of a module. `new` gets the current value and returns the new one."""
 
     module: nn.Module
     name: str
@@ -23,11 +22,12 @@ class ModulePatch:
 
 
 class _Instead:
-    """What a module has in place of a method. It knows this module alone, and would compute with its values in a
-    copy."""
+    """A callable that replaces a method. It is bound to one module: in a copy it would compute with the values of the
+    original, so it refuses to be copied.
+    """
 
     def __init__(self, module: nn.Module, new: Callable[..., Any]) -> None:
-        functools.update_wrapper(self, new)  # First: it takes over what `new` has of its own.
+        functools.update_wrapper(self, new)  # Must be first, because it copies the attributes of `new`.
         self._kind, self._new = type(module).__name__, new
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,13 +48,17 @@ class _Instead:
 
 
 class ModulePatches:
-    """Changes of one model, made and undone together."""
+    """A set of patches of one model, applied and undone together."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[nn.Module, str, Any]] = []
 
     def make(self, changes: Iterable[ModulePatch]) -> None:
-        """In their order."""
+        """Apply patches in order.
+
+        Args:
+            changes: The patches. No patches may be applied already.
+        """
         assert not self._undo, "made already"
         for change in changes:
             self._undo.append((change.module, change.name, change.module.__dict__.get(change.name, _ABSENT)))
@@ -62,7 +66,7 @@ class ModulePatches:
             setattr(change.module, change.name, _Instead(change.module, new) if callable(new) else new)
 
     def undo(self) -> None:
-        """Give the modules what they had; nothing where no change was made."""
+        """Restore all attributes. Does nothing if no patch is applied."""
         while self._undo:
             module, name, before = self._undo.pop()
             if before is _ABSENT:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: cutting a model into stages, schedules as data, and the loop that carries them out."""
+"""Pipeline parallelism: cut a model into stages, schedules as data, and the loop that runs them."""
 
 from speedlab.layout import layer_counts
 from speedlab.parallel.pipeline.partition import DecoderStage, StageModule, block_costs, cut_model

@@ -1,11 +1,11 @@
-"""Cutting a model into pipeline stages along its list of blocks. A stage keeps the names of the whole model.
+"""Cut a model into pipeline stages along its list of blocks. Parameters keep their names of the full model.
 
-1. `block_costs` says what each block costs, and what stands before and after them.
+1. `block_costs` returns the cost of each block, and of the modules before and after the blocks.
 2. `speedlab.layout.layer_counts` chooses how many blocks each pipeline stage takes.
-3. `cut_model` makes one stage: a copy of the model's modules that hold others, with what belongs elsewhere left out.
-   Blocks, embeddings and heads are the model's own; a list of blocks keeps the numbers of those that stay.
+3. `cut_model` builds one stage: it copies the container modules and leaves out what other stages have. Blocks,
+   embeddings and heads are the model's own modules. A list of blocks keeps the original numbers.
 
-Finding the parts of a Hugging Face decoder that a pipeline cuts: its list of layers, and what is on either side.
+`decoder_of` finds these parts in a Hugging Face decoder.
 """
 
 from __future__ import annotations
@@ -35,27 +35,32 @@ _FAMILIES = (
     "smollm3",
     "starcoder2",
 )
-"""Models whose decoder, given the output of its first layers as `inputs_embeds`, goes on with the others: it adds and
-scales nothing beside what its embedding modules do."""
+"""Model types whose decoder can continue from the output of earlier layers, given as `inputs_embeds`. They add or
+scale nothing outside of their embedding modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """A causal language model, taken apart."""
+    """The parts of a causal language model."""
 
     model: Any
     base_name: str
     base: Any
     blocks: nn.ModuleList
     before: list[nn.Module]
-    """Embeddings, of tokens and perhaps of positions."""
+    """Embeddings of tokens, and possibly of positions."""
     after: list[nn.Module]
     """The final norm."""
     head_name: str
     head: nn.Module
 
     def left_out(self, name: str, *, keep_embedding: bool) -> nn.Module | None:
-        """What stands in the place of embedding `name` behind the first pipeline stage."""
+        """Return the module that replaces an embedding on stages after the first one.
+
+        Args:
+            name: Name of the embedding in the base model.
+            keep_embedding: Whether the stage needs the token embedding as its tied head.
+        """
         module = self.base._modules[name]
         if module is self.base.get_input_embeddings():
             tied = self.head.weight is module.weight
@@ -64,14 +69,24 @@ class Decoder:
 
 
 class AddsNothing(nn.Module):
-    """In the place of an embedding of positions, where they were added on an earlier pipeline stage."""
+    """Replaces an embedding of positions on stages that follow the first one. An earlier stage has added the
+    positions.
+    """
 
     def forward(self, positions: Tensor) -> Tensor:
+        """Return zeros (…, 1) for positions (…)."""
         return torch.zeros(*positions.shape, 1, device=positions.device, dtype=torch.get_default_dtype())
 
 
 def decoder_of(model: nn.Module) -> Decoder:
-    """Take a causal language model apart. Raises ValueError, saying why, for one that a pipeline cannot be made of."""
+    """Return the parts of a causal language model.
+
+    Args:
+        model: A Hugging Face model, possibly on meta.
+
+    Raises:
+        ValueError: A pipeline cannot cut this model; the message says why.
+    """
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in _FAMILIES or not hasattr(model, "get_output_embeddings"):
         raise ValueError(
@@ -103,22 +118,25 @@ def decoder_of(model: nn.Module) -> Decoder:
 
 
 class StageModule(nn.Module):
-    """What every pipeline stage has beside its modules. Its `forward` takes tokens (B, T) on the first stage, else
-    activations (B, T, C), and gives activations, or on the last stage logits, or with `targets` the loss. `positions`
-    (B, T) of documents every stage is given."""
+    """The interface of a pipeline stage.
+
+    Its `forward` takes tokens (B, T) on the first stage, else activations (B, T, C). It returns activations. The last
+    stage returns logits, or the loss if `targets` are given. Every stage gets the `positions` (B, T) of documents.
+    """
 
     hidden: int
-    """C"""
+    """C, the width of activations."""
     is_first: bool
     is_last: bool
     behind: list[nn.Module]
-    """What stands behind the blocks: on the last stage, the final norm and the head."""
+    """Modules after the blocks: the final norm and the head, on the last stage only."""
 
 
 class GPTStage(StageModule):
     """A pipeline stage of the built-in GPT."""
 
     def forward(self: Any, x: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Run this stage; see `StageModule`."""
         if self.is_first:
             x = self.embed(x, positions)
         rotation, starts = self.rotation(x, positions), self.starts(positions)
@@ -134,29 +152,43 @@ class DecoderStage(StageModule):
     """A pipeline stage of a Hugging Face decoder."""
 
     def forward(self: Any, x: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+        """Run this stage; see `StageModule`."""
         inputs = {"input_ids" if self.is_first else "inputs_embeds": x, "position_ids": positions, "use_cache": False}
         if not self.is_last:
             return self.base_model(**inputs)[0]
-        # The model's own forward moves labels by one place, but not those that are given as moved.
+        # The model shifts `labels` by one position, but not `shift_labels`, which are already shifted.
         inputs |= {"labels": targets, "shift_labels": targets}
         output = super().forward(**inputs)  # type: ignore[call-arg]  # of nn.Module, as a type checker sees it
         return output.logits if targets is None else output.loss
 
 
 def block_costs(model: nn.Module) -> tuple[list[float], float, float]:
-    """(parameters of each block, of what stands before the blocks, of what stands after them); `model` may be on meta.
+    """Return (parameters of each block, parameters before the blocks, parameters after the blocks). A tied embedding
+    counts on both sides.
 
-    A tied embedding stands on both sides. Raises ValueError, as `cut_model` does, for a model that cannot be cut.
+    Args:
+        model: The full model, possibly on meta.
+
+    Raises:
+        ValueError: The model cannot be cut.
     """
     blocks, before, after = _anatomy(model)
     return [_numel([block]) for block in blocks], _numel(before), _numel(after)
 
 
 def cut_model(model: nn.Module, counts: Sequence[int], stage: int) -> nn.Module:
-    """Pipeline stage `stage` (a StageModule, and of the model's class) when they take `counts` blocks each.
+    """Return one pipeline stage: a StageModule that is also of the model's class.
 
-    Parameters are those of `model`, with their names there; only the stage's own are in it. Tied embeddings are in the
-    first and in the last one. `model` stays as it is. Raises ValueError for a model that cannot be cut.
+    The stage has the parameters of `model`, under the same names, but only its own. Tied embeddings are on the first
+    and on the last stage. `model` does not change.
+
+    Args:
+        model: The full model, possibly on meta.
+        counts: Number of blocks of each stage.
+        stage: Index of the stage.
+
+    Raises:
+        ValueError: The model cannot be cut, or `counts` do not match its blocks.
     """
     blocks, _, after = _anatomy(model)
     if sum(counts) != len(blocks) or min(counts) < 1:
@@ -187,7 +219,7 @@ def cut_model(model: nn.Module, counts: Sequence[int], stage: int) -> nn.Module:
 
 
 def _anatomy(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
-    """(blocks, what stands before them, what stands after them)."""
+    """Return (blocks, modules before them, modules after them)."""
     if isinstance(model, GPT):
         head = model.embedding if model.head is None else model.head
         before: list[nn.Module] = [module for module in (model.embedding, model.positions) if module is not None]
@@ -201,7 +233,7 @@ def _numel(modules: Iterable[nn.Module]) -> float:
 
 
 def _cut_decoder(decoder: Decoder, own: range, *, is_first: bool, is_last: bool) -> Any:
-    """The model of `decoder` without what belongs to other stages, so that its own forward computes this one's part."""
+    """Return the decoder without the modules of other stages, so that its own forward computes this stage."""
     part, base = _fork(decoder.model), _fork(decoder.base)
     part._modules[decoder.base_name] = base
     config = copy.copy(decoder.model.config)
@@ -222,14 +254,14 @@ def _cut_decoder(decoder: Decoder, own: range, *, is_first: bool, is_last: bool)
 
 
 def _thinned(blocks: nn.ModuleList, own: range) -> nn.ModuleList:
-    """The blocks of `own` under the numbers that they have in the whole model."""
+    """Return the blocks in `own` under their numbers of the full model."""
     thin = _fork(blocks)
     thin._modules = {key: block for number, (key, block) in enumerate(blocks._modules.items()) if number in own}
     return thin
 
 
 def _fork(module: nn.Module) -> Any:
-    """Another module object with the same children, parameters and attributes, in dicts of its own."""
+    """Return a new module object with the same children, parameters and attributes, in separate dicts."""
     twin = module.__class__.__new__(module.__class__)
     twin.__dict__.update({k: v.copy() if isinstance(v, dict | set) else v for k, v in module.__dict__.items()})
     return twin

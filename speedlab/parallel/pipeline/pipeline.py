@@ -1,19 +1,19 @@
-"""The pipeline of one rank: carries out the actions of a plan over the rank's stages (arXiv:1811.06965).
+"""The pipeline of one rank: runs the actions of a plan on the rank's stages (arXiv:1811.06965).
 
-A step, with the numbers used below:
+A step, with the numbers that the code uses:
 
-1. Each rank goes through its plan: forwards, backwards (whole, or the halves of zero-bubble), sends and receives. Sends
-   wait for nobody; what a forward or backward needs is waited for where it is needed.
-2. Every forward and every backward of a micro-batch is a pass of the stage's Zero, so partitioned parameters are
-   gathered for each of them: this is ZeRO-3's price in a pipeline. Gradients stay on the rank until a stage's last
-   backward. So with partitioned gradients too, a rank holds a whole gradient of its stages during a step; what stages 2
-   and 3 save of it, they save between steps.
-3. In the last backward of a stage its gradients are summed over the dp ranks, unit by unit; those of the root unit only
-   when the rank has gone through its plan, because tied embeddings are summed between the first and the last stage
-   before, and the first one ends last.
+1. Each rank runs its plan: forwards, backwards (complete, or the halves of zero-bubble), sends and receives. Sends do
+   not wait. A forward or backward waits for its input only when it needs the input.
+2. Each forward and each backward of a micro-batch is a pass of the stage's Zero. So partitioned parameters are
+   gathered for each micro-batch: the price of ZeRO-3 in a pipeline. Gradients stay local until the last backward of a
+   stage. So a rank holds full gradients of its stages during a step, even if gradients are partitioned. Stages 2 and 3
+   save gradient memory only between steps.
+3. The last backward of a stage reduces its gradients over the dp ranks, unit by unit. The root unit waits until the
+   end of the plan: tied embeddings are first summed between the first and the last stage, and the first stage ends
+   last.
 
-torch.distributed.pipelining gives the orders and computes the halves of a backward. Its own loop is not used: it sends
-shapes as pickles, gives its messages no tags, and waits where nobody can measure it.
+torch.distributed.pipelining provides the orders and the halves of a backward. We do not use its loop: it sends shapes
+as pickles, sends messages without tags, and waits where no timer can measure the wait.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ Timing = Callable[[str], AbstractContextManager[object]]
 
 @dataclass
 class _Step:
-    """What a step is given, and what it has made so far."""
+    """The inputs of a step, and its results so far."""
 
     inputs: list[Tensor]
     labels: list[Tensor]
     positions: Sequence[Tensor | None]
     shape: tuple[int, ...]
-    """Of what goes between stages."""
+    """Shape of activations between stages."""
     scales: Sequence[float | Tensor]
     losses: dict[int, Tensor] = field(default_factory=dict)
-    """By micro-batch, where the last stage is."""
+    """Losses by micro-batch, on the last stage."""
     made: dict[int, Tensor] = field(default_factory=dict)
-    """What this rank has computed and not sent yet, by stage."""
+    """Outputs that are computed and not sent yet, by stage."""
 
 
 class Pipeline:
-    """This rank's pipeline stages, and their connections to the other pipeline ranks."""
+    """This rank's pipeline stages, and its connections to the other pipeline ranks."""
 
     def __init__(
         self,
@@ -76,15 +76,19 @@ class Pipeline:
         on_forward: Callable[[int], None] = lambda micro_batch: None,
         phase: Timing = lambda name: nullcontext(),
     ) -> None:
-        """Args:
-        stages: this rank's, first one first: stage s of the model is on pipeline rank s % pp. Each with its Zero.
-        group: the pipeline ranks of this rank's dp and tp index. Whoever made it reconnects it.
-        dtype: of activations between stages.
-        own_length: tokens of an activation between stages on this rank, of sequences of so many.
-        split_backward: whether zero-bubble computes the halves of a backward apart. Say no where blocks are
-            recomputed in backward or compiled: there, either half would do the work of both.
-        on_forward: called with the number of a micro-batch before each of its forwards in `train`.
-        phase: entered as phase("forward") and phase("backward") around what a step's parts take.
+        """Connect the stages. The caller, which created `group`, also reconnects it.
+
+        Args:
+            stages: This rank's stages, in model order. Stage s of the model is on pipeline rank s % pp.
+            zeros: The Zero of each stage.
+            group: The pipeline ranks with this rank's other coordinates.
+            schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble".
+            dtype: Dtype of activations between stages.
+            own_length: Returns the number of tokens of an activation on this rank, given the sequence length.
+            split_backward: Whether zero-bubble splits backwards into halves. Use False if blocks are recomputed in
+                backward or compiled: there, each half would do the work of both.
+            on_forward: Called with the micro-batch number before each forward of `train`.
+            phase: Entered as phase("forward") and phase("backward") around the parts of a step.
         """
         self.pp, self.index = group.size, group.index
         self.schedule = schedule
@@ -109,22 +113,22 @@ class Pipeline:
         self._first_tag = self._next_tag = 0
         self._arriving: dict[tuple[ActionKind, int, int], tuple[Tensor, Transfer]] = {}
         self._leaving: dict[tuple[ActionKind, int, int], Transfer] = {}
-        """Sends whose tensors must stay. On shared memory none: a message is copied when it is sent."""
+        """Pending sends, whose tensors must stay alive. Empty on shared memory, which copies a message at the send."""
         self._cut_off: list[object] = []
-        """What passes that raised had under way, which peers that are still in them may need."""
+        """Pending transfers of passes that raised. Peers that are still in these passes may need them."""
 
     @property
     def timeline(self) -> list[Span]:
-        """What this rank did in the last `train`, in order and without overlaps, from `began` on."""
+        """Spans of this rank in the last `train`, in order and without overlaps, relative to `began`."""
         return self._timeline.spans()
 
     @property
     def began(self) -> float:
-        """When the last `train` began, in seconds since the epoch."""
+        """Start of the last `train`, in seconds since the epoch."""
         return self._timeline.began
 
     def update(self) -> AbstractContextManager[object]:
-        """To be entered around the optimizer's update, which belongs to the timeline of the step."""
+        """Return a context for the optimizer's update, so that the timeline of the step includes the update."""
         return self._timeline.span("optimizer")
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -138,14 +142,21 @@ class Pipeline:
         micro_batches: int,
         scales: Sequence[float | Tensor],
     ) -> list[Tensor]:
-        """Forward and backward of all micro-batches; gradients of the sum of loss × scale are in the flats, summed over
-        the dp ranks, when this returns.
+        """Run forward and backward of all micro-batches. On return, the gradients of the sum of loss × scale are in
+        the flats, reduced over the dp ranks.
 
-        `tokens`, `targets`, `positions` of documents: (A·B, T) int64, the same on all pipeline ranks, in A =
-        `micro_batches` equal parts. Target t belongs to output t, also of Hugging Face's models.
-        `scales`: of each micro-batch, what its loss is multiplied with; only read where the last stage is.
-        Returns the losses by micro-batch where the last stage is, [] elsewhere.
-        Raises ValueError where the schedule does not exist for so many micro-batches.
+        Args:
+            tokens: (A·B, T) int64, the same on all pipeline ranks; split into A = `micro_batches` equal parts.
+            targets: (A·B, T) int64. Target t belongs to output t, also for Hugging Face models.
+            positions: (A·B, T) positions in documents.
+            micro_batches: A.
+            scales: Factor on the loss of each micro-batch; read only on the last stage.
+
+        Returns:
+            The losses by micro-batch on the last stage; [] on other stages.
+
+        Raises:
+            ValueError: The schedule does not exist for this number of micro-batches.
         """
         plan = self._training_plan(micro_batches)
         inputs = _parts(tokens, micro_batches)
@@ -162,14 +173,14 @@ class Pipeline:
             with self._phase("backward"):
                 for stage in self._stages.values():  # 3
                     stage.zero.reduce_root()
-            self._cut_off.clear()  # Every neighbour has sent something of this pass, so it has left those before.
+            self._cut_off.clear()  # Every neighbour has sent a message of this pass, so it has left the earlier passes.
         except Exception:
             self.abandon()
             raise
         return [step.losses[k] for k in sorted(step.losses)]
 
     def _carry_out(self, action: Action, step: _Step, *, sync: bool) -> None:
-        """In a function of its own, whose names let go of what they stand for when it ends."""
+        """Run one action. A separate function, so that its local variables release their tensors at its end."""
         kind, number, k = action
         if kind in _COMPUTED_BY:
             self._receive(action, step.shape)
@@ -187,7 +198,7 @@ class Pipeline:
                 step.made[number] = gradient
 
     def _last_kinds(self, number: int) -> tuple[ActionKind, ...]:
-        """The kinds of action that make a stage's gradients."""
+        """Return the kinds of action that compute a stage's parameter gradients."""
         first_half, second_half = self._stages[number].halves
         if second_half:
             return ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT
@@ -206,7 +217,7 @@ class Pipeline:
         kind, number, k = action
         stage = self._stages[number]
         if kind is not ActionKind.BACKWARD and not stage.halves[kind is ActionKind.BACKWARD_WEIGHT]:
-            return None  # The other half does it all.
+            return None  # The other half computes everything.
         with self._phase("backward"):
             gradient = None
             if not stage.module.is_last and (kind is not ActionKind.BACKWARD_WEIGHT or stage.module.is_first):
@@ -228,8 +239,17 @@ class Pipeline:
         *,
         micro_batches: int = 1,
     ) -> list[Tensor]:
-        """Forwards only: where the last stage is, the losses by micro-batch, or without `targets` the logits
-        (B, T, V); [] elsewhere. `tokens`, `targets`, `positions` as in `train`, of any size."""
+        """Run forwards only.
+
+        Args:
+            tokens: (A·B, T) int64, as in `train`, of any size.
+            targets: (A·B, T) int64; None: return logits.
+            positions: (A·B, T) positions in documents.
+            micro_batches: A.
+
+        Returns:
+            On the last stage: losses by micro-batch, or logits (B, T, V); [] on other stages.
+        """
         plan = forward_plan(pp=self.pp, chunks=len(self._stages), micro_batches=micro_batches)[self.index]
         inputs = _parts(tokens, micro_batches)
         labels = _parts_of(targets, micro_batches)
@@ -266,7 +286,7 @@ class Pipeline:
         return batch, self._own_length(length), self._hidden
 
     def _tag(self, sent: ActionKind, stage: int, micro_batch: int) -> int:
-        """The same on both sides, and another one in every step."""
+        """Return the message tag: equal on both sides, and different in every step."""
         way = 0 if sent is ActionKind.SEND_ACTIVATION else 1
         return (self._first_tag + (2 * micro_batch + way) * self._count + stage) % _TAGS
 
@@ -283,7 +303,7 @@ class Pipeline:
         self._leaving = {action: pending for action, pending in self._leaving.items() if not pending.over}
 
     def _receive(self, action: Action, shape: tuple[int, ...]) -> None:
-        """Make a place for what another rank sends, and go on."""
+        """Start to receive a message, without waiting."""
         kind, number, k = action
         sender = number + (-1 if kind is ActionKind.RECEIVE_ACTIVATION else 1)
         place = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -291,19 +311,20 @@ class Pipeline:
         self._arriving[action.kind, number, k] = place, pending
 
     def _arrived(self, kind: ActionKind, number: int, micro_batch: int) -> Tensor:
-        """Wait for what was sent to this stage."""
+        """Wait for a message of this stage."""
         place, pending = self._arriving.pop((kind, number, micro_batch))
         with self._timeline.span("wait", number, micro_batch):
             pending.wait()
             if kind is ActionKind.RECEIVE_GRADIENT:
-                # Its gradient is here, so the activation has arrived; not every backend says so by itself.
+                # The gradient arrived, so the activation has arrived at the next stage. Not every backend reports the
+                # end of a send by itself.
                 sent = self._leaving.pop((ActionKind.SEND_ACTIVATION, number, micro_batch), None)
                 if sent is not None:
                     sent.wait()
         return place
 
     def _take_tags(self, micro_batches: int) -> None:
-        """Tags of this step's own, however it ends: what a broken one has left is never taken for another's."""
+        """Reserve tags for this step, so that messages of a broken step are never received as messages of another."""
         self._first_tag = self._next_tag
         self._next_tag = (self._first_tag + 2 * self._count * micro_batches) % _TAGS
 
@@ -314,10 +335,11 @@ class Pipeline:
         self._leaving.clear()
 
     def abandon(self) -> None:
-        """After an exception: drop what is under way and all gradients of the step, on this rank.
+        """Drop the step on this rank after an exception: pending work and all gradients.
 
-        Messages that were started are let go on: gloo sends from this rank's memory when the receiver asks for it, and
-        a connection on which something comes that nobody has a place for any more reads nothing else."""
+        Messages that were started continue. gloo sends from this rank's memory when the receiver asks. And a
+        connection stops reading if a message arrives that no buffer waits for.
+        """
         self._cut_off += [*self._arriving.values(), *self._leaving.values()]
         self._arriving.clear()
         self._leaving.clear()
@@ -326,7 +348,7 @@ class Pipeline:
             stage.forget()
 
     def reconnect(self) -> None:
-        """The group and the Zeros have the present world's connections; a step that was cut off is forgotten."""
+        """Drop a step that was cut off. Call it after the group and the Zeros have reconnected."""
         self._arriving.clear()
         self._leaving.clear()
         self._cut_off.clear()

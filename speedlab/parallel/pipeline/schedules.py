@@ -1,7 +1,7 @@
-"""What each pipeline rank does in a step, in order: data, carried out by a plain loop.
+"""Pipeline schedules as data: the actions of each pipeline rank in a step, in order.
 
-GPipe and 1F1B are a few lines; interleaved 1F1B and zero-bubble are torch.distributed.pipelining's, which computes the
-order of all ranks in its schedules. Sends and receives are put in here, for all schedules alike.
+GPipe and 1F1B are a few lines. Interleaved 1F1B and zero-bubble come from torch.distributed.pipelining, whose
+schedules compute the order of all ranks. `with_transfers` adds sends and receives, for all schedules alike.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 
 class ActionKind(Enum):
-    """What an action does. The values are those of torch's and of the timeline."""
+    """The kind of an action. The values are those of torch and of the timeline."""
 
     FORWARD = "F"
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
-    """The first half of a backward: gradients of what the stage was given, which the stage before waits for."""
+    """First half of a backward: the gradient of the stage's input, which the previous stage waits for."""
     BACKWARD_WEIGHT = "W"
-    """The second half: gradients of the parameters, which nobody waits for."""
+    """Second half: the gradients of parameters. No other rank waits for them."""
     SEND_ACTIVATION = "SEND_F"
     RECEIVE_ACTIVATION = "RECV_F"
     SEND_GRADIENT = "SEND_B"
@@ -29,7 +29,7 @@ class ActionKind(Enum):
 
 
 class Action(NamedTuple):
-    """`stage` is the number of the pipeline stage in the whole model. Prints as in a grid: 2F0, 1RECV_B3."""
+    """One action. `stage` is the index of the pipeline stage in the full model. Prints as in a grid: 2F0, 1RECV_B3."""
 
     kind: ActionKind
     stage: int
@@ -44,9 +44,16 @@ Orders = list[list[Action]]
 
 
 def training_plan(schedule: str, *, pp: int, chunks: int, micro_batches: int) -> Orders:
-    """Every rank's actions of a training step, with their transfers. Stage s is on pipeline rank s % pp.
+    """Return every rank's actions of a training step, with transfers. Stage s is on pipeline rank s % pp.
 
-    Raises ValueError for numbers under which the schedule does not exist.
+    Args:
+        schedule: "gpipe", "1f1b", "interleaved" or "zero-bubble".
+        pp: Number of pipeline ranks.
+        chunks: Stages per rank.
+        micro_batches: Micro-batches per step.
+
+    Raises:
+        ValueError: The schedule does not exist for these numbers.
     """
     if schedule not in _ORDERS:
         raise ValueError(f"schedule {schedule!r} is not one of {', '.join(_ORDERS)}")
@@ -60,7 +67,13 @@ def training_plan(schedule: str, *, pp: int, chunks: int, micro_batches: int) ->
 
 
 def forward_plan(*, pp: int, chunks: int, micro_batches: int) -> Orders:
-    """Every rank's actions of an evaluation: forwards only."""
+    """Return every rank's actions of an evaluation: forwards only, with transfers.
+
+    Args:
+        pp: Number of pipeline ranks.
+        chunks: Stages per rank.
+        micro_batches: Number of micro-batches.
+    """
     orders = [
         [Action(ActionKind.FORWARD, chunk * pp + rank, k) for chunk in range(chunks) for k in range(micro_batches)]
         for rank in range(pp)
@@ -69,7 +82,16 @@ def forward_plan(*, pp: int, chunks: int, micro_batches: int) -> Orders:
 
 
 def check_micro_batches(schedule: str, *, pp: int, micro_batches: int) -> None:
-    """Raise ValueError, with the nearest numbers that work, unless the schedule exists for so many micro-batches."""
+    """Check that a schedule exists for a number of micro-batches.
+
+    Args:
+        schedule: Name of the schedule.
+        pp: Number of pipeline ranks.
+        micro_batches: Micro-batches per step.
+
+    Raises:
+        ValueError: The schedule does not exist; the message gives the nearest numbers that work.
+    """
     if micro_batches < 1:
         raise ValueError(f"{micro_batches} micro-batches; a pipeline has at least 1")
     if schedule in ("gpipe", "1f1b") or _in_rounds(pp, micro_batches):
@@ -89,7 +111,7 @@ def _in_rounds(pp: int, micro_batches: int) -> bool:
 
 
 def _gpipe(pp: int, _chunks: int, micro_batches: int) -> Orders:
-    """All forwards, then all backwards (arXiv:1811.06965)."""
+    """Return all forwards, then all backwards (arXiv:1811.06965)."""
     return [
         [Action(kind, rank, k) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for k in range(micro_batches)]
         for rank in range(pp)
@@ -97,8 +119,9 @@ def _gpipe(pp: int, _chunks: int, micro_batches: int) -> Orders:
 
 
 def _one_forward_one_backward(pp: int, _chunks: int, micro_batches: int) -> Orders:
-    """Each rank is as many forwards ahead as ranks follow it, then does forwards and backwards in turn
-    (arXiv:2104.04473, section 2.2)."""
+    """Return one forward and one backward in turn, after one forward for each rank that follows (arXiv:2104.04473,
+    section 2.2).
+    """
     orders = []
     for rank in range(pp):
         ahead = min(pp - 1 - rank, micro_batches)
@@ -112,10 +135,10 @@ def _one_forward_one_backward(pp: int, _chunks: int, micro_batches: int) -> Orde
 
 
 def _of_torch(schedule: str, pp: int, chunks: int, micro_batches: int) -> Orders:
-    # Imported here: it takes more than a second, because the compiler comes along.
+    # Imported here, because the import loads the compiler and takes more than a second.
     from torch.distributed import pipelining
 
-    # All that a schedule reads of a stage to compute the order of every rank.
+    # The attributes of a stage that a schedule reads to compute the orders of all ranks.
     stage: Any = SimpleNamespace(group_size=pp, group_rank=0, num_stages=pp * chunks, submod=None)
     made = getattr(pipelining, schedule)([stage] * chunks, micro_batches)
     return [
@@ -129,12 +152,12 @@ def _of_torch(schedule: str, pp: int, chunks: int, micro_batches: int) -> Orders
 
 
 def _interleaved(pp: int, chunks: int, micro_batches: int) -> Orders:
-    """Several stages on each rank, the pipeline wound round the ranks (arXiv:2104.04473, section 2.2)."""
+    """Return interleaved 1F1B: several stages per rank (arXiv:2104.04473, section 2.2)."""
     return _of_torch("ScheduleInterleaved1F1B", pp, chunks, micro_batches)
 
 
 def _zero_bubble(pp: int, chunks: int, micro_batches: int) -> Orders:
-    """Backwards in two halves, the second of which fills what would be a bubble (arXiv:2401.10241)."""
+    """Return backwards in two halves; the second halves fill the bubble (arXiv:2401.10241)."""
     return _of_torch("ScheduleInterleavedZeroBubble", pp, chunks, micro_batches)
 
 
@@ -147,11 +170,18 @@ _ORDERS = {
 
 
 def with_transfers(orders: Sequence[Iterable[Action]], *, stages: int) -> Orders:
-    """`orders` with sends and receives between ranks: a send at once after what is sent, and its receive at the place
-    that the other rank has come to by then, all ranks taking one action at a time.
+    """Add sends and receives to the orders of all ranks.
 
-    So two ranks start what passes between them in one order, and nobody waits for a receive that stands behind its own
-    waiting. Raises ValueError for orders in which ranks wait for each other in a circle.
+    A send directly follows the action that computes its message. Its receive is at the position that the other rank
+    has reached by then, if all ranks run one action at a time. So both ranks start their transfers in the same order.
+    And no rank waits for a message whose receive is later in its own plan.
+
+    Args:
+        orders: Actions of each rank, without transfers.
+        stages: Number of stages of the model.
+
+    Raises:
+        ValueError: The orders deadlock.
     """
     pp = len(orders)
     waiting = [deque(actions) for actions in orders]
@@ -176,12 +206,12 @@ def with_transfers(orders: Sequence[Iterable[Action]], *, stages: int) -> Orders
 
 
 def _as_whole(action: Action) -> Action:
-    """The first half of a backward is what others wait for, as if it were the whole."""
+    """Return the action that other ranks wait for: the first half of a backward counts as the full backward."""
     return action._replace(kind=ActionKind.BACKWARD) if action.kind is ActionKind.BACKWARD_INPUT else action
 
 
 def _needed(action: Action, stages: int) -> list[Action]:
-    """What must have been done on a neighbouring stage."""
+    """Return the actions of a neighbouring stage that must run before."""
     kind, stage, micro_batch = action
     if kind is ActionKind.FORWARD and stage > 0:
         return [Action(ActionKind.FORWARD, stage - 1, micro_batch)]
@@ -191,7 +221,7 @@ def _needed(action: Action, stages: int) -> list[Action]:
 
 
 def _transfer(action: Action, stages: int) -> tuple[Action, Action] | None:
-    """(send, receive) of what `action` makes for a neighbouring stage."""
+    """Return (send, receive) of the message that `action` computes for a neighbouring stage; None if there is none."""
     kind, stage, micro_batch = action
     if kind is ActionKind.FORWARD and stage < stages - 1:
         return (

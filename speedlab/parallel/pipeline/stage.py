@@ -1,4 +1,6 @@
-"""One pipeline stage on one rank: its forwards, and its backwards whole or in two halves, each a pass of its Zero."""
+"""One pipeline stage on one rank: forwards, and backwards in one or two halves. Each of these is a pass of the stage's
+Zero.
+"""
 
 from __future__ import annotations
 
@@ -19,34 +21,47 @@ class _Micro:
     """A micro-batch between its forward and the end of its backward."""
 
     given: Tensor | None
-    """The activation from the stage before; its gradient is what that one waits for."""
+    """Activation from the previous stage, which waits for the gradient of this activation."""
     made: Tensor
-    """The activation for the stage behind, or the loss."""
+    """Activation for the next stage, or the loss."""
 
 
 class PipelineStage:
-    """A stage's module, the Zero that drives it, and its micro-batches under way.
-
-    `split`: whether the halves of a backward are computed apart. Where they are not, the first one does it all.
-    """
+    """A stage's module, its Zero, and the micro-batches in progress."""
 
     def __init__(self, module: StageModule, zero: Zero, *, split: bool) -> None:
+        """Start without micro-batches.
+
+        Args:
+            module: The stage.
+            zero: The Zero of the module.
+            split: Whether backward runs in two halves. If not, the first half computes everything.
+        """
         self.module, self.zero = module, zero
-        # Nobody waits for gradients of tokens, so on the first stage the second half does it all.
+        # No stage needs gradients of tokens, so on the first stage the second half computes everything.
         self.split = split and not module.is_first
         self._micros: dict[int, _Micro] = {}
         self._put_off: dict[int, list[dict[str, Any]]] = {}
-        """Between the two halves of a backward: parameters, and what their gradients are computed from, as
-        torch.distributed.pipelining keeps them."""
+        """Between the two halves of a backward: parameters, and the inputs of their gradients, as
+        torch.distributed.pipelining stores them."""
 
     @property
     def halves(self) -> tuple[bool, bool]:
-        """Whether there is something to do in the (first, second) half of a backward."""
+        """Whether the (first, second) half of a backward computes anything."""
         return not self.module.is_first, self.split or self.module.is_first
 
     def forward(self, micro_batch: int, given: Tensor, targets: Tensor | None, positions: Tensor | None) -> Tensor:
-        """What the stage makes of `given`: an activation, or with `targets` on the last stage the loss, without a
-        graph; the graph is kept for the backward."""
+        """Run the forward of a micro-batch, and keep its graph for the backward.
+
+        Args:
+            micro_batch: Number of the micro-batch.
+            given: Tokens (B, T) on the first stage, else activations (B, T, C).
+            targets: (B, T), on the last stage.
+            positions: (B, T) of documents.
+
+        Returns:
+            The activation or, on the last stage, the loss; detached.
+        """
         x = given if self.module.is_first else given.requires_grad_()
         made = self.module(x, targets, positions)
         self._micros[micro_batch] = _Micro(None if self.module.is_first else x, made)
@@ -54,35 +69,61 @@ class PipelineStage:
 
     @torch.no_grad()
     def evaluate(self, given: Tensor, targets: Tensor | None, positions: Tensor | None) -> Tensor:
-        """The same without a graph; on the last stage logits without `targets`."""
+        """Run a forward without a graph.
+
+        Args:
+            given: Tokens (B, T) on the first stage, else activations (B, T, C).
+            targets: (B, T), on the last stage; None: return logits.
+            positions: (B, T) of documents.
+
+        Returns:
+            The activation or, on the last stage, the loss or the logits.
+        """
         made: Tensor = self.module(given, targets, positions)
         return made
 
     def backward(
         self, micro_batch: int, gradient: Tensor | None, *, scale: float | Tensor, sync: bool
     ) -> Tensor | None:
-        """The whole backward; returns the gradient of what was given. `gradient`: of what was made; None on the last
-        stage, where loss × `scale` is differentiated."""
+        """Run the full backward of a micro-batch.
+
+        Args:
+            micro_batch: Number of the micro-batch.
+            gradient: Gradient of the stage's output; None on the last stage, which differentiates loss × `scale`.
+            scale: Factor on the loss.
+            sync: Whether to reduce the gradients of parameters.
+
+        Returns:
+            The gradient of the stage's input; None on the first stage.
+        """
         micro = self._micros.pop(micro_batch)
         self.zero.begin_backward(sync=sync)
-        if micro.made.requires_grad:  # A first stage that is frozen as a whole has no graph.
+        if micro.made.requires_grad:  # A first stage that is fully frozen has no graph.
             torch.autograd.backward(*self._root(micro.made, gradient, scale))
         self.zero.end_backward(leave_root=True)
         return None if micro.given is None else micro.given.grad
 
     def backward_input(self, micro_batch: int, gradient: Tensor | None, *, scale: float | Tensor) -> Tensor | None:
-        """The first half; returns the gradient of what was given.
+        """Run the first half of a backward: the gradient of the stage's input.
 
-        Of what stands behind the blocks, it computes gradients of parameters too: a head that makes them together with
-        the loss hands them out once, and they cost little.
+        The modules after the blocks get their parameter gradients here, too. A head that computes these gradients
+        together with the loss returns them only once, and they cost little.
+
+        Args:
+            micro_batch: Number of the micro-batch.
+            gradient: Gradient of the stage's output; None on the last stage.
+            scale: Factor on the loss.
+
+        Returns:
+            The gradient of the stage's input.
         """
-        # Imported here: it takes more than a second, because the compiler comes along.
+        # Imported here, because the import loads the compiler and takes more than a second.
         from torch.distributed.pipelining._backward import stage_backward_input
 
         micro = self._micros.pop(micro_batch)
         assert micro.given is not None
         made, gradient = self._root(micro.made, gradient, scale)
-        # torch takes the graph off in place, which a view does not allow.
+        # stage_backward_input detaches its output in place, which a view does not allow.
         made = made.clone() if made._is_view() else made
         self.zero.begin_backward(sync=False)
         behind = {id(p): p for module in self.module.behind for p in module.parameters() if p.requires_grad}
@@ -94,21 +135,28 @@ class PipelineStage:
         except PeerLost:
             raise
         except RuntimeError as error:
-            # torch's own text only lists tensors; a PeerLost must stay one.
+            # torch's own error only lists tensors, so raise its cause. A PeerLost must keep its type.
             raise error.__cause__ or error from None
-        self.zero.collect()  # Several micro-batches' are added in the flat's dtype, not in the parameter's.
+        # Takes gradients now: micro-batches are summed in the flat's dtype, not in the parameter's.
+        self.zero.collect()
         self.zero.end_backward()
         return given
 
     def backward_weight(self, micro_batch: int, *, sync: bool) -> None:
-        """The second half. It goes unit by unit, so that no more than one is whole where parameters are partitioned."""
+        """Run the second half of a backward: gradients of parameters. It runs unit by unit, so that only one unit is
+        gathered at a time.
+
+        Args:
+            micro_batch: Number of the micro-batch.
+            sync: Whether to reduce the gradients.
+        """
         from torch.distributed.pipelining._backward import stage_backward_weight
 
         order = self.zero.backward_order
         turn = {id(p): number for number, unit in enumerate(order) for flat in unit.flats for p in flat.parameters}
         groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for group in self._put_off.pop(micro_batch):
-            if "grads" in group:  # else nothing flowed there
+            if "grads" in group:  # Without "grads", no gradient reached this group.
                 first = min(turn[id(node.variable)] for node in group["params"])
                 groups[order[first].name].append(group)
 
@@ -122,7 +170,7 @@ class PipelineStage:
         return (made * scale, None) if self.module.is_last else (made, gradient)
 
     def forget(self) -> None:
-        """Drop all micro-batches under way and what gradients they have left."""
+        """Drop all micro-batches in progress, and their gradients."""
         self._micros.clear()
         self._put_off.clear()
         self.zero.clear_gradients()

@@ -1,4 +1,4 @@
-"""What a pipeline rank did in a step, in spans that do not overlap."""
+"""The timeline of a pipeline rank in a step: spans that do not overlap."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class _Label(NamedTuple):
 
 
 class PhaseTimeline:
-    """Marks of when a rank turned to something else: by the clock on CPUs, by events on a GPU, which nothing waits
-    for."""
+    """Records when a rank changes its activity: host clock on CPUs, CUDA events on a GPU. No recording waits for the
+    GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -28,10 +29,10 @@ class PhaseTimeline:
         self._marks: list[tuple[float | torch.cuda.Event, _Label | None]] = []
         self._last: list[Span] = []
         self.began = 0.0
-        """Seconds since the epoch."""
+        """Start of the timeline, in seconds since the epoch."""
 
     def begin(self) -> None:
-        """Start anew; spans are counted from here."""
+        """Start a new timeline; span times are relative to this call."""
         self._keep_what_has_passed()
         self._under_way.clear()
         self._marks = []
@@ -40,7 +41,13 @@ class PhaseTimeline:
 
     @contextmanager
     def span(self, action: str, stage: int = -1, micro_batch: int = -1) -> Iterator[None]:
-        """The block is `action`; what is around it goes on afterwards, as a span of its own."""
+        """Record the block as `action`. Afterwards the outer action continues as a new span.
+
+        Args:
+            action: Name of the activity.
+            stage: Pipeline stage; -1: none.
+            micro_batch: Number of the micro-batch; -1: none.
+        """
         self._under_way.append(_Label(action, stage, micro_batch))
         self._mark(self._under_way[-1])
         try:
@@ -58,12 +65,14 @@ class PhaseTimeline:
         self._marks.append((stamp, label))
 
     def spans(self) -> list[Span]:
-        """The spans of the last step, in order; on a GPU that has not come to its end, those of the step before."""
+        """Return the spans of the last step, in order. If a GPU has not finished this step, return those of the step
+        before.
+        """
         self._keep_what_has_passed()
         return self._last
 
     def _keep_what_has_passed(self) -> None:
-        """Marks become spans once the last of them has passed."""
+        """Convert marks to spans, if the last mark has passed."""
         if not self._marks:
             return
         origin, last = self._marks[0][0], self._marks[-1][0]
