@@ -1,13 +1,13 @@
-"""Where every byte of a rank is: the ledger, from the storages the engine really holds, and an exact trace of
-activations.
+"""Memory ledger: where every byte of a rank is, from the storages that the engine holds.
 
-Looking at what a rank holds: the ledger, and an exact trace of activations.
+1. `ActivationTrace` measures the peak of activations exactly, by following storages.
+2. `PeakMemory` reads peaks of the allocator (CUDA) or the operating system (CPU).
+3. Allocator settings: whether glibc keeps freed memory.
+4. `measure_states`, `make_ledger` and `MemoryProbe` make the ledger.
+5. `MemoryMarks` records allocated bytes over a step, at the ends of its phases.
 
-Memory over the time of a step: what the allocator has given out at the ends of the step's phases.
-
-Nothing is made to wait: the allocator's own counters are read, on the host. On a GPU they are ahead of the device, as
-the host is. Only some steps are marked, one in a second at most, and so few that reading costs less than 1/400 of the
-time.
+Marks cause no sync: only host counters of the allocator are read, which on a GPU are ahead of the device. At most one
+step per second is marked, and reading costs less than 1/400 of the time.
 """
 
 from __future__ import annotations
@@ -40,13 +40,11 @@ from speedlab.telemetry.records import Ledger, MemoryMark
 
 
 class ActivationTrace(TorchDispatchMode):
-    """While active, follows every storage that is made; afterwards `peak_bytes` is the most that was alive at once.
+    """A trace of every storage created while it is active. `peak_bytes` is the largest total of live storages.
 
-    `activation_trace` makes one.
-
-    Storages in `known` (flats, parameters, buffers) are not counted, whether they were there before or were made
-    meanwhile, and none that are made while `follows` says no. What remains is what forward and backward make: saved
-    activations, logits, gradients between layers. A storage counts until it is freed or resized to nothing.
+    `activation_trace` makes one. It counts what forward and backward create: saved activations, logits, gradients
+    between layers. It skips storages in `known` (flat parameters, parameters, buffers), including those created
+    meanwhile, and storages created while `follows` returns False. A storage counts until it is freed or resized to 0.
     """
 
     def __init__(self, known: Callable[[], set[int]], follows: Callable[[], bool] = lambda: True) -> None:
@@ -54,9 +52,9 @@ class ActivationTrace(TorchDispatchMode):
         self._known_now, self._follows = known, follows
         self._known: set[int] = set()
         self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
-        """Identity of a storage → (itself, number of its event)."""
+        """Key of a storage → (weak reference, number of its event)."""
         self._events: list[tuple[int, int]] = []
-        """(number of the event in which a storage was made, bytes that are more now), in order of time."""
+        """(number of the event that created the storage, change in bytes), in order of time."""
         self.peak_bytes = 0
 
     def __enter__(self) -> ActivationTrace:
@@ -66,7 +64,7 @@ class ActivationTrace(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         known = self._known_now()
-        # Only now it is seen which of the storages that were made are moments or buffers of reductions.
+        # Only now it is known which new storages are moments or reduction buffers.
         others = {number for key, (_, number) in self._alive.items() if key in known}
         live = 0
         for number, more in self._events:
@@ -85,7 +83,7 @@ class ActivationTrace(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # True wraps the method above into something that imports torch's compiler when it is first called.
+        # With True, torch wraps the method above, and the first call imports the compiler.
         return False
 
     def _follow(self, tensor: Tensor) -> None:
@@ -103,7 +101,7 @@ class ActivationTrace(TorchDispatchMode):
 
 
 class _BesideCompiler(ActivationTrace):
-    """Where compiled code may call it: torch's compiler leaves the method alone."""
+    """A trace that compiled code may call: torch's compiler skips the method."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -114,13 +112,20 @@ class _BesideCompiler(ActivationTrace):
 
 
 def activation_trace(known: Callable[[], set[int]], follows: Callable[[], bool] = lambda: True) -> ActivationTrace:
-    """A trace to enter. Where nothing is compiled it does not load torch's compiler, which takes a rank a second."""
+    """Return a trace to enter.
+
+    Without compiled code it does not import torch's compiler, which costs a rank one second.
+
+    Args:
+        known: Returns keys of storages to skip.
+        follows: Returns whether to follow new storages now.
+    """
     kind = _BesideCompiler if "torch._dynamo" in sys.modules else ActivationTrace
     return kind(known, follows)
 
 
 class PeakMemory:
-    """The most memory that the allocator (CUDA) or the operating system (CPU) has reported since the last `take`."""
+    """The memory peak since the last `take`, from the allocator (CUDA) or the operating system (CPU)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -128,10 +133,11 @@ class PeakMemory:
         self._can_reset = os.access("/proc/self/clear_refs", os.W_OK)
 
     def take(self) -> tuple[int, int | None]:
-        """(peak bytes reported, peak bytes allocated to tensors), and start again.
+        """Return the peaks, and reset them.
 
-        CPU: the process's resident set without what it reads of its peers' shared memory, and None; CUDA: what the
-        allocator reserved, and what it gave out.
+        Returns:
+            (peak bytes reported, peak bytes allocated to tensors). CUDA: reserved by the allocator, and given out. CPU:
+            the resident set without peers' shared memory, and None.
         """
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_reserved(self._device), torch.cuda.max_memory_allocated(self._device)
@@ -150,22 +156,22 @@ class PeakMemory:
         line = next(line for line in text.splitlines() if line.startswith(field))
         if self._can_reset:
             try:
-                # 5 resets the high-water mark of the resident set (proc(5)); it costs microseconds.
+                # 5 resets the high-water mark of the resident set (proc(5)); this takes microseconds.
                 Path("/proc/self/clear_refs").write_text("5")
             except OSError:
-                self._can_reset = False  # Some containers forbid it; the present resident set is reported instead.
+                self._can_reset = False  # Some containers forbid this; the present resident set is reported instead.
         return int(line.split()[1]) * 1024 - _of_peers(text)
 
     @staticmethod
     def resident() -> int:
-        """Bytes of this process that are in memory now."""
+        """Return the resident bytes of this process now."""
         import psutil
 
         return psutil.Process().memory_info().rss
 
 
 def _of_peers(status: str) -> int:
-    """Bytes of the resident set that belong to other ranks: shared pages beyond this rank's own."""
+    """Return resident bytes that belong to other ranks: shared pages beyond this rank's own."""
     shared = next((line for line in status.splitlines() if line.startswith("RssShmem:")), "RssShmem: 0")
     return max(0, int(shared.split()[1]) * 1024 - arena().nbytes)
 
@@ -174,35 +180,37 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD, _MMAP_MAX = -3, -1, -4
 """Names of three settings of glibc's allocator (mallopt(3))."""
 
 _KEPT_BYTES, _LARGEST_KEPT_BYTES, _USUAL_MAPPINGS = 1 << 30, 32 << 20, 1 << 16
-"""Freed memory that a process keeps at the end of its heap; the largest block that comes from the heap as long as
-blocks may have mappings of their own, and of how many that is true unless somebody says otherwise."""
+"""Freed bytes that a process keeps at the end of its heap; largest block from the heap while mmap is allowed; default
+number of mappings.
+"""
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator of this process keep what training frees and takes again in every step.
+    """Make the allocator keep memory that every step frees and allocates again.
 
-    By default glibc gives it back to the system and the next step faults it in page by page: 5 to 10 % of a step on
-    CPUs. `release_freed_memory` gives it back when it is no longer needed. Nothing happens on other systems.
+    By default glibc returns it to the system, and the next step faults it in page by page: 5 to 10 % of a step on CPUs.
+    `release_freed_memory` returns it later. Does nothing on other systems.
     """
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL("libc.so.6")
-        library.mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)  # First: setting either ends its growing by itself.
+        # First, because setting either threshold stops its automatic growth.
+        library.mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
         library.mallopt(_TRIM_THRESHOLD, _KEPT_BYTES)
-        library.mallopt(_MMAP_MAX, 0)  # No threshold is above that: logits alone are larger.
+        library.mallopt(_MMAP_MAX, 0)  # No mmap at all, because logits alone exceed the largest possible threshold.
 
 
 _SPARING_BYTES = 256 << 10
-"""With less than that a block comes from the heap all the same: a mapping of its own costs microseconds."""
+"""Smaller blocks come from the heap in any case, because an own mapping costs microseconds."""
 
 _SETTLED_BYTES, _SETTLED_LARGEST_BYTES = 4 << 20, 2 << 20
-"""As the two above, of a sparing process whose lasting memory has its place."""
+"""As the two constants above, for a sparing process after its lasting memory is allocated."""
 
 _SETTLED_ROOM_BYTES = 128 << 20
-"""What has to be available for that: about twice what it was seen to cost, in holes between blocks."""
+"""Available bytes required for that: about twice the measured cost, in holes between blocks."""
 
 
 def give_freed_memory_back() -> None:
-    """Undo `keep_freed_memory`, where memory is what a training lacks: what is freed goes back to the system."""
+    """Undo `keep_freed_memory`: freed memory returns to the system. For runs that are short of memory."""
     with contextlib.suppress(OSError, AttributeError):
         library = ctypes.CDLL("libc.so.6")
         library.mallopt(_MMAP_THRESHOLD, _SPARING_BYTES)
@@ -212,15 +220,25 @@ def give_freed_memory_back() -> None:
 
 
 def suit_allocator(device: torch.device, *, sparing: bool) -> None:
-    """What a CPU rank's process does with freed memory: keep it, or be `sparing`."""
+    """Choose what a CPU rank's process does with freed memory.
+
+    Args:
+        device: The device of this rank; only CPUs change.
+        sparing: True returns freed memory to the system, False keeps it.
+    """
     if device.type == "cpu":
         (give_freed_memory_back if sparing else keep_freed_memory)()
 
 
 def settle_allocator(device: torch.device) -> None:
-    """After the first step of a sparing process: what lasts has been allocated, in between what was freed, and can no
-    longer pin it. From now on a little of what each step frees and takes again is kept: faulting all of it in took a
-    fifth of a step whose states are on disk. Nothing changes where memory is too short for it."""
+    """Let a sparing process keep a little freed memory, after its first step.
+
+    Lasting memory is allocated now, so freed blocks cannot pin it. Without this, page faults took a fifth of a step
+    with states on disk. Changes nothing if memory is too short.
+
+    Args:
+        device: The device of this rank; only CPUs change.
+    """
     if device.type == "cpu" and memory_bytes()[1] > _SETTLED_ROOM_BYTES:
         with contextlib.suppress(OSError, AttributeError):
             library = ctypes.CDLL("libc.so.6")
@@ -229,7 +247,11 @@ def settle_allocator(device: torch.device) -> None:
 
 
 def release_freed_memory(device: torch.device) -> None:
-    """Give freed memory back to the system and the device now."""
+    """Return freed memory to the system and the device now.
+
+    Args:
+        device: The device of this rank.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):
@@ -237,12 +259,22 @@ def release_freed_memory(device: torch.device) -> None:
 
 
 def storage_bytes(tensor: Tensor | None) -> int:
-    """Bytes that the tensor's storage really holds now (0 when it was released)."""
+    """Return the bytes that the tensor's storage holds now; 0 if it was released.
+
+    Args:
+        tensor: A tensor or None.
+    """
     return 0 if tensor is None else tensor.untyped_storage().nbytes()
 
 
 def known_storages(buffers: Iterable[Tensor], flats: Iterable[FlatParam], optimizer: PartitionedOptimizer) -> set[int]:
-    """Identities of the storages that other ledger categories count; those of `buffers`, and what flats hold."""
+    """Return keys of the storages that other ledger categories count.
+
+    Args:
+        buffers: Buffers of the model and of the engine.
+        flats: The flat parameters.
+        optimizer: Holds the moments.
+    """
     tensors: list[Tensor | None] = [*buffers]
     for flat in flats:
         tensors += [flat.full, flat.shard, flat.master]
@@ -254,22 +286,38 @@ def known_storages(buffers: Iterable[Tensor], flats: Iterable[FlatParam], optimi
 
 
 def measure_states(buffers: Iterable[Tensor], zeros: Iterable[Zero], optimizer: PartitionedOptimizer) -> dict[str, int]:
-    """Bytes of parameters, gradients, master weights and moments that this rank keeps on its device between steps: of
-    each state that the placement table has there, what its storages really hold."""
+    """Measure states that this rank keeps on its device between steps.
+
+    Args:
+        buffers: Buffers of the model.
+        zeros: The partitioners of the model parts.
+        optimizer: Holds the moments.
+
+    Returns:
+        Bytes of parameters, gradients, master weights and moments, by category: the real size of their storages.
+    """
     sizes = dict.fromkeys(STATE_CATEGORIES.values(), 0)
     sizes["parameters"] = sum(buffer.nbytes for buffer in buffers)
     for flat, state, home in _homes(zeros):
         if home.where is MemoryKind.DEVICE:
             tensors = _tensors_of(state, flat, optimizer)
             nbytes = sum(storage_bytes(tensor) for tensor in tensors)
-            if home.form == EIGHT_BITS:  # The tensors have values in an update only.
+            if home.form == EIGHT_BITS:  # The decoded tensors exist only during an update.
                 nbytes = sum(kept.nbytes for kept in _kept(state, flat))
             sizes[STATE_CATEGORIES.get(state, "gradients")] += nbytes
     return sizes
 
 
 def measure_offloaded(zeros: Iterable[Zero], where: MemoryKind) -> dict[str, int]:
-    """Bytes of the same categories that this rank keeps at a place other than its device; {} where it keeps nothing."""
+    """Measure states that this rank keeps off its device.
+
+    Args:
+        zeros: The partitioners of the model parts.
+        where: The kind of memory.
+
+    Returns:
+        Bytes by the same categories; {} without any.
+    """
     sizes: dict[str, int] = {}
     for flat, state, home in _homes(zeros):
         if home.where is where:
@@ -288,13 +336,13 @@ def _homes(zeros: Iterable[Zero]) -> Iterator[tuple[FlatParam, str, StatePlaceme
 
 
 def _kept(state: str, flat: FlatParam) -> Iterable[OffloadedState]:
-    """What keeps a state of a flat that lies away."""
+    """Return the stores of an offloaded state of a flat parameter."""
     if state == "gradient":
         return (
             [flat.gradient.offloaded.kept] if flat.gradient is not None and flat.gradient.offloaded is not None else []
         )
     if state == "moments":
-        # A copy: an update beside this step may make the first ones now.
+        # A copy, because a delayed update may add the first states now.
         return [away.kept for name, away in list(flat.offloaded.items()) if name not in ("parameter", "master")]
     if state == "waiting":
         return [flat.gradient.waiting.kept] if flat.gradient is not None and flat.gradient.waiting is not None else []
@@ -302,14 +350,17 @@ def _kept(state: str, flat: FlatParam) -> Iterable[OffloadedState]:
 
 
 def _tensors_of(state: str, flat: FlatParam, optimizer: PartitionedOptimizer) -> Iterable[Tensor]:
-    """What holds a state of a flat between steps. A partition may be a slice of a whole that is kept: its storage."""
+    """Return the tensors of a state between steps.
+
+    A partition may be a slice of a whole storage, which counts whole.
+    """
     if state == "parameter":
         return [flat.shard]
     if state == "master":
         return [flat.master]
     if state == "secondary":
         return [] if flat.secondary is None else [flat.secondary.shard]
-    assert flat.gradient is not None  # Frozen rows have no other states.
+    assert flat.gradient is not None  # Frozen parameters have no other states.
     if state == "moments":
         return optimizer.states_of(flat).values()
     return [flat.gradient.partition if state == "gradient" else flat.gradient.kept[state]]
@@ -326,10 +377,19 @@ def make_ledger(
     away: Mapping[MemoryKind, dict[str, int]] | None = None,
     capacities: Mapping[MemoryKind, int] | None = None,
 ) -> Ledger:
-    """The ledger at the peak of a step: categories that sum to what was reported, the rest as other framework memory.
-    `away`: what lies at other places, with the `capacities` of these; on a CPU the host's is no longer the device's.
+    """Return the ledger at the peak of a step.
 
-    `activations` is the last exact trace; where an allocator counts every byte, its peak gives the better figure.
+    Categories sum to the reported bytes; the rest is other framework memory.
+
+    Args:
+        states: Bytes of states on the device, by category.
+        activations: Bytes of the last exact trace. An allocator that counts every byte gives a better figure.
+        buffers: Peak bytes of communication buffers.
+        peak: From `PeakMemory.take`.
+        outside: Bytes that the process held before the engine.
+        device: The device of this rank.
+        away: Bytes off the device by memory kind and category. On a CPU, host memory is then not the device's.
+        capacities: Bytes of these memories.
     """
     reported, allocated = peak
     if allocated is not None:
@@ -360,26 +420,31 @@ def make_ledger(
 
 
 class MemoryProbe:
-    """The memory of one rank, and what was last measured of its activations."""
+    """The memory measurements of one rank, with the last traced activations."""
 
     def __init__(self, state: TrainingState, *, outside_bytes: int) -> None:
-        """`outside_bytes`: what the process held before the engine was built."""
+        """Start measuring.
+
+        Args:
+            state: The training state.
+            outside_bytes: Bytes that the process held before the engine was built.
+        """
         self._state, self._outside_bytes = state, outside_bytes
         self._peak = PeakMemory(state.world.device)
         self._activation_bytes = 0
 
     @contextmanager
     def trace_activations(self) -> Iterator[None]:
-        """Measure the activations of what is done inside exactly; it is slower. Later ledgers carry the figure on."""
+        """Measure the activations of the code inside exactly. This is slower. Later ledgers reuse the figure."""
 
         def known() -> set[int]:
             state = self._state
             lent = [buffer for group in state.mesh.groups for buffer in group.idle_buffers]
-            # On CPUs what the host keeps is used where it is, and no activation either.
+            # On CPUs, states in host memory are used in place, and are no activations either.
             away = state.stores.in_memory
             return known_storages([*state.buffers, *lent, *away], state.flats, state.partitioned_optimizer)
 
-        def follows() -> bool:  # What an optimizer makes in its first step are moments.
+        def follows() -> bool:  # Storages that an optimizer creates in its first step are moments.
             traffic = self._state.traffic
             return traffic.phase != "optimizer" and not traffic.encoding
 
@@ -388,7 +453,7 @@ class MemoryProbe:
         self._activation_bytes = trace.peak_bytes
 
     def ledger(self) -> Ledger:
-        """Bytes by category at the peak since the last call."""
+        """Return bytes by category at the peak since the last call."""
         state = self._state
         away = {where: measure_offloaded(state.zeros, where) for where in state.stores.made}
         if staging := state.stores.take_staging_peak():
@@ -405,21 +470,21 @@ class MemoryProbe:
         )
 
     def start_anew(self) -> None:
-        """Peaks of before count no more."""
+        """Reset the peak."""
         self._peak.take()
 
 
 MOST_MARKS = 128
-"""Of one step; of many micro-batches the first ones are marked."""
+"""Largest number of marks in a step. With many micro-batches only the first ones are marked."""
 _SECONDS = 1.0
 _MOST_SECONDS = 3e-3
-"""Of a processor, that reading may take in one step: a heap in very many pieces is counted slowly, and then left."""
+"""Processor time for reading in one step: reading a fragmented heap is slow, and then stops."""
 _SPARING = 400
-"""Times the time that reading took pass until the next step is marked."""
+"""The next marked step starts after this many times the time that reading took."""
 
 
 class MemoryMarks:
-    """Of one rank. A step begins with `begin`, and `take` has its marks."""
+    """The allocated bytes of one rank over a step. `begin` starts a step, and `take` returns its marks."""
 
     def __init__(
         self,
@@ -427,21 +492,31 @@ class MemoryMarks:
         clock: Callable[[], float] = time.perf_counter,
         work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`work_clock`: tells a thread's time on its processor, which does not grow while others have that."""
+        """Start without marks.
+
+        Args:
+            device: The device of this rank.
+            clock: Wall-clock time in seconds.
+            work_clock: Processor time of the thread in seconds, which does not grow while other threads run.
+        """
         self._device, self._clock, self._work_clock = device, clock, work_clock
         self._found: list[MemoryMark] | None = None
         """None in a step that is not marked."""
         self._began = self._due = self._spent = 0.0
 
     def begin(self) -> None:
-        """A step begins now."""
+        """Start a step."""
         self._began = now = self._clock()
         self._found = [] if now >= self._due else None
         self._spent = 0.0
         self.note("start")
 
     def note(self, phase: str) -> None:
-        """A phase has ended."""
+        """Mark the end of a phase.
+
+        Args:
+            phase: Name of the phase.
+        """
         if self._found is None or len(self._found) >= MOST_MARKS or self._spent > _MOST_SECONDS:
             return
         before = self._work_clock()
@@ -450,11 +525,11 @@ class MemoryMarks:
         self._spent += self._work_clock() - before
 
     def drop(self) -> None:
-        """What has been marked since `begin` is no step's: the next one is marked in its place."""
+        """Drop the marks since `begin`, which belong to no step. The next step is marked instead."""
         self._found = None
 
     def take(self) -> list[MemoryMark]:
-        """Those of the step that ends; [] where it is not marked."""
+        """Return the marks of the step that ends; [] if it is not marked."""
         if self._found is None:
             return []
         self._due = self._began + max(_SECONDS, _SPARING * self._spent)
@@ -462,8 +537,14 @@ class MemoryMarks:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """What is given out now: CUDA: to tensors; CPU: to the process by its heap, and to it of shared memory. 0 where
-    nobody counts."""
+    """Return the bytes allocated now.
+
+    Args:
+        device: CUDA: bytes of tensors. CPU: bytes of the process heap plus its own shared memory.
+
+    Returns:
+        The bytes; 0 if the system has no counter.
+    """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     heap = _heap()
@@ -474,7 +555,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 class _Heap(ctypes.Structure):
-    """What mallinfo2(3) tells."""
+    """The result struct of mallinfo2(3)."""
 
     _fields_ = [(f"other{i}", ctypes.c_size_t) for i in range(4)]  # ctypes reads it so
     _fields_ += [("mapped", ctypes.c_size_t), ("other4", ctypes.c_size_t), ("other5", ctypes.c_size_t)]
@@ -483,7 +564,7 @@ class _Heap(ctypes.Structure):
 
 @functools.cache
 def _heap() -> Callable[[], _Heap] | None:
-    """glibc's counters, since version 2.33; None on other systems."""
+    """Return glibc's counters (version 2.33 or later); None on other systems."""
     try:
         mallinfo2 = ctypes.CDLL("libc.so.6").mallinfo2
     except (OSError, AttributeError):

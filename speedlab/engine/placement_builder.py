@@ -1,9 +1,9 @@
-"""Filling the placement table: from units, tensor parallelism and the layout to a row for each parameter.
+"""Build the placement table: one row per parameter, from units, tensor parallelism and the layout.
 
-Whether states that go to a disk have room there: known by all ranks before anything is made or moved.
-
-The groups that a run's flats travel over: the dp ranks, and where the configuration asks for it how they lie on
-hosts (ZeRO++, arXiv:2306.10209).
+1. `zero_policy_of` and `needs_of` read the configuration.
+2. `place_parameters` makes the rows of one pipeline stage.
+3. `refuse_without_room` checks disk space for offloaded states, on all ranks, before anything is made or moved.
+4. `comm_groups_of` makes the groups of collectives: the dp ranks, and groups by host for ZeRO++ (arXiv:2306.10209).
 """
 
 from __future__ import annotations
@@ -37,7 +37,13 @@ from speedlab.placement import (
 
 
 def zero_policy_of(config: RunConfig, *, dp: int, device: str) -> ZeroPolicy:
-    """Who holds the states of a run's flats, and where, with `dp` ranks on devices of a kind."""
+    """Return which ranks hold the states of flat parameters, and in which memory.
+
+    Args:
+        config: The configuration of the run.
+        dp: Number of data-parallel ranks.
+        device: Kind of device, for example "cuda".
+    """
     return ZeroPolicy.of_stage(
         config.zero.stage,
         dp,
@@ -53,7 +59,12 @@ def zero_policy_of(config: RunConfig, *, dp: int, device: str) -> ZeroPolicy:
 
 
 def needs_of(config: RunConfig, mesh: Mesh) -> RequiredForms:
-    """What a run asks of the forms in which its optimizer is given parameters."""
+    """Return the parameter forms that a run needs from its optimizer.
+
+    Args:
+        config: The configuration of the run.
+        mesh: The process groups.
+    """
     zero_policy = zero_policy_of(config, dp=mesh.gather.size, device=mesh.device.type)
     settings = {
         f"offload.optimizer {config.offload.optimizer!r}": zero_policy.states_at is not MemoryKind.DEVICE,
@@ -85,16 +96,20 @@ def place_parameters(
     kept: Mapping[str, StatePlacement] | None = None,
     optimizer_reduces: bool = False,
 ) -> Placement:
-    """The rows of one pipeline stage on this rank; its parameters are still whole, and may be on meta.
+    """Return the placement of one pipeline stage on this rank. Its parameters are still whole, and may be on `meta`.
 
     Args:
-        tied: names of parameters that the first and the last pipeline stage both hold.
-        groups: id of a parameter → index of its optimizer group.
-        dtypes: id of a parameter → what it computes in.
-        precision: as what masters and moments are kept.
-        accumulation: micro-batches of a step. The gradients of several are summed in float32.
-        kept: what stays beside gradients from step to step.
-        optimizer_reduces: whether the optimizer may sum gradients itself; these are in float32.
+        plans: The units of the stage.
+        tensor: The tensor parallelism of the stage.
+        mesh: The process groups.
+        tied: Names of parameters that the first and the last pipeline stage both hold.
+        groups: Id of a parameter → index of its parameter group.
+        zero_policy: Which ranks hold which states.
+        dtypes: Id of a parameter → its compute dtype.
+        precision: Formats of masters and moments.
+        accumulation: Micro-batches of a step. Gradients of several are summed in float32.
+        kept: Extra tensors per gradient that persist between steps.
+        optimizer_reduces: Whether the optimizer may reduce gradients itself; these are float32.
     """
     layout = mesh.layout
     rows = []
@@ -126,12 +141,12 @@ def place_parameters(
 
 
 def _spread(layout: Layout) -> tuple[str]:
-    """The name of the ranks that ZeRO partitions over, as one."""
+    """Return one name for the ranks that ZeRO partitions over."""
     return (" × ".join(axis for axis in REPLICATED if layout.size(axis) > 1 or axis == "dp"),)
 
 
 def _answering(layout: Layout, rank: int, tensor_index: int, tied: bool) -> int:
-    """The rank, of this rank's dp index, that answers for a parameter."""
+    """Return the rank, of this rank's dp index, that writes and counts a parameter."""
     place = layout.coordinates(rank) | {"tp": tensor_index}
     return layout.rank(**(place | {"pp": 0} if tied else place))
 
@@ -144,7 +159,7 @@ def _forms(dtype: torch.dtype, trainable: bool, precision: PrecisionConfig, *, w
     if trainable_in_low_precision(dtype):
         forms["gradient"] = "float32" if wide else name
         forms["moments"] = "float32"
-        # What has no master is rounded stochastically, which bfloat16 alone has a kernel for.
+        # Without a master, values are rounded stochastically; only bfloat16 has a kernel for this.
         if precision.masters == "float32" or dtype is not torch.bfloat16:
             forms["master"] = "float32"
     if precision.moments == EIGHT_BITS and dtype.itemsize <= 4:
@@ -153,15 +168,25 @@ def _forms(dtype: torch.dtype, trainable: bool, precision: PrecisionConfig, *, w
 
 
 def offload_folder(config: RunConfig) -> Path:
-    """Where states on disk have their files: beside the runs, unless the caller says. They have no names."""
+    """Return the folder of states on disk: next to the runs, unless configured. The files have no names.
+
+    Args:
+        config: The configuration of the run.
+    """
     if config.offload.folder is not None:
         return config.offload.folder.expanduser()
     return config.folder if config.folder.is_dir() else Path.cwd()
 
 
 def more_on_disk(placement: Placement, wanted: ZeroPolicy, *, dp: int, moments: int) -> int:
-    """Bytes that this rank will have on disk, where states are placed as `wanted`, beyond what it has there.
-    `moments`: how many an element has."""
+    """Return the additional bytes that this rank will have on disk.
+
+    Args:
+        placement: The present placement.
+        wanted: The planned policy.
+        dp: Number of data-parallel ranks.
+        moments: Number of moments per element.
+    """
     needed, had = (
         table.bytes_at(MemoryKind.DISK, dp=dp, moments=moments) for table in (placement.moved(wanted), placement)
     )
@@ -169,8 +194,16 @@ def more_on_disk(placement: Placement, wanted: ZeroPolicy, *, dp: int, moments: 
 
 
 def refuse_without_room(needed: int, stores: StoreRegistry, everyone: Group) -> None:
-    """Raises ConfigError, on all ranks alike, where so many bytes more of this rank's states find no room on its disk,
-    or the folder is of no use. Collective."""
+    """Check free disk space for more states. Collective.
+
+    Args:
+        needed: Additional bytes of this rank on disk.
+        stores: The stores of this rank.
+        everyone: All ranks.
+
+    Raises:
+        ConfigError: On all ranks, if space is too small or the folder is unusable.
+    """
     if not any(everyone.collect(needed)):
         return
     told = everyone.collect(_own(stores, needed))
@@ -188,7 +221,7 @@ def refuse_without_room(needed: int, stores: StoreRegistry, everyone: Group) -> 
 
 
 def _own(stores: StoreRegistry, needed: int) -> list[object]:
-    """[host, disk, folder, bytes needed, bytes free, what is wrong] of this rank."""
+    """Return [host, disk, folder, bytes needed, bytes free, problem] of this rank."""
     host = os.uname().nodename
     if not needed:
         return [host, -1, "", 0, 0, ""]
@@ -201,16 +234,20 @@ def _own(stores: StoreRegistry, needed: int) -> list[object]:
 
 
 def comm_groups_of(config: RunConfig, mesh: Mesh) -> ZeroCommGroups:
-    """The groups of this rank's flats. Collective over all ranks.
+    """Make the process groups of this rank's flat parameters. Collective over all ranks.
 
-    Raises ConfigError, on all ranks, where the ranks of a group lie on hosts in a way that does not go with what is
-    asked for.
+    Args:
+        config: The configuration of the run.
+        mesh: The process groups of the layout.
+
+    Raises:
+        ConfigError: On all ranks, if the hosts of a group do not fit the configuration.
     """
     zero = config.zero
     if mesh.gather.size == 1 or not (zero.quantized_gradients or zero.secondary_partition):
         return ZeroCommGroups(gather=mesh.gather, reduce=mesh.reduce)
     hosts = hosts_of(mesh.gather)
-    # All ranks make equally many groups, or none.
+    # All ranks make the same number of groups, or none.
     every = [list(map(len, each)) for each in mesh.everyone.collect(hosts)]
     for counts in every:
         if problem := unequal_problem(counts) or secondary_problem(zero.secondary_partition, counts[0]):

@@ -1,4 +1,4 @@
-"""The learning rate over the steps, as a torch scheduler."""
+"""Learning-rate schedule, as a torch scheduler."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from speedlab.config import RunConfig, ScheduleConfig
 
 
 def rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:
-    """Share of the top rate that step `step` (from 0) of `steps` uses: linear warm-up, then a cosine or a line
-    to the floor, or constant."""
+    """Return the share of the top rate: linear warm-up, then cosine or linear decay to the floor, or constant.
+
+    Args:
+        config: The `schedule` section of the configuration.
+        step: Number of the step, from 0.
+        steps: Number of steps of the run.
+    """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.kind == "constant":
@@ -23,13 +28,23 @@ def rate_factor(config: ScheduleConfig, step: int, steps: int) -> float:
 
 
 def make_schedule(config: ScheduleConfig, optimizer: Optimizer, steps: int) -> LambdaLR:
-    """A scheduler that multiplies each group's rate by `rate_factor`."""
+    """Return a scheduler that multiplies each group's rate by `rate_factor`.
+
+    Args:
+        config: The `schedule` section of the configuration.
+        optimizer: The torch optimizer.
+        steps: Number of steps of the run.
+    """
     return LambdaLR(optimizer, lambda step: rate_factor(config, step, steps))
 
 
 def follow_schedule(scheduler: LambdaLR, config: RunConfig) -> None:
-    """Let a run's rate be that of its present configuration, whose number of steps may have changed, from the next step
-    on. It changes nothing where it is."""
+    """Set a scheduler to the present configuration, from the next step on; the number of steps may have changed.
+
+    Args:
+        scheduler: A scheduler from `make_schedule`.
+        config: The configuration of the run.
+    """
     scheduler.lr_lambdas = [lambda step: rate_factor(config.schedule, step, config.steps)] * len(scheduler.base_lrs)
     rates = [base * scheduler.lr_lambdas[0](scheduler.last_epoch) for base in scheduler.base_lrs]
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):

@@ -1,21 +1,22 @@
-"""Two phases of a training on slow networks (arXiv:2102.02888): Adam's moments for a while, then momenta as signs over
-a variance that stays as it is. What is made of them is the optimizer's (`onebit`, `onebit_lamb`).
+"""1-bit Adam for slow networks (arXiv:2102.02888): a warm-up, then momenta as signs with a frozen variance.
 
-1. Warm-up: the plain optimizer to the bit; the engine sums gradients, and clips them. It ends after `freeze_step`
-   updates, or when the variance is steady: its sum, corrected for its start at 0, changes by less than 1 - `steady`
-   within 1 / (1 - beta2) updates in which the learning rate did not rise (section 7.1 has .96 and the same distance).
-2. The variance is frozen: corrected for its start, and not below `variance_floor`² of what its parameter has in the
-   mean, because an element that was hardly used would be thrown about by signs that are its neighbours'. What had no
-   gradient at all in the warm-up has no rate, and is not trained from then on: its variance is infinite.
-3. From then on, with n ranks, gradients gᵢ of each, moment m and frozen variance v:
-   mᵢ = beta1 m + (1 - beta1) gᵢ;  m = the mean of mᵢ, as signs with error feedback on both sides (`SignMeans`).
-   Nothing is clipped: the norm of the sum is known to nobody. Of one rank, and with compression "none", m is exact.
+`WarmupThenCompressed` is the base of `OneBitAdam` here and of 1-bit LAMB (`onebit_lamb.py`):
 
-Between two steps a rank keeps its own error plus beta1 m ("carried", the whole flat), which is all that the next
-exchange wants of both, and the error of the mean that it serves ("server_error", its partition). Where states are
-partitioned, 3 is another one and so is what is kept: `to_owners`.
+1. Warm-up: the plain optimizer to the bit. The engine reduces and clips gradients. It ends after `freeze_step` updates,
+   or when the variance is steady: its bias-corrected sum changes by less than 1 - `steady` within 1 / (1 - beta2)
+   updates in which the learning rate did not rise (section 7.1 uses .96 and the same interval).
+2. The variance is bias-corrected and frozen. Its floor is `variance_floor`² times the squared mean root of its
+   parameter, because a rarely used element would move too far by the magnitude of its neighbours' signs. An element
+   without any gradient in the warm-up gets an infinite variance (rate 0) and is not trained later.
+3. Later, with n ranks, their gradients gᵢ, momentum m and frozen variance v:
+   mᵢ = beta1 m + (1 - beta1) gᵢ;  m = mean of mᵢ, as signs with error feedback on both sides (`SignMeans`).
+   Nothing is clipped, because no rank knows the norm of the sum. With one rank, or compression "none", m is exact.
 
-1-bit Adam (arXiv:2102.02888): AdamW in the warm-up, then, with the mean momentum m and the frozen variance v,
+Between two steps a rank keeps its own error plus beta1 m ("carried", the whole flat parameter), which is all that the
+next exchange needs of both, and the error of the mean that it serves ("server_error", its partition). With partitioned
+states, `sharded_sign_compression.py` replaces step 3 and these tensors.
+
+`OneBitAdam`: AdamW in the warm-up. Then, with the mean momentum m and the frozen variance v,
 p -= lr (weight_decay p + m / (1 - beta1ᵗ) / (√v + eps)).
 """
 
@@ -41,9 +42,11 @@ CARRIED = "carried"
 
 
 class WarmupThenCompressed(ShardedSignCompression):
-    """An optimizer whose momenta travel as signs once the variance is frozen. The phase is in each of `param_groups`,
-    so that checkpoints have it: `updates` so far, `frozen_at` (None: warm-up), and `variance` and `rate` of the last
-    look."""
+    """An optimizer that exchanges momenta as signs after the variance is frozen.
+
+    Each parameter group stores the phase, so that checkpoints contain it: `updates` so far, `frozen_at` (None in the
+    warm-up), and `variance` and `rate` of the last check.
+    """
 
     kept: ClassVar[Mapping[str, StatePlacement]] = {
         CARRIED: StatePlacement(holders=Replication.OWN, form="float32"),
@@ -60,15 +63,20 @@ class WarmupThenCompressed(ShardedSignCompression):
 
     @property
     def communicates(self) -> bool:
-        """Whether the variance is frozen."""
+        """Return whether the variance is frozen."""
         return self.param_groups[0]["frozen_at"] is not None
 
     def begin_anew(self) -> None:
-        """The warm-up begins."""
+        """Restart the warm-up."""
         self._phase(updates=0, frozen_at=None, variance=None, rate=None, partitioned=False)
 
     def updated(self, flats: Sequence[ExchangedState], everyone: Group) -> None:
-        """Count an update, and freeze the variance where the warm-up is over."""
+        """Count an update, and freeze the variance if the warm-up is over.
+
+        Args:
+            flats: The flat parameters.
+            everyone: All ranks.
+        """
         self._phase(updates=self.param_groups[0]["updates"] + 1)
         if self.communicates:
             return
@@ -78,7 +86,7 @@ class WarmupThenCompressed(ShardedSignCompression):
             self._phase(frozen_at=self.param_groups[0]["updates"])
 
     def _warm(self, flats: Sequence[ExchangedState], everyone: Group) -> bool:
-        """Whether the warm-up is over; the same on all ranks."""
+        """Return whether the warm-up is over; equal on all ranks."""
         first = self.param_groups[0]
         updates, beta2 = first["updates"], first["betas"][1]
         if self._freeze_step is not None:
@@ -87,7 +95,7 @@ class WarmupThenCompressed(ShardedSignCompression):
             return False
         sums = [each.moments["exp_avg_sq"].sum(dtype=torch.float64) for each in flats if "exp_avg_sq" in each.moments]
         total = torch.stack(sums).sum().cpu() if sums else torch.zeros((), dtype=torch.float64)
-        # Corrected for its start at 0 in any case: else it would seem to grow.
+        # Always bias-corrected: otherwise the variance would seem to grow.
         now = float(everyone.sum_scalars(total.view(1))) / (1 - beta2**updates)
         before, rate = first["variance"], first["rate"]
         self._phase(variance=now, rate=float(first["lr"]))
@@ -114,13 +122,18 @@ class WarmupThenCompressed(ShardedSignCompression):
             self._frozen(each, floors)
 
     def _frozen(self, each: ExchangedState, floors: Sequence[float]) -> None:
-        """The variance of this flat is frozen, and for each of its slots not below one of `floors`."""
+        """Hook: the variance of this flat parameter is frozen, with these floors per slot."""
 
     # ---- the exchange ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def exchange(self, flats: Sequence[ExchangedState], factor: float) -> None:
-        """The mean momentum of all ranks, from their own gradients."""
+        """Compute the mean momentum of all ranks from their own gradients.
+
+        Args:
+            flats: The flat parameters.
+            factor: Factor on the summed gradient.
+        """
         if not flats:
             return
         beta1 = self.param_groups[0]["betas"][0]
@@ -131,18 +144,18 @@ class WarmupThenCompressed(ShardedSignCompression):
         self._add_missed(flats)
 
     def _weigh(self, flats: Sequence[ExchangedState]) -> None:
-        """Before an exchange: change the terms of gradients as momenta are changed while they travel. Collective."""
+        """Hook before an exchange: scale gradient terms as momenta are scaled in the message. Collective."""
 
 
 class OneBitAdam(WarmupThenCompressed):
-    """AdamW whose momenta travel as signs once the variance is frozen."""
+    """AdamW that exchanges momenta as signs after the variance is frozen."""
 
     def _update(self, segment: Tensor, group: dict[str, Any], given: UpdateInput) -> None:
         if not self.communicates:
             super()._update(segment, group, given)
             return
         state = self.state[segment]
-        if not state:  # Never used in the warm-up.
+        if not state:  # The parameter was never used in the warm-up.
             state["step"] = torch.zeros((), device=step_device(self, group, segment))
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(segment), torch.full_like(segment, math.inf)
         state["step"] += 1

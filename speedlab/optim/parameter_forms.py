@@ -1,4 +1,4 @@
-"""The forms in which an optimizer may be given parameters, and which of them a run needs."""
+"""Parameter forms: how an optimizer may be given parameters (flattened, joined, in parts), and what a run needs."""
 
 from __future__ import annotations
 
@@ -7,28 +7,36 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterForms:
-    """The forms in which an optimizer trains as a plain loop does."""
+    """The forms in which an optimizer trains as in a plain loop."""
 
     failure: str = ""
-    """Why it trains in none of them."""
+    """Why no form works; "" otherwise."""
     flattened: bool = False
-    """Each parameter by itself, in one dimension."""
+    """Each parameter alone, in one dimension."""
     joined: bool = False
-    """Several parameters end to end."""
+    """Several parameters joined in one tensor."""
     parts: bool = False
-    """Parts of parameters, in an optimizer on each rank."""
+    """Parts of parameters, with one optimizer per rank."""
     shares: bool = False
-    """Some of the parameters, in an optimizer on each rank."""
+    """Some of the parameters, with one optimizer per rank."""
     pieces: bool = False
-    """A call of `step` for some of the parameters, then one for others."""
+    """One `step` call for some parameters, then another for others."""
 
     @property
     def whole_only(self) -> bool:
-        """Whether each tensor has to be one parameter."""
+        """Return whether each tensor must be one parameter."""
         return not self.joined
 
     def problem(self, name: str, needs: RequiredForms) -> str:
-        """What is against an optimizer of this class in a run: the rule, the values, the change; "" if nothing is."""
+        """Return why this optimizer does not fit a run.
+
+        Args:
+            name: Class name of the optimizer.
+            needs: The forms that the run needs.
+
+        Returns:
+            The rule, the values and the change; "" if the optimizer fits.
+        """
         if self.failure:
             return f"optimizer: {name} {self.failure}. Use an elementwise optimizer, as torch.optim.AdamW"
         if not (self.flattened or self.joined):
@@ -45,18 +53,25 @@ class ParameterForms:
 
 @dataclass(frozen=True, kw_only=True)
 class RequiredForms:
-    """What a run does with parameters. `ranks`: over which a stage partitions masters, 1 if it does not."""
+    """The forms that a run needs. `ranks`: ranks over which the stage partitions masters, 1 without partitions."""
 
     stage: int
     ranks: int
     tp: int
     pp: int
     offload: str
-    """The setting that makes updates flat by flat, because states are away from the device; "" without one."""
+    """The setting that requires updates per flat parameter, because states are offloaded; "" without one."""
     in_backward: bool
 
     def found(self, forms: ParameterForms) -> list[tuple[str, str, str]]:
-        """(setting, what it does, what to change) of those that the optimizer cannot follow."""
+        """Return the needs that an optimizer does not meet.
+
+        Args:
+            forms: The forms that the optimizer supports.
+
+        Returns:
+            (setting, what it does, what to change) of each.
+        """
         several = "an optimizer on each rank has a part of the parameters"
         rules = [
             (self.ranks > 1, forms.parts, f"zero.stage {self.stage}", several, "Set zero.stage to 0"),
@@ -81,4 +96,4 @@ class RequiredForms:
 
 
 EVERY_FORM = ParameterForms(flattened=True, joined=True, parts=True, shares=True, pieces=True)
-"""Of an optimizer that updates each element by itself."""
+"""The forms of an elementwise optimizer."""

@@ -1,5 +1,7 @@
-"""The model of transformers that an export is for: built on `meta`, to say which tensors its files have, and loaded
-back from the files, to prove that they are read."""
+"""The transformers model that an export is for.
+
+It is built on `meta` to learn the tensors of its files, and loaded back from the files to verify them.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,21 @@ from speedlab.hardware import memory_bytes
 from speedlab.telemetry.checkpoint_index import CheckpointError
 
 _NAMED = 3
-"""So many names an error lists."""
+"""Largest number of names in an error."""
 
 _ROOM = 1.25
-"""Loading takes the files' bytes in memory, and this factor for what is converted on the way."""
+"""Memory for loading, relative to the bytes of the files, including tensors under conversion."""
 
 
 def class_of(config: Mapping[str, Any]) -> Any:
-    """The class of transformers that loads a model of this configuration. Raises CheckpointError."""
+    """Return the transformers class that loads a model.
+
+    Args:
+        config: The content of its config.json.
+
+    Raises:
+        CheckpointError: If transformers is missing or does not know the class.
+    """
     try:
         import transformers
     except ImportError:
@@ -45,7 +54,15 @@ def class_of(config: Mapping[str, Any]) -> Any:
 
 
 def on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
-    """A model of this configuration, which is in the folder's config.json, without values. Raises CheckpointError."""
+    """Build a model on `meta`.
+
+    Args:
+        folder: Folder with the config.json.
+        config: The content of this config.json.
+
+    Raises:
+        CheckpointError: If transformers cannot build the model.
+    """
     kind = class_of(config)
     import transformers
 
@@ -61,8 +78,17 @@ def on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
 
 
 def as_in_files(model: nn.Module, tensors: dict[str, Values]) -> dict[str, Values]:
-    """The tensors under the names and in the shapes of transformers' files: it joins some when it loads them (experts),
-    and other programs read them one by one. A tensor is read when it is written."""
+    """Convert tensors to the names and shapes of transformers' files.
+
+    transformers joins some tensors on load (experts), while other programs read them one by one.
+
+    Args:
+        model: The transformers model on `meta`.
+        tensors: Tensors by the model's names.
+
+    Returns:
+        Tensors by file name; values are read when they are written.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = partial(revert_weight_conversion, model)  # pyright: ignore[reportArgumentType]  # a PreTrainedModel
@@ -70,11 +96,11 @@ def as_in_files(model: nn.Module, tensors: dict[str, Values]) -> dict[str, Value
     together = convert(dict(like))
     alone = {name: convert({name: value}) for name, value in like.items()}
     if {key for each in alone.values() for key in each} != set(together):
-        # Some are made of several of ours: they are converted at once.
+        # Some file tensors are made of several of the model's, so convert all at once.
         whole = convert({name: read(values) for name, values in tensors.items()})
         return {name: Values.of(value) for name, value in whole.items()}
 
-    @lru_cache(maxsize=2)  # Files are written by names, by which the parts of two packed tensors alternate.
+    @lru_cache(maxsize=2)  # Files are written in order of names, so the parts of two packed tensors alternate.
     def parts(name: str) -> dict[str, Tensor]:
         return convert({name: read(tensors[name])})
 
@@ -94,16 +120,27 @@ def _part_of(parts: Callable[[str], dict[str, Tensor]], name: str, key: str) -> 
 
 
 def read(values: Values) -> Tensor:
-    """The whole tensor."""
+    """Return the whole tensor.
+
+    Args:
+        values: A tensor in pieces.
+    """
     pieces = [piece if isinstance(piece, Tensor) else piece() for piece in values.pieces]
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(values.shape)
 
 
 def check_loaded_back(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Values]) -> None:
-    """Load the folder as its reader will, and compare every parameter with `tensors`, by the model's own names.
+    """Load a folder as its reader will, and compare every parameter.
 
-    If memory does not suffice for the values, they are loaded to `meta`: then the names and shapes are compared.
-    Raises CheckpointError naming what is missing, unexpected or different.
+    If memory is too small for the values, the model is loaded on `meta`, and only names and shapes are compared.
+
+    Args:
+        folder: The exported folder.
+        config: The content of its config.json.
+        tensors: Expected tensors by the model's names.
+
+    Raises:
+        CheckpointError: Names what is missing, unexpected or different.
     """
     kind = class_of(config)
     needed = _ROOM * sum(values.nbytes for values in tensors.values())
@@ -133,11 +170,11 @@ def check_loaded_back(folder: Path, config: Mapping[str, Any], tensors: Mapping[
 
 
 def _different(model: nn.Module, tensors: Mapping[str, Values]) -> list[str]:
-    """Names of the parameters and buffers that are not equal to what was exported."""
+    """Return names of parameters and buffers that differ from the exported ones."""
     loaded = model.state_dict()
     wrong = []
     for name, values in tensors.items():
-        # A model may leave out what it computes itself: missing and unexpected tensors are told elsewhere.
+        # A model may skip tensors that it computes itself. The caller reports missing and unexpected tensors.
         if name in loaded:
             ours, theirs = read(values), loaded[name]
             if ours.shape != theirs.shape or not _equal(ours.to(theirs.dtype), theirs.cpu()):
@@ -147,7 +184,7 @@ def _different(model: nn.Module, tensors: Mapping[str, Values]) -> list[str]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' reports, which are for models that somebody wants to use."""
+    """Silence transformers' reports, which are for users of a model."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -162,5 +199,5 @@ def _quiet() -> Iterator[None]:
 
 
 def _equal(ours: Tensor, theirs: Tensor) -> bool:
-    """Whether all values are equal; NaN equals itself."""
+    """Return whether all values are equal; NaN equals NaN."""
     return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())  # only NaN differs from itself

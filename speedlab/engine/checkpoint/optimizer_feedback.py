@@ -1,9 +1,9 @@
-"""Loading what is kept beside gradients: by an optimizer that sums them itself, or by islands that meet.
+"""Load extra state of communicating optimizers and of islands: error feedback, anchors, outer momentum.
 
-What each rank has of its own (`Replication.OWN`: a worker's error) comes back to the rank it was of, where there are as
-many as before; else every rank gets the mean over them, so that the mean, which is all that the next sum sees, is what
-it was. With what islands have of their own (`Replication.ISLANDS_PART`: their errors) it is the same. What belongs to a
-partition (`Replication.OWN_PART`: the error of the mean that a rank serves, an anchor) goes with its elements.
+- Per-rank tensors (`Replication.OWN`: a worker's error) return to their rank if the number of ranks is the same.
+  Otherwise every rank gets the mean. Then the mean over ranks, which is all that the next reduction uses, is unchanged.
+- Per-island tensors (`Replication.ISLANDS_PART`: errors of meetings) follow the same rule.
+- Partitioned tensors (`Replication.OWN_PART`: a server's error, an anchor) move with their elements.
 """
 
 from __future__ import annotations
@@ -26,8 +26,17 @@ from speedlab.placement import Replication
 
 @torch.no_grad()
 def load_kept(engine: TrainingState, files: Files, manifest: dict[str, Any]) -> None:
-    """Fill what is kept, where the optimizer's groups, loaded before, say that it sums gradients itself, or where there
-    are islands. Where the checkpoint has not all of it, that begins anew, and is told. Collective."""
+    """Load extra state, if the loaded optimizer groups say that the optimizer communicates, or with islands.
+
+    Collective.
+
+    State that is missing in the checkpoint is reset, with a warning.
+
+    Args:
+        engine: The training state; its optimizer groups are loaded already.
+        files: The files of the checkpoint.
+        manifest: Its manifest.
+    """
     keeper = engine.keeper
     if keeper is not None:
         if missing := _missing(engine, keeper, manifest):
@@ -41,14 +50,20 @@ def load_kept(engine: TrainingState, files: Files, manifest: dict[str, Any]) -> 
 
 
 def begin_at_zero(states: Mapping[str, Tensor]) -> None:
-    """A variance that was frozen is infinite where there was no gradient, and would be for ever where it is updated."""
+    """Replace infinite variances by 0, because an updated variance would stay infinite.
+
+    A frozen variance is infinite for elements without a gradient.
+
+    Args:
+        states: Optimizer states by name.
+    """
     for name, state in states.items():
         if name.startswith("exp_avg_sq"):  # 1-bit LAMB has two.
             state.masked_fill_(state.isinf(), 0.0)
 
 
 def _missing(engine: TrainingState, keeper: DiLoCo | CommunicatingOptimizer, manifest: dict[str, Any]) -> str:
-    """What a checkpoint has not of what `keeper` goes on from, the same on all ranks. Collective."""
+    """Return which state of `keeper` the checkpoint lacks, "" if none; equal on all ranks. Collective."""
     stored, entries, name = manifest.get("kept", {}), manifest["parameters"], type(keeper).__name__
     trained = {name for name, entry in entries.items() if entry["trainable"]}
     if any(stored.get(kind, {}).keys() != trained for kind in keeper.kept):
@@ -91,7 +106,7 @@ def _load(
 
 
 def _held(flat: FlatParam, *, whole: bool) -> Iterator[tuple[ParamSlot, int, int]]:
-    """(slot, range of the flat) of the parameters of which this rank holds something."""
+    """Yield (slot, range of the flat parameter) of parameters with a part on this rank."""
     low, high = (0, flat.padded) if whole else (flat.start, flat.end)
     for slot in flat.slots:
         if max(slot.offset, low) < min(slot.offset + slot.numel, high):
@@ -99,7 +114,7 @@ def _held(flat: FlatParam, *, whole: bool) -> Iterator[tuple[ParamSlot, int, int
 
 
 def _mean(files: Files, kind: str, stretch: Stretch, into: Tensor, entries: list[dict[str, Any]]) -> None:
-    """The mean of what these entries of a manifest have."""
+    """Load the mean of these manifest entries."""
     if len(entries) == 1:
         files.copy(entries[0], kind, stretch, into)
         return

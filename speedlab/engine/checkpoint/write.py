@@ -1,10 +1,11 @@
-"""Saving: each rank writes what it answers for, the first rank makes the manifest and gives the folder its name.
+"""Write a checkpoint: each rank writes its part, then rank 0 writes the manifest and renames the folder.
 
-1. Every rank says how many bytes it will write; without room for all of them nothing is written.
-2. Every rank writes `rank-<r>.safetensors` into a hidden folder beside the target, hashed on the way and brought to
-   the disk, and a report of what is in it.
-3. The first rank makes `manifest.json` of the reports and renames the folder. What has the final name is complete.
-Saved in the background, 2 and 3 work on copies of the tensors, in a thread that uses no collective.
+1. Every rank reports how many bytes it will write. Without room for all of them nothing is written.
+2. Every rank writes `rank-<r>.safetensors` into a hidden folder next to the target, hashed and synced to disk, and a
+   report of its contents.
+3. Rank 0 makes `manifest.json` from the reports and renames the folder. A folder with the final name is complete.
+
+For a background save, 2 and 3 use copies of the tensors, in a thread without collectives.
 """
 
 from __future__ import annotations
@@ -45,16 +46,16 @@ from speedlab.placement import MemoryKind, Replication
 from speedlab.telemetry.checkpoint_index import MANIFEST, CheckpointError
 
 _MARGIN_BYTES = 2**20
-"""Room that must stay free beside the checkpoint itself: headers, manifest, the file system's own needs."""
+"""Space that must stay free besides the checkpoint: headers, manifest, the file system's own needs."""
 
 _READ_BYTES = 16 * 2**20
-"""Of a state that lies away from the device, in memory at once while it is written."""
+"""Bytes of an offloaded state that are read into memory at once during a write."""
 
 _pinned: weakref.WeakKeyDictionary[TrainingState, dict[str, Tensor]] = weakref.WeakKeyDictionary()
-"""Of each engine on a GPU, the pinned memory through which its tensors leave the device in every save."""
+"""Per engine on a GPU: pinned host memory for copies of its tensors, reused in every save."""
 
 _savings: weakref.WeakKeyDictionary[TrainingState, Saving] = weakref.WeakKeyDictionary()
-"""The last save in the background of each engine."""
+"""The last background save of each engine."""
 
 
 def save(
@@ -67,12 +68,25 @@ def save(
     verify: bool = True,
     moments: bool = True,
 ) -> Path:
-    """Write the engine's whole state as `folder/tag`. Collective. Raises CheckpointError on every rank alike.
+    """Write the engine's whole state as `folder/tag`. Collective.
 
-    `wait=False` returns as soon as the tensors are copied; `saving_of(engine)` tells of the rest. A save that is still
-    under way is waited for first. Without `verify` nothing is hashed or brought to the disk, for folders in memory;
-    without `moments` only the parameters' values are written. States on disk are written from there, so that a save of
-    them is always waited for: a copy would need the memory that they were to spare.
+    States on disk are written from there, and such a save is always waited for: a copy would need the memory that the
+    offload saves. A pending save is waited for first.
+
+    Args:
+        engine: The training state.
+        folder: The folder of all checkpoints.
+        tag: Name of the checkpoint.
+        client_state: Values of the caller that JSON can hold.
+        wait: False returns after the tensors are copied; `saving_of` reports the rest.
+        verify: False skips hashes and the sync to disk, for folders in memory.
+        moments: False writes only the values of the parameters.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        CheckpointError: On every rank.
     """
     finish_saving(engine)
     engine.finish_update()
@@ -100,12 +114,20 @@ def save(
 
 
 def saving_of(engine: TrainingState) -> Saving | None:
-    """The engine's last save in the background, under way or ended."""
+    """Return the engine's last background save, pending or ended; None before the first.
+
+    Args:
+        engine: The training state.
+    """
     return _savings.get(engine)
 
 
 def finish_saving(engine: TrainingState) -> None:
-    """Wait until no save of this engine is under way on this rank."""
+    """Wait for the pending save of this engine on this rank.
+
+    Args:
+        engine: The training state.
+    """
     saving = _savings.get(engine)
     if saving is not None:
         saving.join()
@@ -125,7 +147,7 @@ def _prepare(target: Path, hidden: Path, needed: int, client_state: dict[str, An
             f"{target}: the checkpoint needs {needed / 2**20:,.1f} MiB and {free / 2**20:,.1f} MiB are free; "
             "make room or save to another folder. Nothing was written"
         )
-    # What a save left that was cut off or gave up: it never got its name.
+    # Remains of interrupted or failed saves, which never got the final name.
     for left in [hidden, *(other for other in target.parent.glob(".*.partial") if given_up(other))]:
         if left.exists():
             shutil.rmtree(left)
@@ -137,7 +159,7 @@ def _prepare(target: Path, hidden: Path, needed: int, client_state: dict[str, An
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """What one rank writes: its tensors, and what it reports of them."""
+    """The part of one rank: its tensors, and its report of them."""
 
     hidden: Path
     rank: int
@@ -157,9 +179,13 @@ class RankPart:
         write_report(report_file(self.hidden, self.rank), {**self.report, "bytes": nbytes, "sha256": digest})
 
     def copied(self, pinned: dict[str, Tensor]) -> RankPart:
-        """The same over copies in the host's memory; those of a GPU are on their way, and waited for when written.
+        """Return the same part over copies in host memory.
 
-        `pinned`: memory of earlier saves, used again and added to: pinning it would hold the device up."""
+        Copies from a GPU are asynchronous; the write waits for them.
+
+        Args:
+            pinned: Pinned memory by tensor name, reused and extended: new pinned memory would stall the device.
+        """
         copies = {}
         for key, values in self.tensors.items():
             pieces = [piece if isinstance(piece, Tensor) else piece() for piece in values.pieces]
@@ -182,7 +208,7 @@ def _fetch(pieces: list[Tensor], copy: Tensor) -> None:
 
 
 def _when_here(copy: Tensor) -> Any:
-    """A function that returns `copy` once the device has filled it."""
+    """Return a function that returns `copy` after the device has filled it."""
     if not copy.is_pinned():
         return lambda: copy
     event = torch.cuda.Event()
@@ -196,8 +222,9 @@ def _when_here(copy: Tensor) -> Any:
 
 
 def _own_part(engine: TrainingState, hidden: Path, *, verify: bool, moments: bool) -> RankPart:
-    """This rank's partition of every state of every flat, without what other ranks answer for; its buffers and random
-    states."""
+    """Return this rank's partition of every state, except parameters that other ranks write, plus buffers and
+    random states.
+    """
     rank = engine.everyone.index
     name = f"rank-{rank}.safetensors"
     tensors: dict[str, Values] = {}
@@ -218,7 +245,7 @@ def _own_part(engine: TrainingState, hidden: Path, *, verify: bool, moments: boo
             parameters[slot.name] = {
                 "shape": list(row.whole_shape),
                 "trainable": flat.trainable,
-                # One that was never updated has no moments, whatever its neighbours have.
+                # A parameter that was never updated has no moments, even if its neighbours have some.
                 "states": described if history is not None else {"master": described["master"]},
                 "scalars": history or {},
                 "slices": [
@@ -241,8 +268,10 @@ def _own_part(engine: TrainingState, hidden: Path, *, verify: bool, moments: boo
 
 
 def _module_states(engine: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What this rank writes of `module_state`: extra states, as JSON holds them, and the tensors of these and of
-    quantised parameters. All dp ranks hold the same of the latter, and the first one writes them."""
+    """Return the JSON part of extra states, and the tensors of extra states and of quantised parameters.
+
+    All dp ranks hold equal quantised parameters, so the first one writes them.
+    """
     own: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
     for module in engine.modules:
@@ -261,7 +290,7 @@ def _module_states(engine: TrainingState) -> tuple[dict[str, Any], dict[str, Ten
 
 
 def _not_plain(engine: TrainingState) -> list[str]:
-    """What of the model's state has other names or shapes in files than in the module: exports refuse it."""
+    """Return names of states with other names or shapes in files than in the module. Exports refuse these."""
     own = [name for module in engine.modules for name in frozen_tensors(module)]
     named = [each for module in engine.modules for each in (*module.named_parameters(), *module.named_buffers())]
     complex_ones = {name for name, tensor in named if tensor.is_complex()}
@@ -269,13 +298,15 @@ def _not_plain(engine: TrainingState) -> list[str]:
 
 
 def _own_stretches(engine: TrainingState, flat: FlatParam) -> Iterator[tuple[ParamSlot, int, int]]:
-    """What of `_stretches` the first island writes for all."""
+    """Yield the ranges that this rank writes of `_stretches`; only the first island writes."""
     return _stretches(engine, flat) if engine.islands.index == 0 else iter(())
 
 
 def _stretches(engine: TrainingState, flat: FlatParam) -> Iterator[tuple[ParamSlot, int, int]]:
-    """(slot, start and end in its parameter) of what this rank owns of the flat and answers for in its island. What has
-    no elements is the first rank's."""
+    """Yield (slot, start, end) of the ranges in a flat parameter that this rank owns and writes in its island.
+
+    Start and end count from the start of the parameter. The first rank writes empty parameters.
+    """
     placement = engine.placement
     for slot in flat.slots:
         low, high = max(slot.offset, flat.start), min(slot.offset + slot.numel, flat.end)
@@ -288,8 +319,10 @@ def _stretches(engine: TrainingState, flat: FlatParam) -> Iterator[tuple[ParamSl
 
 
 def _add_kept(engine: TrainingState, file: str, tensors: dict[str, Values]) -> dict[str, Any]:
-    """Add to `tensors` what is kept beside gradients and this rank answers for; name → parameter → its pieces, as the
-    manifest has them."""
+    """Add this rank's extra tensors (error feedback, anchors) to `tensors`.
+
+    Returns name → parameter → its pieces, as the manifest has them.
+    """
     told: dict[str, Any] = {}
     placement = engine.placement
     for flat in engine.flats:
@@ -316,8 +349,10 @@ def _add_kept(engine: TrainingState, file: str, tensors: dict[str, Values]) -> d
 def _values(
     state: Tensor, base: int, stretches: list[tuple[ParamSlot, int, int]], kept: OffloadedState | None
 ) -> Values:
-    """The stretches of a state end to end, which begins at element `base` of its flat; neighbours in memory are one
-    piece. What is `kept` away from the device is read when it is written, a little at a time."""
+    """Join ranges of a state, whose first element is element `base` of its flat parameter.
+
+    Adjacent ranges are one piece. A state that is `kept` off the device is read during the write, in small pieces.
+    """
     runs: list[list[int]] = []
     for slot, low, high in stretches:
         start, end = slot.offset + low - base, slot.offset + high - base
@@ -342,7 +377,7 @@ def _read(kept: OffloadedState, low: int, high: int) -> Tensor:
 
 
 def _persistent(engine: TrainingState) -> list[str]:
-    """Names of the buffers that belong to the module's state."""
+    """Return names of the buffers that belong to the module's state."""
     return [
         f"{prefix}.{key}" if prefix else key
         for stage in engine.modules
@@ -356,7 +391,7 @@ def _persistent(engine: TrainingState) -> list[str]:
 
 
 def _finish(part: RankPart, target: Path, common: dict[str, Any]) -> None:
-    """All ranks have reported: the manifest, then the name."""
+    """After all ranks have reported: write the manifest, then rename the folder."""
     hidden = part.hidden
     try:
         manifest = manifest_of(common, take_reports(hidden, part.size))
@@ -379,15 +414,18 @@ def _begin(
     needed: int,
     processes: dict[int, list[Any]],
 ) -> Saving:
-    """Collective. A rank that cannot begin its part says so: the others' threads wait for it."""
+    """Start a background save.
+
+    Collective. A rank that fails here leaves a note, because other ranks' threads wait for it.
+    """
     try:
         on_first(engine.everyone, lambda: _prepare(target, part.hidden, needed, common["client_state"]))  # 1
         copies = part.copied(_pinned.setdefault(engine, {}))
-        # The caller's state may change from now on.
+        # A copy, because the caller may change the state after this call returns.
         common = json.loads(json.dumps(common)) if part.rank == 0 else {}
         return _in_background(copies, target, common, needed, processes)
     except CheckpointError:
-        raise  # On all ranks alike.
+        raise  # Raised on all ranks.
     except BaseException as error:
         if part.hidden.exists():
             problem = f"{target}: rank {part.rank} did not begin its part: {type(error).__name__}: {error}"
@@ -407,7 +445,7 @@ def _in_background(
                 _finish(part, target, common)
             else:
                 await_outcome(part.hidden, target, peers)
-        except Exception as error:  # Whatever it is, the others wait for this rank's word.
+        except Exception as error:  # Any error: the other ranks wait for this rank's report.
             known = isinstance(error, CheckpointError | OSError)
             problem = str(error) if known else f"{target}: was not saved: {type(error).__name__}: {error}"
             tell_failed(part.hidden, part.rank, problem)

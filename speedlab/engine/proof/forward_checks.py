@@ -1,7 +1,7 @@
-"""Findings that some forwards without gradients show: whether documents are separate, and the cut of the batch.
+"""Proof checks that need forwards without gradients: document separation, and the split into micro-batches.
 
-All ranks make equally many forwards, also those that have nothing of their own to compare: a partitioned parameter is
-gathered by all together.
+All ranks make the same number of forwards, even without a comparison of their own, because partitioned parameters are
+gathered collectively.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ _KINDS = ((document_separation.KIND, document_separation.SECTION), (batch_cut.KI
 
 
 class _Report(NamedTuple):
-    """What one rank found, as JSON carries it."""
+    """Findings of one rank, in JSON form."""
 
     data_index: int
     unit: str
-    """What its trial has changed; "" without a trial."""
+    """Name of the unit that the trial changed; "" without a trial."""
     apart: list[float] | None
-    """Losses of the trial; [] if another rank of a pipeline has them, None if there was no time."""
+    """Losses of the trial; [] if another pipeline rank has them, None if the time budget was too short."""
     cut: list[float] | None
-    """Losses of two sequences together, and of each."""
+    """Losses of two sequences together, and of each alone."""
     counted: list[int]
-    """Targets that count in them."""
+    """Counted targets of these."""
     has_counts: bool
-    """Whether the driver knows how many targets each loss is the mean of."""
+    """Whether the driver knows the number of targets of each loss."""
 
 
 def findings_of(
@@ -51,7 +51,18 @@ def findings_of(
     budget_seconds: float | None,
     forward_seconds: float,
 ) -> list[Finding]:
-    """As of `Prover.prove`. Collective."""
+    """Run the forwards, and return their findings. Collective.
+
+    Args:
+        state: The training state.
+        step: The step, restored afterwards.
+        driver: Computes the losses.
+        views: The micro-batches of this rank in a step.
+        later: More micro-batches, to find two documents in one sequence.
+        weighted_by_tokens: Whether losses are weighted by counted targets.
+        budget_seconds: Time limit of the forwards; None without a limit.
+        forward_seconds: Measured time of all forwards of a step.
+    """
     everyone, view = state.everyone, views[0] if views else None
     if not all(everyone.collect(view is not None)):
         return [_not_checked(*kind, "the batch has no tokens and targets") for kind in _KINDS]
@@ -91,16 +102,18 @@ def findings_of(
 
 
 def _share_of_forward(state: TrainingState, views: Sequence[TokenBatch]) -> float:
-    """How much of all forwards of a step one of two sequences is."""
+    """Return the cost of a forward of two sequences, as a share of all forwards of a step."""
     by_sequences = 2 / sum(len(view.tokens) for view in views)
-    # Where parameters come for a forward, that may take most of its time, however few sequences there are.
+    # If parameters are gathered per forward, the gather may dominate, whatever the number of sequences.
     by_gathers = 1 / len(views) if any(zero.zero_policy.params_unsharded_on_demand for zero in state.zeros) else 0.0
     return min(1.0, max(by_sequences, by_gathers))
 
 
 def _losses(plan: Sequence[TokenBatch], driver: Driver, left: _Budget, has_counts: list[bool]) -> list[float] | None:
-    """The loss of each batch; [] where another rank of a pipeline has it; None if there was no time for all.
-    `has_counts`: takes for each loss whether the driver knows how many targets it is the mean of."""
+    """Return the loss of each batch; [] if another pipeline rank has it; None if the time budget was too short.
+
+    `has_counts` collects whether the driver knows the number of targets of each loss.
+    """
     found: list[float] = []
     for batch in plan:
         if not left.allows():
@@ -117,7 +130,7 @@ def _losses(plan: Sequence[TokenBatch], driver: Driver, left: _Budget, has_count
 
 
 def _one_for_each_data_index(reports: Sequence[_Report]) -> list[_Report]:
-    """Of the ranks that see the same data, one that has the losses."""
+    """Return one report with losses per data index."""
     found: dict[int, _Report] = {}
     for report in reports:
         if report.data_index not in found or report.apart or report.cut:
@@ -147,16 +160,22 @@ def _not_checked(kind: str, section: str, text: str) -> Finding:
 
 
 class _Budget:
-    """How long forwards may still take. All ranks decide alike."""
+    """A time limit on forwards, with equal decisions on all ranks."""
 
     def __init__(self, collect: Callable[[Any], list[Any]], seconds: float | None, expected: float) -> None:
-        """`seconds`: for all forwards; None: without end. `expected`: what the first one may take."""
+        """Start the clock.
+
+        Args:
+            collect: Collects a value from all ranks.
+            seconds: Limit for all forwards; None without a limit.
+            expected: Expected time of the first forward, in seconds.
+        """
         self._collect, self._seconds, self._expected = collect, seconds, expected
         self._began = self._last = time.perf_counter()
         self.refused = False
 
     def allows(self) -> bool:
-        """Whether there is time for one more forward. Collective."""
+        """Return whether there is time for one more forward. Collective."""
         if self._seconds is None:
             return True
         if not self.refused:
@@ -165,7 +184,7 @@ class _Budget:
         return not self.refused
 
     def spent(self) -> None:
-        """One more forward is over."""
+        """Measure the forward that has just ended."""
         now = time.perf_counter()
         self._expected, self._last = now - self._last, now
 
