@@ -1,4 +1,4 @@
-"""A plan as pictures: memory by position and the parts of a step, for plotly and for a page without scripts."""
+"""Draw a plan: memory by position and the parts of a step, for plotly and for pages without scripts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ PART_COLOURS = {
     "optimizer": COLOURS["optimizer_moments"],
     "offload": COLOURS["master_weights"],
 }
-"""Parts of a step wear the colours of the phases they belong to; what ranks wait for is a shade of communication."""
+"""Colours of the parts of a step: those of their phases. Waits are shades of the colour of communication."""
 
 _MOST_BARS = 8
 _LINE_PIXELS = 18
@@ -69,12 +69,12 @@ _STYLE = (
 
 
 def shown_positions(plan: Plan) -> list[tuple[str, Any]]:
-    """Positions as they are drawn."""
+    """Return the positions that are drawn."""
     return telling(positions(plan), _MOST_BARS)
 
 
 def plan_figure(plan: Plan) -> Figure:
-    """Bars of memory with the capacity line to the left, the parts of a step to the right."""
+    """Return a plotly figure: bars of memory with the capacity line on the left, parts of a step on the right."""
     layout = base_layout("", "")
     layout |= {"barmode": "stack", "hovermode": "closest", "title": None, "height": 380}
     legend_beside(layout)
@@ -85,7 +85,7 @@ def plan_figure(plan: Plan) -> Figure:
         _title("predicted memory by rank", 0.0),
         _title(f"predicted step: {seconds_text(plan.time.step_seconds)}", 0.58),
     ]
-    for number, line in enumerate(place_lines(plan)[1:]):  # The device's is drawn.
+    for number, line in enumerate(place_lines(plan)[1:]):  # The device's line is part of the figure.
         below = {"x": 0.0, "xanchor": "left", "yshift": -_LINE_PIXELS * (number + 2)}
         layout["annotations"].append({**note(line, y=0.0), **below})
         layout["margin"] |= {"b": layout["margin"]["b"] + _LINE_PIXELS}
@@ -112,7 +112,7 @@ def _memory_bars(plan: Plan, layout: Figure) -> list[dict[str, Any]]:
     else:
         text = f"capacity {bytes_text(plan.capacity_bytes)}, far above"
         layout["annotations"].append({**note(text, y=1.0), "x": 0.46})
-    for index, (_, memory) in enumerate(shown):  # The outline says that it is predicted.
+    for index, (_, memory) in enumerate(shown):  # An outline marks a bar as predicted.
         outline = {**ink_line(index - 0.4, index + 0.4, memory.total / size, "solid"), "type": "rect", "y0": 0}
         layout["shapes"].append(outline)
     return [
@@ -148,7 +148,7 @@ def _step_bars(plan: Plan) -> list[dict[str, Any]]:
 
 
 def plan_html(plan: Plan) -> str:
-    """The text, the bars and the table, escaped, without a script."""
+    """Return the plan as HTML without a script: escaped text, bars and table."""
     bars = [Bar(label=name, categories=memory.by_category(), chosen=True) for name, memory in shown_positions(plan)]
     away = [held for memory in plan.memory for held in memory.by_place().values()]
     used = [c for c in CATEGORIES if any(held.get(c, 0) for held in (*(bar.categories for bar in bars), *away))]
@@ -167,7 +167,12 @@ def plan_html(plan: Plan) -> str:
 
 
 def places_svg(memory: Sequence[RankMemory], found: Sequence[PlaceBytes]) -> str:
-    """A line and a bar for each of these places but the device: what the rank holds there that holds most."""
+    """Return a line and a bar for each place other than the device, with the bytes of the heaviest rank.
+
+    Args:
+            memory: memory of each distinct position.
+            found: the used places.
+    """
     parts = []
     for place in found:
         if place.name == "device":
@@ -180,7 +185,7 @@ def places_svg(memory: Sequence[RankMemory], found: Sequence[PlaceBytes]) -> str
 
 
 def found_html(found: Found) -> str:
-    """What a search found, as a table."""
+    """Return the results of a search as an HTML table."""
     asked, lines = found_lines(found)
     table = found_table(found)._repr_html_() if found.candidates else ""
     below = "".join(f"<div>{escape(line)}</div>" for line in lines)

@@ -1,6 +1,6 @@
-"""The shape of a model that Hugging Face's `config.json` describes: dense decoders of the families in `FAMILIES`.
+"""Read the shape of a model from Hugging Face's `config.json`: dense decoders of the families in `FAMILIES`.
 
-A file names its family in `model_type`; what it leaves out has that family's default. No transformers, no torch.
+`model_type` names the family; missing keys have the family's defaults. No transformers, no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from speedlab.config.serialization import read
 from speedlab.planner.layer_shapes import check_shape
 
 LONGEST = 8192
-"""Tokens of the sequences that are planned where nothing else is said, unless the model takes fewer."""
+"""Default sequence length of a plan, in tokens, unless the model's limit is lower."""
 
 _SIZES = {
     "layers": "num_hidden_layers",
@@ -37,7 +37,7 @@ _GPT2_SIZES = {
 }
 _NEOX_SIZES = {name: key for name, key in _SIZES.items() if name not in ("kv_heads", "head_size")}
 _STEPWISE = ("gelu_new", "gelu_fast", "quick_gelu")
-"""Activation functions that transformers writes as several operations."""
+"""Activation functions that transformers implements as several operations."""
 _OPTIONAL = ("kv_heads", "head_size", "ffn_hidden", "context")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "moe_intermediate_size")
 _QUERIES: frozenset[Bias] = frozenset({"attention in"})
@@ -48,29 +48,29 @@ _FEED_FORWARD: frozenset[Bias] = frozenset({"feed-forward"})
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """How a family's models are built, and what a file of its kind stands for where it is silent."""
+    """How a family's models are built, and the defaults of its files."""
 
     defaults: Mapping[str, Any]
-    """By the file's keys."""
+    """Key of the file -> default."""
     sizes: Mapping[str, str] = field(default_factory=lambda: _SIZES)
-    """Field of `ModelShape` -> the file's key."""
+    """Field of `ModelShape` -> key of the file."""
     biases: frozenset[Bias] = frozenset()
-    """Those that every model has."""
+    """Biases of every model of the family."""
     biases_by_key: Mapping[str, frozenset[Bias]] = field(default_factory=dict)
-    """Key of a switch -> those that it adds."""
+    """Key of a switch -> biases that it adds."""
     gated: bool = True
     norm: Literal["rms", "layer"] = "rms"
     norms: int = 2
     head_norms: bool | str = False
-    """Or the key of a switch."""
+    """A boolean, or the key of a switch."""
     parallel: bool | str = False
-    """Or the key of a switch."""
+    """A boolean, or the key of a switch."""
     position: Literal["rotary", "learned"] = "rotary"
     tied: bool = False
     activation: str = ""
-    """The one that a silent file stands for, where it is computed in steps."""
+    """The default activation, if it is computed in steps."""
     dropout: str = ""
-    """Key of the residual stream's."""
+    """Key of the residual stream's dropout."""
 
 
 def _sizes(
@@ -152,20 +152,24 @@ FAMILIES: Mapping[str, Family] = {
         tied=True,
     ),
 }
-"""`model_type` -> its family; defaults are those of transformers' configurations."""
+"""`model_type` -> its family. Defaults are those of transformers' configurations."""
 
 READ = ", ".join(FAMILIES)
 
 
 def describes(data: Mapping[str, Any]) -> bool:
-    """Whether these are the keys of a `config.json`, rather than those of a run's configuration."""
+    """Return whether these are the keys of a `config.json`, rather than of a run's configuration."""
     return isinstance(data.get("model_type"), str) or isinstance(data.get("architectures"), list)
 
 
 def read_shape(path: Path) -> ModelShape:
-    """The shape that a `config.json`, or the folder that holds it, describes.
+    """Return the shape that a `config.json` describes.
 
-    Raises ValueError for what is not read, with what is.
+    Args:
+            path: the file, or its folder.
+
+    Raises:
+            ValueError: the model is not supported; the message lists what is.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -179,14 +183,21 @@ def read_shape(path: Path) -> ModelShape:
 
 
 def _name(file: Path) -> str:
-    """The folder's name, or the file's own where it is not just any config.json."""
+    """Return a name for the model: that of the folder, or of the file unless it is `config.json`."""
     return file.resolve().parent.name if file.name == "config.json" else file.stem
 
 
 def shape_of(data: Mapping[str, Any], name: str) -> ModelShape:
-    """The shape that the keys of a `config.json` describe, with sequences as long as the model takes, up to `LONGEST`.
+    """Return the shape that the keys of a `config.json` describe.
 
-    Raises ValueError for what is not read, with what is.
+    Sequences are as long as the model allows, up to `LONGEST`.
+
+    Args:
+            data: keys and values of the file.
+            name: name of the model.
+
+    Raises:
+            ValueError: the model is not supported; the message lists what is.
     """
     kind = data.get("model_type")
     experts = [key for key in _EXPERTS if data.get(key)]
@@ -210,7 +221,7 @@ def shape_of(data: Mapping[str, Any], name: str) -> ModelShape:
     }
     biases = family.biases.union(*(found for key, found in family.biases_by_key.items() if values.get(key)))
     context = sizes["context"] or LONGEST
-    ffn = sizes["ffn_hidden"] or 4 * sizes["hidden"]  # GPT-2 says nothing where it is so.
+    ffn = sizes["ffn_hidden"] or 4 * sizes["hidden"]  # GPT-2's files omit the usual width.
     shape = ModelShape(
         **{**sizes, "context": context, "ffn_hidden": ffn},
         name=name,
@@ -231,7 +242,7 @@ def shape_of(data: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def _check_head(data: Mapping[str, Any]) -> None:
-    """Raises ValueError for a model that is not one of language."""
+    """Raise ValueError for a model that is not a causal language model."""
     named = data.get("architectures") or []
     if named and not any(str(each).endswith(("ForCausalLM", "LMHeadModel")) for each in named):
         raise ValueError(f"architecture {named[0]} is no language model; read are …ForCausalLM and …LMHeadModel")
@@ -241,12 +252,12 @@ def _check_head(data: Mapping[str, Any]) -> None:
 
 
 def _present(data: Mapping[str, Any], name: str, key: str) -> str:
-    """The key under which a file has a size: its family's, or the one that other families have for it."""
+    """Return the file's key of a size: the family's own, or the usual one."""
     return _SIZES[name] if key not in data and _SIZES[name] in data else key
 
 
 def _whole(values: Mapping[str, Any], key: str, *, optional: bool) -> Any:
-    """A size, or None for one that may be left open."""
+    """Return a size; None for an optional one that is missing."""
     value = values.get(key)
     if value is None and optional:
         return None

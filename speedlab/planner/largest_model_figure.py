@@ -1,4 +1,4 @@
-"""The largest models that fit on several machines, planned beside announced: a table, and bars for plotly. No torch."""
+"""Compare the largest models that fit on several machines with the announced ones. No torch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ _ROW_PIXELS, _REST_PIXELS = 46, 90
 _BAR, _HALF_GAP = 0.38, 0.02
 """Of a row's height: a bar, and half of what lies between two."""
 _PALE = "rgba(0,114,178,0.25)"
-"""Inside what is planned: parameters' own colour, which what is announced has in full."""
+"""Fill of planned bars: a transparent version of the colour of parameters, which announced bars have."""
 _BESIDE = 12.0
-"""Factor that the axis goes on beyond the longest bar, for the words behind it."""
+"""Factor by which the axis extends beyond the longest bar, to leave room for labels."""
 
 
 class LargestTable(Table):
-    """Rows as `largest_table` gives them."""
+    """The rows of `largest_table`."""
 
     def head(self) -> list[str]:
+        """Return the names of the columns."""
         return ["", "planned", "announced", "layers", "hidden", *_PLACES, "full first", "step", "tokens/s"]
 
     def cells(self) -> list[tuple[str, ...]]:
+        """Return the rows as text."""
         return [
             (
                 row["name"],
@@ -48,8 +50,12 @@ _PLACES = ("device", "host", "disk")
 
 
 def largest_table(found: Mapping[str, Candidate], announced: Mapping[str, float]) -> LargestTable:
-    """A row for each name: the parameters that fit, how full each place is, which is full first, and the step that
-    such a model takes. `announced`: parameters, for those names that have any."""
+    """Return a row for each name: parameters, fill of each place, the first full place, and the step time.
+
+    Args:
+            found: name -> the largest model that fits.
+            announced: name -> announced parameters, if there are any.
+    """
     rows = []
     for name, largest in found.items():
         places = {place.name: place for place in largest.places}
@@ -70,13 +76,19 @@ def largest_table(found: Mapping[str, Candidate], announced: Mapping[str, float]
 
 
 def _fullest(largest: Candidate) -> PlaceBytes:
-    """The place that a larger model would not fit in first."""
+    """Return the place that limits the size of the model."""
     return max(largest.places, key=lambda place: place.share)
 
 
 def largest_figure(found: Mapping[str, Candidate], announced: Mapping[str, float]) -> Figure:
-    """A bar for each name, outlined because it is planned, with what was announced below it; parameters on an axis of
-    powers of ten."""
+    """Return a plotly figure with a bar for each name, on a logarithmic axis of parameters.
+
+    Planned bars are outlined; announced ones are below them.
+
+    Args:
+            found: name -> the largest model that fits.
+            announced: name -> announced parameters, if there are any.
+    """
     rows = largest_table(found, announced)
     names = [row["name"] for row in rows]
     told = [row for row in rows if row["announced"] is not None]

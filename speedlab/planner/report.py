@@ -1,7 +1,4 @@
-"""A plan in words and numbers: the table of what each position in the layout holds, and the text around it.
-
-What block-sparse attention saves a plan and lets its queries see: lines of text, and a picture beside them.
-"""
+"""Render a plan as text: the table of positions, the step, warnings, and what sparse attention saves."""
 
 from __future__ import annotations
 
@@ -28,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def attention_lines(setup: Setup) -> list[str]:
-    """What a query sees, the longest path between two tokens and the work saved; empty for dense attention."""
+    """Return lines about sparse attention: visible keys, longest path, saved work; empty for dense attention."""
     return [] if setup.seen is None else [*setup.seen.words, _step_words(setup)]
 
 
 def attention_html(setup: Setup) -> str:
-    """The pattern as a picture beside the same lines; empty where there are none."""
+    """Return a picture of the attention pattern with the same lines; empty for dense attention."""
     return "" if setup.seen is None else setup.seen.html(_step_words(setup))
 
 
@@ -45,21 +42,23 @@ def _step_words(setup: Setup) -> str:
 
 
 MOST_ROWS = 12
-"""Positions that the text shows; `Plan.table()` has all."""
+"""Maximum number of positions in the text; `Plan.table()` has all."""
 
 _SMALL_SHARE = 0.005
-"""Parts of a step below this share are not told in the text."""
+"""Parts of a step below this share are omitted from the text."""
 
 
 class PlanTable(Table):
-    """Rows as `plan_table` gives them; bytes are shown in the unit of the largest total."""
+    """The rows of `plan_table`; bytes are shown in the unit of the largest total."""
 
     def head(self) -> list[str]:
+        """Return the names of the columns."""
         unit = byte_unit(max(row["total"] for row in self))[0]
         away = [f"on {place}, {unit}" for place in self._places]
         return ["rank", *(LABELS[category] for category in self._shown), f"total, {unit}", f"free, {unit}", *away]
 
     def cells(self) -> list[tuple[str, ...]]:
+        """Return the rows as text."""
         size = byte_unit(max(row["total"] for row in self))[1]
         names = [*self._shown, "total", "free", *self._places]
         return [(row["rank"], *(f"{row[name] / size:,.2f}" for name in names)) for row in self]
@@ -74,10 +73,14 @@ class PlanTable(Table):
 
 
 def plan_table(plan: Plan, most: int | None = None) -> PlanTable:
-    """A row for each run of neighbours that hold the same: rank (its place), each category, total and free on the
-    device, what is on host and disk (bytes).
+    """Return a row for each group of adjacent positions with equal memory.
 
-    `most`: of more than so many, those that tell most.
+    A row has `rank` (the positions), bytes of each ledger category, `total` and `free` on the device, and `host` and
+    `disk` bytes.
+
+    Args:
+            plan: the plan.
+            most: maximum number of rows; above it, only the most informative ones. None: no limit.
     """
     return PlanTable(
         {
@@ -93,7 +96,12 @@ def plan_table(plan: Plan, most: int | None = None) -> PlanTable:
 
 
 def telling(found: list[tuple[str, RankMemory]], most: int | None) -> list[tuple[str, RankMemory]]:
-    """Of more than `most` positions: the first and the last two, the one in the middle, and the one that holds most."""
+    """Return at most `most` positions: the first and last two, the middle one, and the heaviest one.
+
+    Args:
+            found: (name, memory) of each position.
+            most: None: all.
+    """
     if most is None or len(found) <= most:
         return found
     heaviest = max(range(len(found)), key=lambda index: found[index][1].total)
@@ -102,7 +110,7 @@ def telling(found: list[tuple[str, RankMemory]], most: int | None) -> list[tuple
 
 
 def positions(plan: Plan) -> list[tuple[str, RankMemory]]:
-    """(name, what it holds) of the positions in the layout; of neighbours that hold the same, the first."""
+    """Return (name, memory) of the positions in the layout, with equal neighbours merged."""
     layout = plan.setup.layout
     groups: list[list[RankMemory]] = []
     for _, ranks in groupby(plan.memory, key=lambda rank: (rank.pipeline, _held(rank))):
@@ -117,7 +125,7 @@ def positions(plan: Plan) -> list[tuple[str, RankMemory]]:
 
 
 def _held(rank: RankMemory) -> tuple[int, ...]:
-    """What tells positions apart."""
+    """Return the bytes by which positions are compared."""
     return (*rank.by_category().values(), rank.host_bytes, rank.disk_bytes)
 
 
@@ -126,7 +134,7 @@ def _alike(before: Sequence[RankMemory], group: Sequence[RankMemory]) -> bool:
 
 
 def _place(group: Sequence[RankMemory], pp: int, tp: int) -> str:
-    """'each', 'pp 0', 'pp 1–14', 'pp 15, tp 0–3'."""
+    """Return the name of a group of positions: 'each', 'pp 0', 'pp 1–14', 'pp 15, tp 0–3'."""
     stages = sorted({rank.pipeline for rank in group})
     parts = sorted({rank.tensor for rank in group})
     words = [f"pp {_span(stages)}"] if pp > 1 else []
@@ -140,13 +148,15 @@ def _span(numbers: Sequence[int]) -> str:
 
 
 class FoundTable(Table):
-    """Rows as `found_table` gives them."""
+    """The rows of `found_table`."""
 
     def head(self) -> list[str]:
+        """Return the names of the columns."""
         held = ["held", "free", *(f"on {place}" for place in self._places)]
         return ["layout", "step", "tokens/s", "TFLOP/s a device", *self._of_training, *held, "limited by"]
 
     def cells(self) -> list[tuple[str, ...]]:
+        """Return the rows as text."""
         return [
             (
                 row["layout"],
@@ -172,7 +182,7 @@ class FoundTable(Table):
 
 
 def _of_capacity(place: PlaceBytes | None) -> str:
-    """'118 GiB of 119 GiB': of a rank, and its share of what there is."""
+    """Return the bytes of a rank and its share of the capacity: '118 GiB of 119 GiB'."""
     if place is None:
         return bytes_text(0)
     whole = "" if place.capacity_bytes is None else f" of {bytes_text(place.capacity_bytes)}"
@@ -180,8 +190,7 @@ def _of_capacity(place: PlaceBytes | None) -> str:
 
 
 def found_table(found: Found) -> FoundTable:
-    """A row for each candidate, best first; with what it has on host and disk, and days and cost of the training where
-    they can be told."""
+    """Return a row for each candidate, best first, with host and disk bytes, and days and cost if they are known."""
     tokens = found.tokens
     return FoundTable(
         {
@@ -201,7 +210,7 @@ def found_table(found: Found) -> FoundTable:
 
 
 def found_lines(found: Found) -> tuple[str, list[str]]:
-    """What was asked, and what is to be said below the table."""
+    """Return the title of a search, and the lines below its table."""
     if not found.candidates:
         return found.asked, ["nothing fits; take more devices or a smaller model"]
     doubts = dict.fromkeys(candidate.caution for candidate in found.candidates if candidate.caution)
@@ -217,19 +226,20 @@ def found_lines(found: Found) -> tuple[str, list[str]]:
 
 
 def found_text(found: Found) -> str:
+    """Return the results of a search as text."""
     asked, lines = found_lines(found)
     return "\n".join([asked, *([str(found_table(found))] if found.candidates else []), *lines])
 
 
 def plan_text(plan: Plan) -> str:
-    """The whole plan: what was asked, what fits, the table, the step and its parts, what the training takes."""
+    """Return the whole plan as text: request, fit, table, step and its parts, whole training."""
     lines = [*heading(plan), "", str(plan_table(plan, MOST_ROWS)), "", *speed_lines(plan)]
     lines += [f"attention: {line}" for line in attention_lines(plan.setup)]
     return "\n".join([*lines, *cautions(plan)])
 
 
 def heading(plan: Plan) -> list[str]:
-    """What was asked for, and whether it fits."""
+    """Return the lines about the request, and whether it fits."""
     setup = plan.setup
     batch = (
         f"global batch {setup.global_size:,} = micro-batch {setup.micro_size} × accumulation {setup.accumulation:,} "
@@ -254,7 +264,7 @@ def heading(plan: Plan) -> list[str]:
 
 
 def fit_line(plan: Plan) -> str:
-    """'fits: 27.3 GiB of 79.2 GiB on the rank that holds most, 51.9 GiB free', or what lacks, and where."""
+    """Return 'fits: 27.3 GiB of 79.2 GiB on the rank that holds most, 51.9 GiB free', or what is missing where."""
     need, capacity = bytes_text(plan.heaviest.total), bytes_text(plan.capacity_bytes)
     if plan.fits:
         return f"fits: {need} of {capacity} on the rank that holds most, {bytes_text(plan.free_bytes)} free"
@@ -264,12 +274,12 @@ def fit_line(plan: Plan) -> str:
 
 
 def place_lines(plan: Plan) -> list[str]:
-    """A line for each place in which something lies, where that is not the device alone."""
+    """Return a line for each used place, if the device is not the only one."""
     return [str(place) for place in plan.places] if len(plan.places) > 1 else []
 
 
 def speed_lines(plan: Plan) -> list[str]:
-    """The step, its parts, its speed by convention, what limits it, and what the whole training takes."""
+    """Return the lines about the step: its parts, its speed, its limit, and the whole training."""
     time = plan.time
     parts = [
         f"{part} {seconds_text(seconds)}"
@@ -294,7 +304,7 @@ def speed_lines(plan: Plan) -> list[str]:
 
 
 def cautions(plan: Plan) -> list[str]:
-    """What was not validated, what was assumed, and for what does not fit the cheapest changes that do."""
+    """Return the lines about validation, assumptions, and, if the plan does not fit, the cheapest changes."""
     lines = [f"outside of what was validated: {plan.caution}"] if plan.caution else []
     lines += [plan.advice] if plan.advice else []
     lines += assumed(plan.setup.shape, plan.machines)
@@ -306,6 +316,11 @@ def cautions(plan: Plan) -> list[str]:
 
 
 def assumed(shape: ModelShape, machines: Machines) -> list[str]:
-    """What the descriptions of the model and of the machines left open."""
+    """Return a line with the assumptions about model and machines; empty without any.
+
+    Args:
+            shape: the model.
+            machines: the hosts and their devices.
+    """
     open_ones = (*shape.assumed, *machines.assumed)
     return [f"assumed: {', '.join(open_ones)}"] if open_ones else []

@@ -1,16 +1,16 @@
-"""This machine as it was measured, and what runs on it have taught since. No torch.
+"""Predict this machine from its calibration, and from what earlier runs have taught. No torch.
 
-`speedlab calibrate` measures; this is what it leaves: for each number of engines and each dtype a few constants in the
-terms of the planner's formulas, so that `predict_time` gives the time of a step here as it does for described devices.
-What the formulas leave out stands beside: factors on parts of a step, measured as well, and the engine's own time.
+`speedlab calibrate` measures a few constants of the planner's formulas, for each number of engines and each dtype.
+`predict_time` then works for this machine as for described devices. The calibration also has measured factors for
+effects that the formulas omit, and the engine's own time.
 
-Predictions on this machine come from `Calibration.predict`:
+`Calibration.predict` has these steps:
 
-1. The formulas, with the constants that were measured with as many engines working at once.
-2. Measured factors on parts; the engine's own time for what it does around kernels (`engine_events`).
-3. Engines that share cores: one that waits lends its core to the others, so that a pipeline's step takes what all
-   have to do, or what the slowest takes with a core of its own, whichever is longer.
-4. What measured runs have taught, one factor for each class of parts, bounded.
+1. Apply the formulas with the constants that were measured with the same number of concurrent engines.
+2. Apply measured factors to parts, and add the engine's own time around kernels (`engine_events`).
+3. Correct for engines that share cores: a waiting engine leaves its core to the others. A pipeline's step takes the
+   total work of all engines, or the slowest engine's time on a core of its own, whichever is longer.
+4. Apply one learned, bounded factor for each class of parts.
 """
 
 from __future__ import annotations
@@ -27,50 +27,53 @@ from speedlab.planner.time.kernels import Rates
 from speedlab.planner.time.step_time import StepTime, balance, blocks_by_rank, predict_time
 
 VERSION = 3
-"""Of the file; another one is refused, because constants mean something in the formulas of their time only."""
+"""Version of the file. Other versions are refused, because constants are valid only for the formulas of their version.
+"""
 
 CLASSES = {
     "computing": ("forward", "backward", "recompute", "logits"),
     "communication": ("tensor parallel", "pipeline messages", "bubble", "data parallel"),
     "updating": ("optimizer", "offload"),
 }
-"""What a step record tells apart -> parts of a predicted step."""
+"""Class of times in a step record -> parts of a predicted step."""
 
 _SENT = ("tensor parallel", "context parallel", "pipeline messages", "data parallel", "islands")
-"""Parts that go over a link."""
+"""Parts that use a link."""
 
 _BOUND = 2.0
-"""A learned factor stays between 1 / 2 and 2: beyond that something else is wrong, and is shown as a miss."""
+"""A learned factor stays between 1 / 2 and 2. A larger deviation has another cause, and is shown as a miss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constants:
-    """What was measured with `engines` engines at once, in one dtype. Rates are of one engine."""
+    """Measurements with `engines` concurrent engines in one dtype. Rates are those of one engine."""
 
     engines: int
     dtype: str
     threads: int
     rates: dict[str, Rates] = field(hash=False)
-    """By kind of block (`kind_of`; there is always 'rotary') and of logits (`logits_of`). Memory's rate is that of
-    elementwise kernels and matrix operands, much of which are in caches."""
+    """Rates by kind of block (`kind_of`; 'rotary' always exists) and of logits (`logits_of`).
+
+    The memory rate is that of elementwise kernels and matrix operands, which are partly in caches.
+    """
     link_bytes_per_second: float
     link_seconds: float
     message_bytes_per_second: float
     event_seconds: dict[str, float] = field(hash=False)
-    """The engine's own time, for each event that `engine_events` counts."""
+    """The engine's own time for each event of `engine_events`."""
     factors: dict[str, float] = field(hash=False)
-    """Part of a step -> measured over what the formulas give with the constants above."""
+    """Part of a step -> measured time over the formula's time with these constants."""
     block_error: float
-    """Median of |fitted / measured - 1| over the blocks that set their rates."""
+    """Median of |fitted / measured - 1| over the blocks used in the fit."""
 
     def rates_of(self, kind: str) -> Rates:
-        """Those of 'rotary' blocks for a kind that was not measured."""
+        """Return the rates of a kind of block; those of 'rotary' for a kind that was not measured."""
         return self.rates.get(kind, self.rates["rotary"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """A run of the user's beside what was predicted before anything was learned from it."""
+    """A run of the user, with the prediction before anything was learned from it."""
 
     name: str
     setup: str
@@ -79,9 +82,9 @@ class MeasuredRun:
     predicted_seconds: float
     measured_seconds: float
     ratios: dict[str, float] = field(hash=False)
-    """Class of parts -> measured over predicted without anything learned."""
+    """Class of parts -> measured over predicted time, without learned factors."""
     process_bytes: int
-    """What a rank's process held beside model states, activations and communication buffers."""
+    """Bytes of a rank's process besides model states, activations and communication buffers."""
 
     @property
     def error(self) -> float:
@@ -91,31 +94,36 @@ class MeasuredRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A machine that was measured."""
+    """The measurements of one machine."""
 
     version: int = VERSION
     machine: str
-    """Name, processor and cores: constants of another one are refused."""
+    """Name, processor and cores. Constants of another machine are refused."""
     device: str
-    """'cpu', or a GPU's name."""
+    """'cpu', or the name of a GPU."""
     cores: int
-    """Processor cores that engines share; 0 where each has a device of its own."""
+    """Processor cores that engines share; 0 if each engine has its own device."""
     memory_bytes: int
-    """Of all engines together."""
+    """Memory of all engines together."""
     created: float
-    """Seconds since the epoch."""
+    """Time of the measurement, seconds since the epoch."""
     rates: dict[str, float] = field(hash=False)
-    """Plain measurements for people, by name with its unit."""
+    """Plain measurements for display, by name with unit."""
     process_bytes: int
-    """What an engine's process holds before it holds a model."""
+    """Bytes of an engine's process before a model is loaded."""
     constants: tuple[Constants, ...]
     runs: tuple[MeasuredRun, ...] = ()
-    """Measured runs, oldest first, misses and all."""
+    """Measured runs, oldest first, including misses."""
 
     def of(self, engines: int, dtype: str) -> Constants:
-        """The constants of so many engines, or of the nearest number that was measured.
+        """Return the constants for a number of engines, or for the nearest measured number.
 
-        Raises ValueError for a dtype that was not measured.
+        Args:
+                engines: number of concurrent engines.
+                dtype: the compute dtype.
+
+        Raises:
+                ValueError: the dtype was not measured.
         """
         found = [constants for constants in self.constants if constants.dtype == dtype]
         if not found:
@@ -124,8 +132,16 @@ class Calibration:
         return min(found, key=lambda constants: (abs(math.log(constants.engines / engines)), -constants.engines))
 
     def machines(self, engines: int, dtype: str = "float32", kind: str = "rotary") -> Machines:
-        """This machine as one host of `engines` devices, with the link that was measured in `dtype`, and the rates of
-        one kind of block."""
+        """Return this machine as one host of `engines` devices, with the measured link.
+
+        Args:
+                engines: number of devices.
+                dtype: dtype whose link and memory rate are used.
+                kind: kind of block whose rates are used.
+
+        Raises:
+                ValueError: the dtype was not measured.
+        """
         here = self.of(engines, dtype)
         dtypes = {constants.dtype for constants in self.constants}
         return Machines(
@@ -144,13 +160,26 @@ class Calibration:
         )
 
     def efficiency(self, engines: int, dtype: str = "float32") -> Efficiency:
-        """What `predict_time` takes with `machines(engines, dtype)`: it then asks `predict`, which knows the constants
-        of every dtype."""
+        """Return the efficiency to use with `machines(engines, dtype)`.
+
+        `predict_time` then calls `predict`, which has the constants of every dtype.
+
+        Args:
+                engines: number of devices.
+                dtype: the compute dtype.
+        """
         return replace(self.shares(engines, dtype), calibration=self)
 
     def shares(self, engines: int, dtype: str, kind: str = "rotary") -> Efficiency:
-        """Shares of the rates of `machines(engines, dtype, kind)` for the formulas alone: all are 1 but attention's and
-        that of messages. Nothing overlaps between engines on processors."""
+        """Return the shares of the rates of `machines(engines, dtype, kind)`, for the formulas alone.
+
+        All are 1 except those of attention and messages. On CPUs nothing overlaps between engines.
+
+        Args:
+                engines: number of devices.
+                dtype: the compute dtype.
+                kind: kind of block whose rates are used.
+        """
         here = self.of(engines, dtype)
         rates = here.rates_of(kind)
         return replace(
@@ -160,10 +189,15 @@ class Calibration:
         )
 
     def predict(self, setup: Setup, *, learned: bool = True, link: Link | None = None) -> StepTime:
-        """The time of one step of `setup` on this machine, with what runs have taught unless `learned` is False, and
-        over `link` where engines pretend to have one.
+        """Predict the time of one step on this machine.
 
-        Raises ValueError for a shape or a dtype that cannot be.
+        Args:
+                setup: the training.
+                learned: whether to apply the factors learned from runs.
+                link: a simulated link between engines; None: the real one.
+
+        Raises:
+                ValueError: the shape is invalid, or the dtype was not measured.
         """
         engines = setup.layout.world_size
         here = self.of(engines, setup.dtype)
@@ -193,19 +227,21 @@ class Calibration:
         return replace(time, setup=setup, parts=parts, caution="; ".join(doubts))
 
     def _hold_up(self, parts: dict[str, float], setup: Setup, link: Link) -> None:
-        """Correct `parts`, in place, for a pretended link: what is sent is really sent meanwhile, so that a part takes
-        what it takes here or over the link, whichever is longer."""
+        """Correct `parts`, in place, for a simulated link.
+
+        The real transfer takes place at the same time, so a part takes the longer of both times.
+        """
         engines = setup.layout.world_size
         apart = replace(self.machines(engines, setup.dtype), per_host=1, hosts=engines, between=link)
         over = predict_time(setup, apart, replace(self.shares(engines, setup.dtype), messages=1.0)).parts
         longer = {part: max(0.0, over[part] - parts[part]) for part in _SENT}
         parts.update((part, parts[part] + seconds) for part, seconds in longer.items())
-        # A pipeline that fills or drains waits for messages with nothing else to do.
+        # While a pipeline fills or drains, it waits for messages without other work.
         waited = over["bubble"] / sum(over[part] for part in _TURNS)
         parts["bubble"] += waited * sum(longer[part] for part in _SENT if part in _TURNS)
 
     def _with_own_rates(self, parts: dict[str, float], setup: Setup) -> dict[str, float]:
-        """`parts` with those of the setup's own kind of block and of logits."""
+        """Return `parts` with the times of the set-up's own kind of block and of logits."""
         engines, dtype, found = setup.layout.world_size, setup.dtype, dict(parts)
         computed = as_computed(setup, self.device)
         for kind, names in ((kind_of(setup), ("forward", "backward", "recompute")), (logits_of(setup), ("logits",))):
@@ -214,37 +250,51 @@ class Calibration:
         return found
 
     def learned(self, name: str) -> tuple[float, int]:
-        """(factor, number of runs behind it) of a class of parts. The mean of the runs' logarithms and of one more run
-        that was as predicted, so that a single one never counts whole."""
+        """Return (factor, number of runs) for a class of parts.
+
+        The factor is the geometric mean of the runs and of one additional exact prediction, so a single run never
+        counts fully.
+        """
         ratios = [run.ratios[name] for run in self.runs if name in run.ratios]
         mean = sum(math.log(ratio) for ratio in ratios) / (len(ratios) + 1)
         return min(_BOUND, max(1 / _BOUND, math.exp(mean))), len(ratios)
 
     def process_remainder(self) -> tuple[int, int]:
-        """(bytes a rank's process holds beside what the formulas count, number of runs behind it)."""
+        """Return (bytes of a rank's process outside the formulas, number of runs that measured it)."""
         found = sorted(run.process_bytes for run in self.runs if run.process_bytes > 0)
         return (found[len(found) // 2], len(found)) if found else (self.process_bytes, 0)
 
 
 def kind_of(setup: Setup) -> str:
-    """What stands between a block's matrix products: 'dropping' masks, else 'rotary' positions or 'learned' ones."""
+    """Return the kind of a block, by the work between its matrix products: 'dropping', 'rotary' or 'learned'."""
     if setup.shape.dropout > 0:
         return "dropping"
     return "rotary" if setup.shape.position == "rotary" else "learned"
 
 
 def logits_of(setup: Setup) -> str:
-    """How head and loss are computed."""
+    """Return how head and loss are computed, as a key of the rates."""
     return "logits chunked" if setup.shape.chunked_loss else "logits full"
 
 
 def as_computed(setup: Setup, device: str) -> Setup:
-    """With the attention that torch takes: on processors, probabilities of which some are dropped are made whole."""
+    """Return the set-up with torch's real attention: on CPUs, attention with dropout materialises probabilities.
+
+    Args:
+            setup: the training.
+            device: "cpu" or the name of a GPU.
+    """
     return replace(setup, attention="plain") if device == "cpu" and setup.shape.dropout > 0 else setup
 
 
 def corrected(parts: Mapping[str, float], setup: Setup, here: Constants) -> dict[str, float]:
-    """`parts` of a predicted step with the measured factors, and the engine's own time."""
+    """Return `parts` with the measured factors and the engine's own time.
+
+    Args:
+            parts: seconds by part, from the formulas.
+            setup: the training.
+            here: constants of this machine.
+    """
     found = {part: seconds * here.factors.get(part, 1.0) for part, seconds in parts.items()}
     events = engine_events(setup)
     found["engine"] = sum(events[name] * seconds for name, seconds in here.event_seconds.items() if name in events)
@@ -252,23 +302,31 @@ def corrected(parts: Mapping[str, float], setup: Setup, here: Constants) -> dict
 
 
 EVENTS = ("step", "micro-batch", "block", "gather", "sum", "scatter")
-"""What the engine does of itself: once a step; for a micro-batch; for a block of a micro-batch; for a unit that is
-gathered or reduced; for a sum over tensor-parallel ranks, or in its place a gather and scatter of the sequence.
-Messages between pipeline stages are measured by themselves: in whole steps they drown in the waits for them."""
+"""Events of the engine's own work.
+
+- step: once a step.
+- micro-batch: each micro-batch.
+- block: each block of a micro-batch.
+- gather: each unit that is gathered or reduced.
+- sum: each sum over tensor-parallel ranks.
+- scatter: instead of a sum, a gather and scatter of the sequence.
+
+Messages between pipeline stages are measured separately: in whole steps they are hidden by the waits for them.
+"""
 
 
 def engine_events(setup: Setup) -> dict[str, float]:
-    """How often each of `EVENTS` happens in a step on the rank with most blocks."""
+    """Return how often each of `EVENTS` happens in a step, on the rank with most blocks."""
     layout, turns = setup.layout, setup.accumulation
     blocks = max(blocks_by_rank(setup))
     passes = 3 if setup.checkpointing == "block" else 2
     units = blocks + 1
-    # Stage 3 gathers each unit for forward and for backward; below, once after the update. From stage 2 on every
-    # micro-batch is reduced; a pipeline reduces once a step.
+    # Stage 3 gathers each unit for forward and for backward; lower stages gather once after the update. From stage
+    # 2 on every micro-batch is reduced; a pipeline reduces once a step.
     gathers = {0: 0, 3: 2 * turns}.get(setup.zero_stage, 1)
     reductions = turns if setup.zero_stage >= 2 and layout.pp == 1 else 1
     sums = 2 * passes * blocks * turns if layout.tp > 1 else 0
-    # With a cut sequence tensor-parallel ranks have terms of the norms' gradients.
+    # With sequence parallelism, the norms' gradients are partial sums on tensor-parallel ranks.
     norms = units * reductions if layout.tp > 1 and setup.sequence_parallel else 0
     return {
         "step": 1,
@@ -281,18 +339,24 @@ def engine_events(setup: Setup) -> dict[str, float]:
 
 
 _TURNS = ("forward", "backward", "recompute", "logits", "tensor parallel", "context parallel", "pipeline messages")
-"""Parts that a micro-batch has on each pipeline rank."""
+"""Parts of a micro-batch on each pipeline rank."""
 
 
 def share_cores(parts: dict[str, float], before: Mapping[str, float], pp: int, sharing: float, balanced: float) -> None:
-    """Correct `parts`, in place, for a pipeline whose engines stand still, when `sharing` engines work on each core.
+    """Correct `parts`, in place, for pipeline engines that idle while `sharing` engines compete for each core.
 
-    The formulas' bubble is a share of what micro-batches take on the slowest rank, in `before`; all rates were measured
-    with every engine at work, so an engine alone on its core is `sharing` times as fast. `balanced`: the mean over the
-    slowest rank; where cores are shared, parts are those of the mean.
+    The formulas' bubble is a share of the slowest rank's time, in `before`. All rates were measured with every engine
+    busy, so an engine alone on its core is `sharing` times as fast.
+
+    Args:
+            parts: seconds by part; changed in place.
+            before: seconds by part, before factors were applied.
+            pp: pipeline ranks.
+            sharing: engines for each core.
+            balanced: mean over slowest rank; if cores are shared, parts are those of the mean rank.
     """
     slowest, predicted = (sum(found[part] for part in _TURNS) for found in (parts, before))
-    # It stands still while the first micro-batch is on the other ranks, which take less than itself.
+    # The slowest rank idles while the first micro-batch is on the other ranks, which are faster.
     others = (pp * balanced - 1) / (pp - 1) if pp > 1 else 0.0
     waited = others * before["bubble"] / predicted if predicted else 0.0
     critical = (slowest + parts["engine"]) * (1 + waited) / sharing

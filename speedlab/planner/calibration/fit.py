@@ -1,11 +1,16 @@
-"""From times that were measured to the constants of the planner's formulas. No torch.
+"""Fit the constants of the planner's formulas to measured times. No torch.
 
-The formulas are linear in seconds per FLOP of matrix products, per FLOP of attention, per byte, per kernel, and per
-random number. What they count of a case is therefore found by asking them with one of these at 1 and the others at 0;
-least squares of relative errors over all cases then give the five, none below what a bare product and a bare copy
-reach. Each kind of block sets its own; heads have bytes and kernels of their own; updates and sums of tensor-parallel
-ranks become factors; whole steps of small models set the engine's own time, and those of larger ones bring the rates to
-what kernels reach in a training. No run, and no case of `bench steptimes`, is among what is fitted.
+The formulas are linear in five constants: seconds per FLOP of matrix products, per FLOP of attention, per byte, per
+kernel, and per random number.
+
+1. Evaluate the formulas with one constant at 1 and the others at 0; this gives the counts of a case.
+2. Solve least squares of relative errors over all cases, with the rates of a bare product and a bare copy as bounds.
+   Each kind of block has its own constants; heads have their own bytes and kernels.
+3. Turn updates and sums of tensor-parallel ranks into factors.
+4. Fit the engine's own time to whole steps of small models.
+5. Scale the rates by whole steps of larger models, to what kernels reach in a training.
+
+No run, and no case of `bench steptimes`, is part of the fit.
 """
 
 from __future__ import annotations
@@ -35,12 +40,12 @@ from speedlab.planner.time.kernels import Rates, block_pass, head_pass
 from speedlab.planner.time.step_time import predict_time, rank_parameters
 
 _FREE = 1e18
-"""A rate that costs nothing beside the others, where least squares leave nothing for it."""
+"""A rate that costs practically nothing, if least squares assign it no time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTime:
-    """Seconds of one block of `setup`, in a row of several."""
+    """Measured seconds of one block, in a sequence of several."""
 
     setup: Setup
     forward: float
@@ -49,7 +54,7 @@ class BlockTime:
 
 @dataclass(frozen=True, kw_only=True)
 class SetupTime:
-    """Seconds of a head and its loss, forward and backward; or of a whole step."""
+    """Measured seconds of head and loss (forward and backward), or of a whole step."""
 
     setup: Setup
     seconds: float
@@ -57,17 +62,17 @@ class SetupTime:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveTime:
-    """Seconds of a collective of the engine's; `nbytes` of the whole tensor, or of the message."""
+    """Measured seconds of one of the engine's collectives; `nbytes` is the whole tensor, or the message."""
 
     name: str
-    """all_reduce, reduce_scatter, all_gather: of flats; sum: of activations; send."""
+    """all_reduce, reduce_scatter, all_gather (flats), sum (activations) or send."""
     nbytes: int
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What was measured with `engines` engines at work in one dtype."""
+    """Measurements with `engines` concurrent engines in one dtype."""
 
     engines: int
     threads: int
@@ -76,19 +81,19 @@ class Samples:
     """The first one is a block of the models of `steps`."""
     heads: Sequence[SetupTime]
     update_seconds: float
-    """Of one parameter: the gradient's norm, AdamW, the narrow copy."""
+    """Seconds for one parameter: the gradient's norm, AdamW, the narrow copy."""
     byte_seconds: float
-    """Of a byte that is copied within the caches: no kernel moves one faster."""
+    """Seconds for a byte copied within the caches: a lower bound for every kernel."""
     flop_seconds: float
-    """Of a FLOP of a bare product of matrices: no kernel computes one faster."""
+    """Seconds for a FLOP of a bare matrix product: a lower bound for every kernel."""
     collectives: Sequence[CollectiveTime]
     steps: Sequence[SetupTime]
-    """Whole steps of models so small that the engine's own time shows, in different depths and layouts."""
+    """Whole steps of models so small that the engine's own time is visible, with different depths and layouts."""
     larger_steps: Sequence[SetupTime]
-    """Whole steps of models whose kernels take most of the time."""
+    """Whole steps of models whose time is mostly in kernels."""
 
     def shared(self, sharing: float) -> Samples:
-        """The same kernels where engines take turns on each core: each takes `sharing` times as long."""
+        """Return the samples for engines that share each core: every kernel takes `sharing` times as long."""
         return replace(
             self,
             blocks=[
@@ -102,8 +107,14 @@ class Samples:
 
 
 def fit_all(samples: Sequence[Samples], calibration: Calibration) -> list[Constants]:
-    """The constants of each of `samples`. The engine's own time, which whole steps in one dtype tell, is that of all
-    dtypes."""
+    """Return the constants for each of `samples`.
+
+    The engine's own time, which only one dtype's whole steps determine, applies to all dtypes.
+
+    Args:
+            samples: measurements, one for each number of engines and dtype.
+            calibration: describes the machine.
+    """
     found = [fit_constants(each, calibration) for each in samples]
     own = {each.engines: each.event_seconds for each in found if each.event_seconds}
     found = [replace(each, event_seconds=own.get(each.engines, {})) for each in found]
@@ -111,8 +122,10 @@ def fit_all(samples: Sequence[Samples], calibration: Calibration) -> list[Consta
 
 
 def _in_training(samples: Samples, found: Constants, calibration: Calibration) -> Constants:
-    """With the rates that kernels have in a training, where they stand between other tensors and are slower than by
-    themselves: each kind of block has its own factor, logits the mean of all."""
+    """Scale the rates to those in a training, where kernels are slower than alone.
+
+    Each kind of block has its own factor; logits use the mean of all.
+    """
     here = replace(calibration, constants=(found,), runs=())
     predicted = [here.predict(step.setup).parts for step in samples.larger_steps]
     if not predicted:
@@ -134,7 +147,7 @@ def _in_training(samples: Samples, found: Constants, calibration: Calibration) -
     return replace(
         found,
         rates={kind: _slower(each, factors.get(kind, mean)) for kind, each in rates.items()},
-        # The update was measured by itself, and is predicted with the rates of 'rotary'.
+        # The update was measured alone, but is predicted with the (now slower) rates of 'rotary'.
         factors={**found.factors, "optimizer": found.factors["optimizer"] / factors.get("rotary", mean)},
     )
 
@@ -144,7 +157,7 @@ def _bounded(ratio: float) -> float:
 
 
 def _slower(rates: Rates, factor: float) -> Rates:
-    """`rates` of kernels that take `factor` times as long."""
+    """Return the rates of kernels that take `factor` times as long."""
     return replace(
         rates,
         matmul_flops=rates.matmul_flops / factor,
@@ -156,7 +169,12 @@ def _slower(rates: Rates, factor: float) -> Rates:
 
 
 def fit_constants(samples: Samples, calibration: Calibration) -> Constants:
-    """The constants that `samples` give; `calibration` says what the machine is."""
+    """Return the constants that fit `samples`.
+
+    Args:
+            samples: measurements for one number of engines and dtype.
+            calibration: describes the machine.
+    """
     link = _fit_link(samples)
     rates, misses = _all_rates(samples, calibration.device)
     found = Constants(
@@ -176,7 +194,7 @@ def fit_constants(samples: Samples, calibration: Calibration) -> Constants:
 
 
 def _all_rates(samples: Samples, device: str) -> tuple[dict[str, Rates], list[float]]:
-    """(rates by kind of block and of logits, |fitted / measured - 1| of all blocks)."""
+    """Return (rates by kind of block and logits, |fitted / measured - 1| of all blocks)."""
     least = (samples.flop_seconds, samples.flop_seconds, samples.byte_seconds, 0.0, 0.0)
     rates: dict[str, Rates] = {}
     misses: list[float] = []
@@ -189,7 +207,7 @@ def _all_rates(samples: Samples, device: str) -> tuple[dict[str, Rates], list[fl
 
 
 def _rates(seconds: Sequence[float], dtype: str) -> Rates:
-    """From seconds per FLOP of products and of attention, per byte, per kernel, and per random number."""
+    """Return rates from seconds per FLOP of products and attention, per byte, per kernel, and per random number."""
     flop, attention, byte, kernel, drawn = seconds
     return Rates(
         matmul_flops=_rate(flop),
@@ -206,7 +224,7 @@ def _width(dtype: str) -> int:
 
 
 def _block_cases(blocks: Sequence[BlockTime], device: str) -> list[tuple[tuple[float, ...], float]]:
-    """(what the formulas count, seconds) of each block's two directions."""
+    """Return (counts of the formulas, seconds) of each block's forward and backward."""
     found = []
     for block in blocks:
         setup = as_computed(block.setup, device)
@@ -216,7 +234,7 @@ def _block_cases(blocks: Sequence[BlockTime], device: str) -> list[tuple[tuple[f
 
 
 def _logit_rates(samples: Samples, blocks: Rates) -> dict[str, Rates]:
-    """Of each kind of logits: bytes and kernels of their own; products of matrices take what they take in `blocks`."""
+    """Return the rates of each kind of logits: own bytes and kernels, matrix products as in `blocks`."""
     cases: dict[str, list[tuple[tuple[float, ...], float]]] = {}
     for head in samples.heads:
 
@@ -233,7 +251,12 @@ def _logit_rates(samples: Samples, blocks: Rates) -> dict[str, Rates]:
 
 
 def counts(seconds_of: Callable[[Rates], float], setup: Setup) -> tuple[float, ...]:
-    """(FLOP of matrix products, FLOP of attention, bytes, kernels, random numbers) that a formula counts."""
+    """Return what a formula counts: FLOPs of products and attention, bytes, kernels, random numbers.
+
+    Args:
+            seconds_of: the formula, linear in the inverse rates.
+            setup: the training, for its dtype.
+    """
     free = {"matmul_flops": math.inf, "attention_flops": math.inf, "memory_bytes": math.inf}
     free |= {"kernel_seconds": 0.0, "drawn_seconds": 0.0}
     return tuple(seconds_of(Rates(element_bytes=_width(setup.dtype), **{**free, name: 1.0})) for name in free)
@@ -245,7 +268,14 @@ def fit(
     known: Sequence[float] | None = None,
     least: Sequence[float] | None = None,
 ) -> list[float]:
-    """The x >= `least` with the least squares of ((known + row · x) / seconds - 1); both are 0 where left out."""
+    """Return the x >= `least` that minimises the squares of (known + row · x) / seconds - 1.
+
+    Args:
+            rows: counts of each case.
+            seconds: measured seconds of each case.
+            known: known seconds of each case; None: 0.
+            least: lower bounds of x; None: 0.
+    """
     relative = np.array([[value / time for value in row] for row, time in zip(rows, seconds, strict=True)])
     low = np.zeros(relative.shape[1]) if least is None else np.array(least)
     wanted = 1 - np.array(np.zeros(len(rows)) if known is None else known) / np.array(seconds)
@@ -253,7 +283,10 @@ def fit(
 
 
 def _above_zero(relative: np.ndarray, wanted: np.ndarray) -> list[float]:
-    """The x >= 0 with the least squares of (relative · x - wanted): by trying which of the few are above zero."""
+    """Return the x >= 0 that minimises the squares of relative · x - wanted.
+
+    The function tries every subset of positive elements; there are only a few.
+    """
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1
     width = relative.shape[1]
@@ -275,7 +308,7 @@ def _rate(seconds: float) -> float:
 
 
 def _fit_link(samples: Samples) -> Ring:
-    """The link under the ring formulas that comes nearest to all collectives of flats; without any, memory itself."""
+    """Return the link that fits all collectives of flats best; without measurements, an infinitely fast one."""
     measured = [time for time in samples.collectives if time.name in ("all_reduce", "reduce_scatter", "all_gather")]
     if not measured:
         return Ring(ranks=1, bytes_per_second=_FREE, latency_seconds=0.0, crosses_hosts=False)
@@ -292,13 +325,13 @@ def _ring(ranks: int, bytes_per_second: float, latency: float) -> Ring:
 
 
 def _collective(ring: Ring, time: CollectiveTime) -> float:
-    # Flats are large: of an all-reduce's two ways the formulas take the ring.
+    # Flats are large, so the formulas use the ring for their all-reduce.
     ways = {"all_reduce": 2 * ring.gather(time.nbytes), "sum": ring.all_reduce(time.nbytes)}
     return ways.get(time.name, ring.gather(time.nbytes))
 
 
 def _message_rate(samples: Samples, link: Ring) -> float:
-    """Bytes/s of messages, of which the formulas take the link's latency."""
+    """Return bytes/s of messages, after subtracting the link's latency."""
     rates = [
         time.nbytes / max(time.seconds - link.latency_seconds, time.seconds / 10)
         for time in samples.collectives
@@ -308,7 +341,7 @@ def _message_rate(samples: Samples, link: Ring) -> float:
 
 
 def _factors(samples: Samples, found: Constants, link: Ring, calibration: Calibration) -> dict[str, float]:
-    """Measured over predicted, the median over cases, of what blocks and flats say nothing about."""
+    """Return measured over predicted time (median over cases) of the parts that blocks and flats do not cover."""
     machines, efficiency = _described(found, calibration)
     factors = {}
     setup = samples.blocks[0].setup
@@ -321,15 +354,18 @@ def _factors(samples: Samples, found: Constants, link: Ring, calibration: Calibr
 
 
 def _described(found: Constants, calibration: Calibration) -> tuple[Machines, Efficiency]:
-    """What the formulas take of these constants."""
+    """Return machines and efficiency with these constants."""
     here = replace(calibration, constants=(found,), runs=())
     return here.machines(found.engines, found.dtype), here.shares(found.engines, found.dtype)
 
 
 def _with_own_time(samples: Samples, found: Constants, calibration: Calibration) -> Constants:
-    """With what whole small steps take beyond all predicted parts, shared out to the engine's events."""
+    """Return the constants with the engine's own time.
+
+    That is the excess of whole small steps over all predicted parts, split over the engine's events.
+    """
     here = replace(calibration, constants=(found,), runs=())
-    # A small block is not always as the rates of all blocks say, and here it is known.
+    # The general rates may miss a small block; here its own time was measured, so use it.
     first = samples.blocks[0]
     fitted = block_pass(first.setup, found.rates_of(kind_of(first.setup)))
     known = {"forward": first.forward / fitted.forward, "backward": first.backward / fitted.backward}

@@ -1,9 +1,8 @@
-"""What a measured run teaches about this machine. No torch.
+"""Learn from a measured run on this machine. No torch.
 
-A run is compared with what the formulas and the calibration say without anything learned, class by class of the parts
-of a step, as step records tell them apart. It stays in the calibration with its prediction, its measurement and its
-error, whatever they are; factors are made of all runs anew (`Calibration.learned`), so a run that is learned from again
-counts once.
+The run is compared with the prediction without learned factors, for each class of parts that step records distinguish.
+The calibration keeps the run with its prediction, measurement and error, even if the error is large. Factors are
+recomputed from all runs (`Calibration.learned`), so a run that is learned twice counts once.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from speedlab.planner.calibration import CLASSES, Calibration, MeasuredRun
 from speedlab.planner.setup import Setup
 
 FEWEST_STEPS = 5
-"""Steps that a run must have measured, its first ones not counted: they make what later ones use again."""
+"""Minimum number of measured steps, without the first ones, which allocate what later steps reuse."""
 
 _FIRST_STEPS = 2
 
 MOST_RUNS = 200
-"""Runs that are kept; of more, the newest."""
+"""Maximum number of stored runs; the oldest are dropped."""
 
 
 class Measured(Protocol):
-    """What is read of a step record."""
+    """The fields of a step record that learning reads."""
 
     @property
     def seconds(self) -> float: ...
@@ -39,10 +38,18 @@ class Measured(Protocol):
 
 
 def learn(calibration: Calibration, name: str, setup: Setup, records: Mapping[int, Sequence[Measured]]) -> Calibration:
-    """`calibration` with the run `name`, which trained `setup`, among its runs.
+    """Return `calibration` with one more run.
 
-    `records`: step records of every rank, in order. Traced steps do not count: following every tensor takes time.
-    Raises ValueError when too few steps are left, or the setup cannot be predicted.
+    Traced steps do not count, because following every tensor takes time.
+
+    Args:
+            calibration: the calibration before.
+            name: name of the run; a run of the same name is replaced.
+            setup: what the run trained.
+            records: step records of every rank, in order.
+
+    Raises:
+            ValueError: too few steps are left, or the set-up cannot be predicted.
     """
     ranks = {rank: _steady(found) for rank, found in records.items()}
     fewest = min((len(found) for found in ranks.values()), default=0)
@@ -72,8 +79,11 @@ def _steady(records: Sequence[Measured]) -> list[Measured]:
 
 
 def _ratios(parts: Mapping[str, float], ranks: Mapping[int, Sequence[Measured]]) -> dict[str, float]:
-    """Class -> measured over predicted. The formulas speak of the slowest rank: the one that computes longest; what it
-    waits for is what communication costs. Classes that take less than a hundredth of a step say nothing."""
+    """Return class -> measured over predicted time.
+
+    The formulas describe the slowest rank, which computes longest; its wait is the cost of communication. Classes below
+    a hundredth of a step are omitted.
+    """
     medians = {
         rank: {
             phase: statistics.median(record.phases.get(phase, 0.0) for record in found)
@@ -83,7 +93,7 @@ def _ratios(parts: Mapping[str, float], ranks: Mapping[int, Sequence[Measured]])
     }
     slowest = max(medians.values(), key=lambda phases: phases["forward"] + phases["backward"])
     measured = {
-        # The engine's own time around kernels passes in the same phases.
+        # The same phases include the engine's own time around kernels.
         "computing": slowest["forward"] + slowest["backward"] - parts["engine"],
         "communication": slowest["communication"],
         "updating": slowest["optimizer"] + slowest["offload"],
@@ -96,7 +106,7 @@ def _ratios(parts: Mapping[str, float], ranks: Mapping[int, Sequence[Measured]])
 
 
 def _remainder(ranks: Mapping[int, Sequence[Measured]]) -> int:
-    """Bytes that a rank's process held beside what the formulas count: the most over ranks, in the usual step."""
+    """Return the bytes of a rank's process outside the formulas: the median over steps, the maximum over ranks."""
     return max(
         round(statistics.median(record.ledger.other_framework + record.ledger.outside_framework for record in found))
         for found in ranks.values()

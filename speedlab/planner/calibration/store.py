@@ -1,7 +1,7 @@
-"""A calibration as a file of the user's cache: written by replacing, checked field by field when it is read. No torch.
+"""Load and save a calibration in the user's cache, atomically and with validation of every field. No torch.
 
-Files may come from elsewhere: their size is bounded; unknown fields, numbers that cannot be, and files of another
-machine or version are refused with what is wrong and what to do.
+A file may come from another machine or version. The size is bounded. Unknown fields, impossible numbers and files of
+another machine or version are refused with the reason and the remedy.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _SAME_MACHINE_FIELDS = ("model name", "Hardware", "CPU part")
 
 
 class CalibrationError(ValueError):
-    """A calibration that is damaged, of another machine, or of another version."""
+    """A calibration file is damaged, or belongs to another machine or version."""
 
 
 def this_machine() -> str:
-    """Name, processor and cores of this machine: 'host, AMD EPYC, 2 cores'."""
+    """Return name, processor and cores of this machine: 'host, AMD EPYC, 2 cores'."""
     cores = len(available_cores())
     return f"{platform.node() or 'unnamed'}, {_processor()}, {cores} core{'s' if cores > 1 else ''}"
 
@@ -49,9 +49,13 @@ def _processor() -> str:
 
 
 def path(folder: Path | None = None) -> Path:
-    """This machine's file, in `folder` or in the user's cache; homes may be shared by several machines."""
+    """Return the calibration file of this machine. The name includes the host, because machines may share a home.
+
+    Args:
+            folder: folder of the file; None: the user's cache.
+    """
     if folder is None:
-        # Where data.cache keeps its files too, which the planner may not import.
+        # The folder of data.cache, which the planner must not import.
         base = os.environ.get("XDG_CACHE_HOME")
         folder = (Path(base) if base and os.path.isabs(base) else Path.home() / ".cache") / "speedlab"
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", platform.node()) or "unnamed"
@@ -59,7 +63,18 @@ def path(folder: Path | None = None) -> Path:
 
 
 def save(calibration: Calibration, folder: Path | None = None) -> Path:
-    """Write it in one move; returns where. Raises CalibrationError when that place cannot be written."""
+    """Write a calibration atomically.
+
+    Args:
+            calibration: the calibration to save.
+            folder: folder of the file; None: the user's cache.
+
+    Returns:
+            The path of the file.
+
+    Raises:
+            CalibrationError: the file cannot be written.
+    """
     target = path(folder)
     part = target.with_suffix(f".{secrets.token_hex(4)}.part")
     try:
@@ -67,7 +82,7 @@ def save(calibration: Calibration, folder: Path | None = None) -> Path:
         part.write_bytes(_adapter().dump_json(calibration, indent=1))
         part.replace(target)
     except OSError as error:
-        with contextlib.suppress(OSError):  # It may not even be there; the first error tells why.
+        with contextlib.suppress(OSError):  # The part may not exist; the first error has the reason.
             part.unlink()
         raise CalibrationError(
             f"{target}: cannot be written: {error.strerror}; set XDG_CACHE_HOME to a folder you may write to"
@@ -76,9 +91,13 @@ def save(calibration: Calibration, folder: Path | None = None) -> Path:
 
 
 def load(folder: Path | None = None) -> Calibration | None:
-    """This machine's calibration; None where it was never measured.
+    """Return the calibration of this machine, or None if it was never measured.
 
-    Raises CalibrationError for a file that is damaged, of another machine or of another version: what is wrong.
+    Args:
+            folder: folder of the file; None: the user's cache.
+
+    Raises:
+            CalibrationError: the file is damaged, or belongs to another machine or version.
     """
     source = path(folder)
     try:
@@ -129,7 +148,7 @@ _RATE_MAY_BE_ZERO = ("kernel_seconds", "drawn_seconds")
 
 
 def _numbers(constants: Constants) -> list[tuple[str, float]]:
-    """Names and values of all that must be above zero, and of what may be zero but is below."""
+    """Return names and values of numbers that must be positive, and of negative ones among those that may be zero."""
     values = {**asdict(constants), **constants.factors}
     zero = {name: values[name] for name in _MAY_BE_ZERO} | constants.event_seconds
     for kind, rates in constants.rates.items():
@@ -147,5 +166,5 @@ def _adapter() -> TypeAdapter[Calibration]:
 
 
 for _part in (Calibration, Constants, Rates):
-    # Of standard dataclasses pydantic takes its rules from this attribute.
+    # pydantic reads its configuration of standard dataclasses from this attribute.
     _part.__pydantic_config__ = ConfigDict(extra="forbid", allow_inf_nan=False, strict=False)  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Bytes of the tensors of a micro-batch on one rank, and a count of those that are alive. No torch."""
+"""Define the sizes of a micro-batch's tensors on one rank, and a tally of the bytes alive. No torch."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ _FLOAT32 = 4
 
 
 class Tally:
-    """Bytes that are alive, and the most there were."""
+    """Bytes that are alive now, and their peak."""
 
     def __init__(self, live: int = 0) -> None:
         self.live = self.peak = live
 
     def take(self, *sizes: int) -> None:
-        """One after the other."""
+        """Allocate tensors of these sizes."""
         self.live += sum(sizes)
         self.peak = max(self.peak, self.live)
 
     def free(self, *sizes: int) -> None:
+        """Free tensors of these sizes."""
         self.live -= sum(sizes)
 
     @contextmanager
     def passing(self, *sizes: int) -> Iterator[None]:
-        """What is only there inside."""
+        """Allocate tensors for the duration of the block."""
         self.take(*sizes)
         yield
         self.free(*sizes)
 
     def touch(self, *sizes: int) -> None:
-        """Take and free at once."""
+        """Allocate tensors and free them at once, which may raise the peak."""
         self.take(*sizes)
         self.free(*sizes)
 
@@ -56,18 +57,22 @@ class ActivationSizes:
 
     @cached_property
     def element(self) -> int:
+        """Bytes of an element in the compute dtype."""
         return DTYPE_BYTES[self.setup.dtype]
 
     @cached_property
     def tokens(self) -> int:
+        """Tokens of a micro-batch on this rank."""
         return self.setup.tokens
 
     @cached_property
     def tp(self) -> int:
+        """Tensor-parallel ranks."""
         return self.setup.layout.tp
 
     @cached_property
     def sequence(self) -> bool:
+        """Whether sequence parallelism is used."""
         return self.setup.sequence_parallel and self.tp > 1
 
     @cached_property
@@ -77,41 +82,41 @@ class ActivationSizes:
 
     @cached_property
     def local(self) -> int:
-        """(n, C), or with sequence parallelism (n / tp, C): what residuals and norms work on."""
+        """(n, C), or (n / tp, C) with sequence parallelism: the size for residuals and norms."""
         return self.hidden // self.tp if self.sequence else self.hidden
 
     @cached_property
     def input_part(self) -> int:
-        """What a rank keeps of a block's input for its backward: all of it, or 1/tp."""
+        """Bytes of a block's input that a rank keeps for backward: all of it, or 1/tp."""
         if not self.setup.cuts_inputs:
             return self.local
         return -(-(self.local // self.element) // self.tp) * self.element
 
     @cached_property
     def input_away(self) -> int:
-        """Of that, what waits on the host: all of it, or nothing."""
+        """Part of `input_part` that is offloaded to the host: all of it, or nothing."""
         return self.input_part if inputs_away(self.setup, self.device) else 0
 
     @cached_property
     def input_left(self) -> int:
-        """Of that, what is on the device beside the input itself, which goes."""
+        """Part of `input_part` that stays on the device as a copy, while the input itself is freed."""
         return self.input_part if self.setup.cuts_inputs and not self.input_away else 0
 
     @cached_property
     def input_gone(self) -> int:
-        """Of a block's input, what is not there between its forward and its backward: all of it, or nothing."""
+        """Part of a block's input that is freed between its forward and its backward: all of it, or nothing."""
         return self.local if self.input_left or self.input_away else 0
 
     @cached_property
     def heads(self) -> int:
-        """(n, C / tp): this rank's queries, and as many outputs of attention."""
+        """(n, C / tp): queries of this rank; outputs of attention have the same size."""
         shape = self.setup.shape
         size = shape.head_size or shape.hidden // shape.heads
         return self.tokens * shape.heads * size * self.element // self.tp
 
     @cached_property
     def pair(self) -> int:
-        """Keys and values together, where there may be fewer heads of them."""
+        """Keys and values together; smaller than two `heads` with grouped heads."""
         shape = self.setup.shape
         return 2 * self.heads * (shape.kv_heads or shape.heads) // shape.heads
 
@@ -144,20 +149,26 @@ class ActivationSizes:
 
     @cached_property
     def table(self) -> int:
-        """The token table's gradient in the compute dtype."""
+        """Gradient of the token table in the compute dtype."""
         return self.vocabulary * self.setup.shape.hidden * self.element
 
     def matrix(self, inputs: int, outputs: int) -> int:
-        """A weight's gradient on this rank, of a layer that is cut over the tensor-parallel ranks."""
+        """Return the bytes of a weight's gradient on this rank, for a layer that tensor parallelism partitions.
+
+        Args:
+                inputs: input elements of the whole layer.
+                outputs: output elements of the whole layer.
+        """
         return inputs * outputs * self.element // self.tp
 
     @cached_property
     def low(self) -> bool:
+        """Whether the compute dtype is narrower than float32."""
         return self.element < _FLOAT32
 
     @cached_property
     def saves_norm_input(self) -> bool:
-        """Whether a norm keeps what it was given, rather than a float32 copy of it."""
+        """Whether a norm saves its input itself, rather than a float32 copy."""
         return self.setup.shape.norm == "layer" or not self.low or self.device == "cuda"
 
     @cached_property
@@ -167,7 +178,7 @@ class ActivationSizes:
 
     @cached_property
     def chunk(self) -> int:
-        """Tokens of which `cuda_ops.linear_cross_entropy` makes logits at once."""
+        """Tokens for which `cuda_ops.linear_cross_entropy` computes logits at once."""
         widest = -(-self.setup.shape.vocab_size // self.tp)
         cheap = min(256, (16 << 20) // max(1, widest * self.element))
         return min(self.tokens, min(1024, max(self.tokens // 10, cheap, 16)) // 16 * 16)

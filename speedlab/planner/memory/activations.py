@@ -1,12 +1,11 @@
-"""Activations of the built-in GPT on one rank: what forward and backward of a micro-batch keep and pass on.
+"""Predict activations of the built-in GPT on one rank: what forward and backward of a micro-batch keep and free.
 
-Each layer is written down as what it takes and frees, in the order in which torch does so: tensors that autograd saves
-stay until the layer's backward, results live until their last use. A walk over a micro-batch then gives the bytes after
-its forward, and the most there are at any moment; that is what `Engine.trace_activations` measures by following every
-storage. What an operation takes inside itself (a kernel's workspace) is seen by a GPU's allocator only, and counted
-there only.
+Each layer is a list of allocations and frees in torch's order. Tensors that autograd saves live until the layer's
+backward; results live until their last use. A walk over a micro-batch then gives the bytes after its forward and the
+peak at any moment. `Engine.trace_activations` measures the same by following every storage. The workspace of a kernel
+is visible only to a GPU's allocator, and counts only there.
 
-Where devices differ:
+Differences between devices:
 
 | layer       | cpu                                                 | cuda                                          |
 |-------------|-----------------------------------------------------|-----------------------------------------------|
@@ -45,7 +44,7 @@ _FLOAT32 = 4
 
 
 def norm_forward(t: Tally, s: ActivationSizes) -> None:
-    """Leaves its result, and what it saves beside its input."""
+    """Count a norm's forward: its result and the tensors it saves stay alive. Its input is not freed here."""
     x, row = s.local, s.row
     if s.setup.shape.norm == "layer":
         t.take(x, *_statistics(s))
@@ -66,8 +65,13 @@ def norm_forward(t: Tally, s: ActivationSizes) -> None:
 
 
 def norm_backward(t: Tally, s: ActivationSizes, *, residual: bool) -> None:
-    """From the gradient of its result, which is freed, to that of its input; with `residual` added to what came round
-    the layer, which is freed too. Frees what it saved, and its input."""
+    """Count a norm's backward, and free the tensors that it saved, with its input.
+
+    Args:
+            t: bytes alive; changed in place.
+            s: sizes of the tensors.
+            residual: whether the gradient is added to that of the residual path, which is freed, too.
+    """
     x, row = s.local, s.row
     vector = s.setup.shape.hidden * _FLOAT32
     if s.setup.shape.norm == "layer" or s.device == "cuda":
@@ -99,13 +103,13 @@ def norm_backward(t: Tally, s: ActivationSizes, *, residual: bool) -> None:
 
 
 def _statistics(s: ActivationSizes) -> tuple[int, int]:
-    """Mean and inverse deviation of LayerNorm."""
+    """Return the bytes of LayerNorm's mean and inverse deviation."""
     size = s.row if s.device == "cuda" else s.row // _FLOAT32 * s.element
     return size, size
 
 
 def _add(t: Tally, size: int, wanted: bool) -> None:
-    """The sum of two tensors that end with it."""
+    """Count the sum of two tensors that are freed afterwards."""
     if wanted:
         t.take(size)
         t.free(size, size)
@@ -115,31 +119,39 @@ def _add(t: Tally, size: int, wanted: bool) -> None:
 
 
 def _gathered(t: Tally, s: ActivationSizes) -> None:
-    """All tokens of what each rank has some of."""
+    """Count the all-gather of a sequence's tokens from tensor-parallel ranks."""
     t.take(s.hidden)
     t.take(s.hidden)
     t.free(s.hidden)
 
 
 def _scattered(t: Tally, s: ActivationSizes) -> None:
-    """A rank's tokens of a sum; the terms are freed."""
+    """Count the reduce-scatter to a rank's own tokens; the input is freed."""
     t.take(s.hidden, s.local)
     t.free(s.hidden, s.hidden)
 
 
 def _summed(t: Tally, size: int) -> None:
-    """A sum over the ranks in a new tensor; the term is freed."""
+    """Count an all-reduce into a new tensor; the input is freed."""
     t.take(size)
     t.free(size)
 
 
 def enter(t: Tally, s: ActivationSizes) -> None:
-    """Into layers of which each rank has a part. Sequence parallelism leaves two tensors where one was."""
+    """Count the entry into tensor-parallel layers.
+
+    Sequence parallelism keeps both the local and the gathered tensor.
+
+    Args:
+            t: bytes alive; changed in place.
+            s: sizes of the tensors.
+    """
     if s.sequence:
         _gathered(t, s)
 
 
 def enter_backward(t: Tally, s: ActivationSizes) -> None:
+    """Count the backward of `enter`: reduce-scatter or all-reduce of the gradient."""
     if s.sequence:
         _scattered(t, s)
     elif s.tp > 1:
@@ -147,7 +159,15 @@ def enter_backward(t: Tally, s: ActivationSizes) -> None:
 
 
 def leave(t: Tally, s: ActivationSizes, layer: Bias) -> None:
-    """Out of them: the sum over the ranks, bias, norm, dropout, residual. The first input of `enter` is freed."""
+    """Count the exit of tensor-parallel layers: sum over the ranks, bias, norm, dropout, residual.
+
+    The first input of `enter` is freed.
+
+    Args:
+            t: bytes alive; changed in place.
+            s: sizes of the tensors.
+            layer: which bias the layer would have.
+    """
     if s.sequence:
         _scattered(t, s)
         t.free(s.local)
@@ -165,14 +185,18 @@ def leave(t: Tally, s: ActivationSizes, layer: Bias) -> None:
 
 
 def leave_backward(t: Tally, s: ActivationSizes) -> int:
-    """Returns the bytes of the gradient that goes on, 0 where it is still the residual's."""
+    """Count the backward of `leave`.
+
+    Returns:
+            Bytes of the new gradient; 0 if it still is the gradient of the residual.
+    """
     own = 0
     if s.setup.shape.dropout:
         own = s.local
         t.take(own)
         t.free(s.mask)
     if s.setup.shape.norms == 4:
-        t.live += s.local - own  # The gradient that comes is the residual's, too, and is not freed with the norm.
+        t.live += s.local - own  # The incoming gradient is also the residual's; the norm must not free it.
         norm_backward(t, s, residual=False)
         own = s.local
     if s.sequence:
@@ -183,7 +207,7 @@ def leave_backward(t: Tally, s: ActivationSizes) -> int:
 
 
 def drop(t: Tally, s: ActivationSizes) -> None:
-    """Dropout of the residual stream: its mask stays."""
+    """Count dropout of the residual stream; its mask stays alive."""
     if s.sequence:
         t.touch(s.hidden)  # Drawn for all tokens.
     t.take(s.mask, s.local)
@@ -194,8 +218,13 @@ def drop(t: Tally, s: ActivationSizes) -> None:
 
 
 def block_forward(t: Tally, s: ActivationSizes, *, again: bool = False) -> None:
-    """From the block's input, which stays, to its output. `again`: for a backward that only wants what is saved; the
-    last layer is left out."""
+    """Count a block's forward, from its input, which stays alive, to its output.
+
+    Args:
+            t: bytes alive; changed in place.
+            s: sizes of the tensors.
+            again: whether this is a recomputation, which needs only the saved tensors and skips the last layer.
+    """
     norm_forward(t, s)
     enter(t, s)
     t.take(s.heads + s.pair)
@@ -234,8 +263,13 @@ def block_forward(t: Tally, s: ActivationSizes, *, again: bool = False) -> None:
 
 
 def block_backward(t: Tally, s: ActivationSizes, *, held: bool = False) -> None:
-    """From the gradient of the output to that of the input; everything the block has saved is freed. `held`: somebody
-    else keeps the gradient of the output."""
+    """Count a block's backward, from the gradient of the output to that of the input. All saved tensors are freed.
+
+    Args:
+            t: bytes alive; changed in place.
+            s: sizes of the tensors.
+            held: whether another owner keeps the gradient of the output.
+    """
     shape = s.setup.shape
     came = leave_backward(t, s)
     down, up = s.matrix(shape.ffn_hidden, shape.hidden), s.matrix(shape.hidden, shape.ffn_hidden)
@@ -254,7 +288,7 @@ def block_backward(t: Tally, s: ActivationSizes, *, held: bool = False) -> None:
     if shape.norms == 1:
         _add(t, s.local, True)
     else:
-        t.live += s.local if shape.parallel else 0  # Its input is the first one's.
+        t.live += s.local if shape.parallel else 0  # Both norms share one input.
         norm_backward(t, s, residual=True)
     if held:
         t.take(s.local)
@@ -274,12 +308,15 @@ def block_backward(t: Tally, s: ActivationSizes, *, held: bool = False) -> None:
 
 
 def kept_results(s: ActivationSizes) -> tuple[int, int]:
-    """(bytes that selective recomputation keeps of a block beside its input; of them what nobody asks for again):
-    results of linear layers and of fused attention, and what came of exchanges between ranks."""
+    """Return (kept, unused) bytes of a block under selective recomputation, in addition to its input.
+
+    Kept are results of linear layers, of fused attention and of exchanges between ranks. `unused` is the part of them
+    that no recomputation reads.
+    """
     attention = 0 if keeps_probabilities(s) else s.heads + s.queries + ring_kept(s)
-    inner = 0 if is_tiled(s) else _widths(s) * s.inner  # Tiles are one operation, whose result alone stays.
+    inner = 0 if is_tiled(s) else _widths(s) * s.inner  # Tiles are one operation; only its result is kept.
     layers = s.heads + s.pair + s.hidden + inner
-    exchanged = 2 * s.heads + s.pair if shares_heads(s) else 0  # Heads for tokens, there and back.
+    exchanged = 2 * s.heads + s.pair if shares_heads(s) else 0  # The all-to-all before and after attention.
     summed = s.local if s.sequence else s.hidden if s.tp > 1 else 0
     entered = s.hidden if s.sequence else 0
     last = s.hidden + summed
@@ -288,17 +325,20 @@ def kept_results(s: ActivationSizes) -> tuple[int, int]:
 
 
 def _widths(s: ActivationSizes) -> int:
-    """Results of the feed-forward layer's first matrices: a gate, and what it multiplies."""
+    """Return the number of first matrices of the feed-forward layer: 2 with a gate."""
     return 2 if s.setup.shape.gated else 1
 
 
 def _steps(s: ActivationSizes) -> int:
-    """What an activation function in steps keeps beside its input: a half of it, a hyperbolic tangent, one more."""
+    """Return the bytes that a stepwise activation function saves besides its input: three tensors."""
     return 3 * s.inner if s.setup.shape.stepwise else 0
 
 
 def _linear_backward(t: Tally, *, weight: int, out: int, gradient: int, saved: int) -> None:
-    """`out`: the gradient of the inputs; `gradient`, `saved`: what is freed, of outputs and inputs."""
+    """Count a linear layer's backward.
+
+    `out`: bytes of the inputs' gradient; `gradient`, `saved`: freed bytes of the outputs' gradient and saved inputs.
+    """
     with t.passing(weight):
         t.take(out)
         t.free(gradient, saved)

@@ -1,6 +1,7 @@
-"""Activations of attention, as activations.py has those of the rest: fused, or step by step through probabilities.
+"""Predict activations of attention: fused, or step by step through probabilities.
 
-Attention of long sequences, over blocks and between ranks, is in activations_long.py.
+Counterpart of `activations` for the other layers. Attention of long sequences, over blocks and between ranks, is in
+`long_sequences`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ _FLOAT32 = 4
 
 
 def keeps_probabilities(s: ActivationSizes) -> bool:
-    """Whether attention of this set-up works through whole probabilities."""
+    """Return whether attention of this set-up materialises whole probabilities."""
     if s.setup.attention == "plain":
         return True
     return s.setup.shape.dropout > 0 and s.device == "cpu" and not is_ring(s)
 
 
 def attend_forward(t: Tally, s: ActivationSizes) -> None:
-    """From queries, keys and values, one tensor, to the outputs side by side."""
+    """Count attention's forward, from the tensor of queries, keys and values to the concatenated outputs."""
     q, pair = s.heads, s.pair
     rotary = s.setup.shape.position == "rotary"
     if rotary:
@@ -44,13 +45,15 @@ def attend_forward(t: Tally, s: ActivationSizes) -> None:
 
 
 def lays_heads_anew(s: ActivationSizes) -> bool:
-    """Whether the output of fused attention is copied to lie head beside head for each token: that of turned queries
-    does not lie so, and with dropout each head has an output of its own."""
+    """Return whether the output of fused attention is copied into a layout with adjacent heads.
+
+    The output for rotated queries has another layout, and with dropout each head has a separate output.
+    """
     return s.setup.shape.position == "rotary" or s.setup.shape.dropout > 0
 
 
 def _whole_attention(t: Tally, s: ActivationSizes) -> None:
-    """Attention through whole probabilities, which stay, as do dropout's mask and their product."""
+    """Count attention through whole probabilities, which stay alive, like dropout's mask and their product."""
     q, pair = s.heads, s.pair
     wide, p = _math_sizes(s)
     t.take(3 * wide)  # Queries and keys scaled, values, contiguous.
@@ -60,13 +63,15 @@ def _whole_attention(t: Tally, s: ActivationSizes) -> None:
 
 
 def _keeps_projections(s: ActivationSizes) -> bool:
-    """With one sequence, values are used where they are, as torch needs no copy to see heads side by side."""
+    """Return whether values are used in place: with one sequence, torch needs no copy to concatenate heads."""
     return s.setup.micro_size == 1 and not s.low and s.device == "cpu" and s.tp == 1
 
 
 def _attention_by_head(t: Tally, s: ActivationSizes) -> None:
-    """The same of one head after the other, as dropout draws them (`Attend`). One head's values are used where they
-    are, unless they are widened: then nothing keeps the projections."""
+    """Count the same for one head after the other, which is the order of dropout's random numbers (`Attend`).
+
+    Values of a head are used in place, unless they are widened; then nothing keeps the projections alive.
+    """
     count = _own_heads(s)
     wide, p = (size // count for size in _math_sizes(s))
     for _ in range(count):
@@ -79,7 +84,7 @@ def _attention_by_head(t: Tally, s: ActivationSizes) -> None:
 
 
 def _to_probabilities(t: Tally, s: ActivationSizes, wide: int, p: int) -> None:
-    """From queries and keys, of `wide` bytes each, to the probabilities, of `p`, that values are multiplied with."""
+    """Count from queries and keys (`wide` bytes each) to the probabilities (`p` bytes) that multiply the values."""
     with t.passing(4 * wide if s.low else wide):
         t.take(p)
         t.touch(p)
@@ -89,7 +94,14 @@ def _to_probabilities(t: Tally, s: ActivationSizes, wide: int, p: int) -> None:
 
 
 def attend_backward(t: Tally, s: ActivationSizes) -> None:
-    """From the gradient of the outputs, which is freed, to that of queries, keys and values in one tensor."""
+    """Count attention's backward.
+
+    It goes from the gradient of the outputs, which is freed, to that of queries, keys and values in one tensor.
+
+    Args:
+            t: bytes alive; changed in place.
+            s: sizes of the tensors.
+    """
     q, pair = s.heads, s.pair
     rotary = s.setup.shape.position == "rotary"
     if not keeps_probabilities(s) and attends_long(s):
@@ -114,19 +126,22 @@ def _whole_attention_backward(t: Tally, s: ActivationSizes) -> None:
     q, pair = s.heads, s.pair
     wide, p = _math_sizes(s)
     if _keeps_projections(s):
-        t.live += wide - (q + pair)  # What is freed below as values.
+        t.live += wide - (q + pair)  # The code below frees this as values.
     t.take(wide)
     t.free(q)
     t.take(wide, p)
     t.free(wide, wide)  # The gradient, and values.
     _from_probabilities(t, s, wide, p)
-    if s.low or pair < 2 * q:  # Narrowed; or summed over the heads that share keys and values.
+    if s.low or pair < 2 * q:  # Narrowed, or summed over grouped heads.
         t.take(q + pair)
         t.free(3 * wide)
 
 
 def _attention_by_head_backward(t: Tally, s: ActivationSizes) -> None:
-    """Gradients of all heads are there before any are laid side by side; so long stays what came."""
+    """Count the backward by head.
+
+    Gradients of all heads exist before they are concatenated; until then the incoming gradient stays alive.
+    """
     count = _own_heads(s)
     wide, p = (size // count for size in _math_sizes(s))
     for _ in range(count):
@@ -146,8 +161,10 @@ def _attention_by_head_backward(t: Tally, s: ActivationSizes) -> None:
 
 
 def _from_probabilities(t: Tally, s: ActivationSizes, wide: int, p: int) -> None:
-    """From the gradient of probabilities, of `p` bytes, to those of queries and keys, of `wide` each, which are read
-    and freed."""
+    """Count from the gradient of probabilities (`p` bytes) to those of queries and keys (`wide` bytes each).
+
+    Queries and keys are freed.
+    """
     if s.setup.shape.dropout > 0:
         t.free(p)  # What was multiplied with values.
         t.take(p)
@@ -159,11 +176,11 @@ def _from_probabilities(t: Tally, s: ActivationSizes, wide: int, p: int) -> None
 
 
 def _own_heads(s: ActivationSizes) -> int:
-    """Heads that drop on this rank: context-parallel ranks share those of a tensor-parallel one."""
+    """Return the heads with dropout on this rank: context-parallel ranks share those of a tensor-parallel rank."""
     return max(1, s.setup.shape.heads // s.tp // s.setup.layout.cp)
 
 
 def _math_sizes(s: ActivationSizes) -> tuple[int, int]:
-    """(heads, probabilities) of attention that torch computes step by step; on CPUs in float32."""
+    """Return (heads, probabilities) bytes for attention that torch computes step by step; on CPUs in float32."""
     factor = _FLOAT32 // s.element if s.device == "cpu" else 1
     return factor * s.heads, factor * s.probabilities

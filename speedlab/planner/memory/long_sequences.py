@@ -1,13 +1,14 @@
-"""Activations of what long sequences are trained with, as activations.py has those of the rest: block-sparse attention,
-attention between context-parallel ranks, and feed-forward layers in tiles. Each line is what takes or frees a tensor.
+"""Predict activations of long sequences: block-sparse attention, context parallelism, tiled feed-forward layers.
 
-| | kept for backward instead of what dense attention on one rank keeps |
+Each line allocates or frees a tensor. Compared with dense attention on one rank, backward keeps:
+
+| | kept |
 |---|---|
-| sparse | queries, keys, values each for itself, so that the projections go; outputs once more, laid out anew |
-| heads shared | the same, as they came from the other ranks |
-| a ring | what dense attention keeps; keys and values on their way, and the sums of their gradients, pass |
-| a ring that drops | besides, which probabilities stay, in bytes, where others keep the probabilities themselves |
-| tiles | the layer's input alone |
+| sparse | queries, keys, values separately, so that the projections are freed; a copy of the outputs |
+| heads shared | the same, as received from the other ranks |
+| a ring | what dense attention keeps; keys and values in transit, and their gradients' sums, are temporary |
+| a ring with dropout | in addition a byte for each probability's mask, instead of the probabilities themselves |
+| tiles | only the layer's input |
 """
 
 from __future__ import annotations
@@ -18,25 +19,27 @@ _FLOAT32 = 4
 
 
 def attends_long(s: ActivationSizes) -> bool:
-    """Whether attention is one of these."""
+    """Return whether attention is sparse or context-parallel."""
     return s.setup.attention == "sparse" or s.setup.layout.cp > 1
 
 
 def shares_heads(s: ActivationSizes) -> bool:
+    """Return whether context-parallel ranks exchange tokens for heads."""
     return s.setup.layout.cp > 1 and s.setup.heads_shared > 1
 
 
 def is_ring(s: ActivationSizes) -> bool:
+    """Return whether keys and values are sent around a ring."""
     return s.setup.layout.cp > s.setup.heads_shared
 
 
 def ring_kept(s: ActivationSizes) -> int:
-    """Of a ring with dropout: a byte for each probability of this rank's queries, whether it stays."""
+    """Return the bytes of a ring's dropout mask: one byte for each probability of this rank's queries."""
     return s.probabilities // s.element if is_ring(s) and s.setup.shape.dropout > 0 else 0
 
 
 def _turn_scores(s: ActivationSizes) -> tuple[int, int]:
-    """Of a ring with dropout: (float32 scores of one head in a turn, what is drawn of one head)."""
+    """Return (float32 scores of a head in a turn, random numbers of a head) in bytes, for a ring with dropout."""
     setup = s.setup
     ring = setup.layout.cp // setup.heads_shared
     of_head = ring_kept(s) // max(1, setup.shape.heads // s.tp // setup.heads_shared)
@@ -48,17 +51,17 @@ def _rotary(s: ActivationSizes) -> bool:
 
 
 def _grouped(s: ActivationSizes) -> bool:
-    """Whether sparse attention is given a copy of keys and values for each head of queries."""
+    """Return whether sparse attention gets a copy of keys and values for each head of queries."""
     return s.setup.attention == "sparse" and s.pair < 2 * s.heads
 
 
 def lays_out_anew(s: ActivationSizes) -> bool:
-    """Whether outputs of attention are kept once more, in the order in which the next layer takes them."""
+    """Return whether a copy of attention's outputs is kept in the layout of the next layer."""
     return s.setup.attention == "sparse" or shares_heads(s) or _rotary(s)
 
 
 def _exchange(t: Tally, size: int) -> None:
-    """Parts go to other ranks, what comes is laid out: a new tensor; what was given stays."""
+    """Count an all-to-all: send, receive, then a new tensor in the right layout. The input stays alive."""
     t.take(size, size)  # Sent, received.
     t.free(size)
     t.take(size)
@@ -66,7 +69,7 @@ def _exchange(t: Tally, size: int) -> None:
 
 
 def attend_long_forward(t: Tally, s: ActivationSizes) -> None:
-    """From projections, which rotation has copied in part, to the outputs side by side."""
+    """Count attention's forward, from projections, partly copied by rotation, to the concatenated outputs."""
     q, pair = s.heads, s.pair
     if shares_heads(s):
         with t.passing(q + pair):  # One tensor of all three.
@@ -76,9 +79,9 @@ def attend_long_forward(t: Tally, s: ActivationSizes) -> None:
     if is_ring(s):
         wide, (scores, drawn) = q // s.element * _FLOAT32, _turn_scores(s)
         kept = ring_kept(s)
-        t.touch(kept, max(kept, drawn))  # Head after head, then side by side.
+        t.touch(kept, max(kept, drawn))  # One head after the other, then concatenated.
         t.take(kept)
-        with t.passing(wide, 2 * pair):  # The sum of turns; keys and values here and on their way.
+        with t.passing(wide, 2 * pair):  # The sum of turns; keys and values, here and in transit.
             if kept:
                 t.touch(wide, max(wide, 3 * scores + scores // _FLOAT32))
             t.touch(q, q)
@@ -92,7 +95,7 @@ def attend_long_forward(t: Tally, s: ActivationSizes) -> None:
 
 
 def leave_attention(t: Tally, s: ActivationSizes) -> None:
-    """What nothing has saved goes with the names it had in the layer."""
+    """Count the frees of tensors that only the layer's local variables kept alive."""
     q, pair = s.heads, s.pair
     if shares_heads(s):
         t.free(q + pair, (q + pair // 2) if _rotary(s) else 0, q)
@@ -101,7 +104,7 @@ def leave_attention(t: Tally, s: ActivationSizes) -> None:
 
 
 def attend_long_backward(t: Tally, s: ActivationSizes) -> None:
-    """From the gradient of the outputs, which is freed, to those of queries, keys and values that were turned."""
+    """Count attention's backward, from the gradient of the outputs to those of the rotated queries, keys and values."""
     q, pair = s.heads, s.pair
     given = q + (2 * q if _grouped(s) else pair)
     if shares_heads(s):
@@ -110,7 +113,7 @@ def attend_long_backward(t: Tally, s: ActivationSizes) -> None:
     if is_ring(s):
         wide = (q + pair) // s.element * _FLOAT32
         kept, (scores, _) = ring_kept(s), _turn_scores(s)
-        with t.passing(wide, 2 * pair, 2 * (wide - wide // 3)):  # Sums, keys and values, sums on their way twice.
+        with t.passing(wide, 2 * pair, 2 * (wide - wide // 3)):  # Sums; keys and values; sums in transit, twice.
             if kept:
                 t.touch(wide, max(wide, 4 * scores + scores // _FLOAT32))
             t.take(given)
@@ -119,7 +122,7 @@ def attend_long_backward(t: Tally, s: ActivationSizes) -> None:
     else:
         with t.passing(q if s.setup.attention == "sparse" and not shares_heads(s) else 0):
             t.take(given)
-    t.free(q, given, s.queries, q)  # What came; and saved: what it was given, statistics, outputs.
+    t.free(q, given, s.queries, q)  # The gradient, and the saved inputs, statistics, outputs.
     if _grouped(s):
         t.take(pair)
         t.free(2 * q)
@@ -136,7 +139,7 @@ def attend_long_backward(t: Tally, s: ActivationSizes) -> None:
 
 
 def is_tiled(s: ActivationSizes) -> bool:
-    """Whether a rank's sequences are longer than a tile."""
+    """Return whether a rank's sequences are longer than a tile of the feed-forward layer."""
     tile = s.setup.ffn_tile
     return tile is not None and tile < s.setup.padded_length // s.setup.layout.cp
 
@@ -147,7 +150,7 @@ def _of_tile(s: ActivationSizes, size: int) -> int:
 
 
 def tiles_forward(t: Tally, s: ActivationSizes) -> None:
-    """From the layer's input, which stays, to its output."""
+    """Count the forward of a tiled feed-forward layer. Its input stays alive."""
     inner, out = _of_tile(s, s.inner), _of_tile(s, s.hidden)
     t.take(inner, inner)
     t.free(inner)
@@ -157,11 +160,17 @@ def tiles_forward(t: Tally, s: ActivationSizes) -> None:
 
 
 def tiles_backward(t: Tally, s: ActivationSizes, came: int) -> None:
-    """From the gradient of the output, of which `came` is freed, to that of the input, which is freed, too."""
+    """Count the backward of a tiled feed-forward layer, which recomputes each tile.
+
+    Args:
+            t: bytes alive; changed in place.
+            s: sizes of the tensors.
+            came: bytes of the incoming gradient that are freed. The input is freed, too.
+    """
     inner, out = _of_tile(s, s.inner), _of_tile(s, s.hidden)
     shape = s.setup.shape
     matrix = s.matrix(shape.hidden, shape.ffn_hidden)
-    sums = 2 * matrix // s.element * _FLOAT32  # Of the weights' gradients, over the tiles.
+    sums = 2 * matrix // s.element * _FLOAT32  # Float32 sums of the weights' gradients over the tiles.
     t.take(s.hidden, sums)
     t.take(inner, inner, out)  # Forward again,
     t.take(inner, matrix)  # and the backwards of its three operations.

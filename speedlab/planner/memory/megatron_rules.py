@@ -1,16 +1,18 @@
-"""What published systems keep in memory, by the rules of the papers that published it. No torch.
+"""Predict the memory of published systems by the rules of their papers. No torch.
 
-Of this project's own engine `memory.predict_memory` says more, and exactly; these rules are there to be held against
-other people's measurements.
+For this project's own engine, `memory.predict_memory` is exact; these rules allow a comparison with other measurements.
 
-Let a layer see s × b tokens of h, with a heads, tensor parallel t. What it keeps for backward in 16 bits
-(arXiv:2205.05198, equations 1 to 6) is s b h (34 + 5 a s / h) bytes on one device: of the 34, 24 lie inside attention
-and feed-forward and are divided by t, 10 only under sequence parallelism too. Fused or recomputed attention keeps
-no 5 a s / h. Recomputing whole layers keeps their inputs, 2 s b h, and one layer's activations at a time. Here the 34
-is counted, so that gated layers and models without dropout have theirs: 34 is what a GPT with dropout gives.
+Let a layer see s × b tokens of h, with a heads and tensor parallelism t. For backward in 16 bits (arXiv:2205.05198,
+equations 1 to 6) it keeps s b h (34 + 5 a s / h) bytes on one device.
 
-Under 1F1B the first pipeline stage keeps as many micro-batches as there are stages, so that it holds all layers' worth;
-under GPipe every stage keeps all of them.
+- Of the 34, 24 are inside attention and feed-forward and are divided by t; 10 only with sequence parallelism, too.
+- Fused or recomputed attention does not keep 5 a s / h.
+- Recomputation of whole layers keeps their inputs, 2 s b h, and one layer's activations at a time.
+- The code counts the 34 from the shape, so that gated layers and models without dropout have their own number: 34 is
+  the result for a GPT with dropout.
+
+Under 1F1B the first pipeline stage keeps as many micro-batches as there are stages, so it holds all layers' worth.
+Under GPipe every stage keeps all micro-batches.
 """
 
 from __future__ import annotations
@@ -26,29 +28,37 @@ from speedlab.planner.time.step_time import blocks_by_rank, rank_parameters
 
 _HALF_BYTES = 2
 _LOGIT_BYTES = 2 + 4 + 4 + 4 + 2
-"""Of one logit on the last stage: itself, in float32, its probability, and the gradients of both."""
+"""Bytes of one logit on the last stage: itself, in float32, its probability, and the gradients of both."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateBytes:
-    """Bytes of model states for one parameter, whole; what ZeRO-1 divides, and what only stage 2 and 3 do."""
+    """Bytes of model states for one parameter, before ZeRO partitions them."""
 
     parameters: float = 2
     gradients: float = 2
     optimizer: float = 12
     buffers: float = 0
-    """Bytes of a rank besides: reduction buckets, and what the driver counts of a process."""
+    """Additional bytes of a rank: reduction buckets, and what the driver counts for a process."""
 
     def of_rank(self, parameters: float, *, stage: int, dp: int) -> float:
-        """Of a rank that computes with so many parameters (arXiv:1910.02054)."""
+        """Return the bytes of states of a rank (arXiv:1910.02054).
+
+        Args:
+                parameters: parameters that the rank computes with.
+                stage: ZeRO stage, 0 to 3.
+                dp: data-parallel ranks.
+        """
         shares = [dp if stage >= least else 1 for least in (3, 2, 1)]
         each = (self.parameters, self.gradients, self.optimizer)
         return parameters * sum(size / share for size, share in zip(each, shares, strict=True))
 
 
 def layer_activation_bytes(setup: Setup) -> float:
-    """Of one layer and one micro-batch on one tensor-parallel rank, where nothing is computed again but perhaps
-    attention's probabilities."""
+    """Return the bytes of one layer and one micro-batch on one tensor-parallel rank.
+
+    Nothing is recomputed, except attention's probabilities with selective checkpointing.
+    """
     shape, t = setup.shape, setup.layout.tp
     hidden, queries, values = shape.hidden, shape.heads * head_size(shape), kv_heads(shape) * head_size(shape)
     mask = 1 if shape.dropout else 0
@@ -61,7 +71,12 @@ def layer_activation_bytes(setup: Setup) -> float:
 
 
 def stage_activation_bytes(setup: Setup, stage: int) -> float:
-    """Of all micro-batches that pipeline rank `stage` has begun and not finished, under the set-up's schedule."""
+    """Return the bytes of all micro-batches in flight on a pipeline rank.
+
+    Args:
+            setup: the training.
+            stage: index of the pipeline rank.
+    """
     shape, layout = setup.shape, setup.layout
     tokens = setup.tokens
     in_flight = most_in_flight(setup, stage)
@@ -76,7 +91,12 @@ def stage_activation_bytes(setup: Setup, stage: int) -> float:
 
 
 def peak_bytes(setup: Setup, states: StateBytes) -> float:
-    """Of the rank that holds most: states, activations, and, under ZeRO-3, the layer that is gathered."""
+    """Return the bytes of the heaviest rank: states, activations, and with ZeRO-3 the gathered layer.
+
+    Args:
+            setup: the training.
+            states: bytes of states for one parameter.
+    """
     held = rank_parameters(setup)
     most = max(stage_activation_bytes(setup, stage) for stage in range(setup.layout.pp))
     of_states = states.of_rank(held, stage=setup.zero_stage, dp=setup.layout.replicas)
@@ -88,8 +108,11 @@ def _gathered_bytes(setup: Setup, held: float) -> float:
 
 
 def memory_by_rules(setup: Setup) -> list[RankMemory]:
-    """Each pipeline position, with gradients of several micro-batches in float32 as this engine has them; parameters
-    are those of the position that computes with most. Offload is left out."""
+    """Return the memory of each pipeline position, by these rules.
+
+    Gradients of several micro-batches are in float32, as in this engine. All positions have the parameters of the
+    heaviest one. Offload is ignored.
+    """
     held = round(rank_parameters(setup))
     states = model_states(
         held, dp=setup.layout.replicas, stage=setup.zero_stage, dtype=setup.dtype, optimizer=setup.optimizer

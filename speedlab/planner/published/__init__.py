@@ -1,7 +1,7 @@
-"""The planner against figures that others published: `report()` is the table, `evaluate()` what it is made of.
+"""Compare the planner with published figures: `report()` is the table, `evaluate()` its data.
 
-Every row of `published.json` is either predicted or left out with the reason. Rows that set constants are in
-`CALIBRATION`; all others only test them. A miss is shown like a hit.
+Every row of `published.json` is either predicted, or left out with the reason. Rows in `CALIBRATION` set constants; all
+others only test them. Misses are shown like hits.
 """
 
 from __future__ import annotations
@@ -29,11 +29,19 @@ GROUPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
+    """All predictions of published figures."""
+
     outcomes: tuple[Outcome, ...]
     left_out: dict[str, str]
     """Row -> why it cannot be predicted."""
 
     def errors(self, group: str, *, tests_only: bool = False) -> list[float]:
+        """Return the relative errors (absolute values) of a group.
+
+        Args:
+                group: a key of `GROUPS`.
+                tests_only: whether to leave out rows that set constants.
+        """
         return [
             abs(outcome.error)
             for outcome in self.outcomes
@@ -43,13 +51,13 @@ class Evaluation:
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """The published rows."""
+    """Return the published rows."""
     return tuple(json.loads(Path(__file__).with_name("published.json").read_text()))
 
 
 @cache
 def evaluate() -> Evaluation:
-    """Every row, predicted or left out with a reason."""
+    """Predict every row, or leave it out with a reason."""
     predicted: list[Outcome] = []
     left_out: dict[str, str] = {}
     for row in rows():
@@ -62,7 +70,7 @@ def evaluate() -> Evaluation:
 
 
 def report() -> str:
-    """All rows with their errors, then each group's median and worst, then what was left out and why."""
+    """Return all rows with their errors, each group's median and worst error, and the rows left out."""
     found = evaluate()
     lines: list[str] = []
     for group, what in GROUPS.items():

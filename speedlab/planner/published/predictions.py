@@ -1,4 +1,4 @@
-"""What the planner predicts of each published row, or why it cannot: the rows of `published`."""
+"""Predict each published row, or give the reason why it cannot be predicted."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ the V100's share of the network, which was looked up because bs-52b-z3-tp1 was m
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One published figure beside the planner's."""
+    """One published figure and its prediction."""
 
     row: str
     group: str
@@ -67,7 +67,7 @@ class Outcome:
 
     @property
     def error(self) -> float:
-        """Relative, signed; 0 where the prediction rounds to what is printed."""
+        """Signed relative error; 0 if the prediction rounds to the printed number."""
         places = len(f"{self.published:.12g}".partition(".")[2])
         if round(self.predicted, places) == self.published:
             return 0.0
@@ -80,7 +80,7 @@ class Outcome:
 
 
 def outcomes(row: Row) -> list[Outcome]:
-    """Every figure of the row that the planner computes."""
+    """Return every figure of the row that the planner computes."""
     return [*_states(row), *_peaks(row), *_speeds(row), *_formulas(row)]
 
 
@@ -119,7 +119,7 @@ _REASONS: dict[str, str] = {
 
 
 def reason(row: Row) -> str:
-    """Why the row is left out; empty when it is not."""
+    """Return why the row is left out; empty if it is not."""
     found = [beginning for beginning in _REASONS if row["id"].startswith(beginning)]
     return _REASONS[max(found, key=len)] if found else ""
 
@@ -183,7 +183,7 @@ _DRIVER_BYTES = 2e9
 """What the driver counts of a process besides its tensors: the context, communication. A round guess, kept because it
 and the buckets together brought BigScience's rows near; so these rows do not test it."""
 _BUCKET_BYTES = 2 * 2 * 5e8
-"""DeepSpeed's reduction and gathering buckets of 5·10⁸ elements each, its default."""
+"""DeepSpeed's reduction and gather buckets of 5·10⁸ elements each, its default."""
 
 
 def _peaks(row: Row) -> Iterator[Outcome]:
@@ -212,7 +212,7 @@ def _peaks(row: Row) -> Iterator[Outcome]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Speed:
-    """Where a family of rows has its speed, and what it is."""
+    """How to read a family's published speed, and how to compute it."""
 
     read: Callable[[Any], float]
     unit: str
@@ -296,7 +296,7 @@ def _speed(row: Row, case: Case, published: float, speed: _Speed, quantity: str)
 
 
 def _efficiency(row: Row, case: Case) -> Efficiency:
-    """The device's constants; a bandwidth that was measured is reached, one that is printed on a card is not."""
+    """Return the device's constants. A measured bandwidth is reached fully; one printed on a card is not."""
     efficiency = efficiency_of(case.machines.device)
     system = system_of(row)
     if system is not None and system.measured_network:

@@ -1,6 +1,6 @@
-"""Rows of published throughput as set-ups of the planner: what the row says, and what its system is known to do.
+"""Turn rows of published throughput into set-ups: what the row says, and what is known of its system.
 
-What a row leaves open is assumed and named; such rows are reported apart from those that say everything.
+Missing information is assumed and named; such rows are reported separately from complete ones.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _GPUS = {
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """What the software and the network of a family of rows are known to be."""
+    """Known properties of the software and the network of a family of rows."""
 
     network: str = ""
     network_printed: bool = True
@@ -48,14 +48,14 @@ class System:
     wide_sums: bool = False
     overlap: tuple[Literal["dp", "tp", "pp"], ...] = ()
     zero_stage: int = 0
-    """Where the row does not say."""
+    """Default if the row has no stage."""
     measured_network: bool = False
-    """Whether the bandwidth is what was measured rather than what is printed on the card."""
+    """Whether the bandwidth is a measurement, rather than the number printed on the card."""
     listed_gathers: bool = False
     vocab_size: int = 51200
     per_host: int = 8
     assumed: str = ""
-    """What else the family's rows leave open."""
+    """Further assumptions for the family's rows."""
 
 
 _V100_HOSTS = System(network="opa-100x4", per_host=4, vocab_size=50257)
@@ -109,12 +109,12 @@ SYSTEMS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A published figure as the planner can compute it."""
+    """A published figure in a form that the planner can compute."""
 
     setup: Setup
     machines: Machines
     assumed: str
-    """What the row does not say; empty when it says everything."""
+    """Assumptions for the row; empty if it is complete."""
 
 
 def system_of(row: Row) -> System | None:
@@ -123,9 +123,15 @@ def system_of(row: Row) -> System | None:
 
 
 def build(row: Row, **changes: Any) -> Case:
-    """The row's set-up; `changes` replace fields of it (a row with several figures).
+    """Return the set-up of a row.
 
-    Raises KeyError or ValueError when it lacks what cannot be assumed.
+    Args:
+            row: the published row.
+            changes: fields of the set-up to replace, for a row with several figures.
+
+    Raises:
+            KeyError: the row lacks a value that cannot be assumed.
+            ValueError: no set-up was published with the row.
     """
     system = system_of(row)
     if system is None:
@@ -179,7 +185,12 @@ def machines_of(row: Row, system: System) -> Machines:
 
 
 def shape_of(row: Row, system: System) -> ModelShape:
-    """The row's model; heads of 64 where it does not say."""
+    """Return the model of a row, with heads of 64 elements by default.
+
+    Args:
+            row: the published row.
+            system: its system.
+    """
     model = row["model"]
     hidden = model["hidden"]
     return ModelShape(
@@ -226,7 +237,7 @@ def _schedule(row: Row, pp: int) -> tuple[Literal["1f1b", "interleaved"], int]:
 
 
 def _even(layers: int, stages: int) -> tuple[int, ...]:
-    """As even as it goes, the longer stages in the middle: what these systems do, without regard to the head."""
+    """Return the most even split, with the longer stages in the middle: these systems ignore the cost of the head."""
     each, over = divmod(layers, stages)
     begin = (stages - over) // 2
     return tuple(each + (begin <= stage < begin + over) for stage in range(stages))

@@ -1,9 +1,9 @@
-"""Seconds of a block's and a head's kernels on one tensor-parallel rank, for one micro-batch. No torch.
+"""Predict seconds of a block's and a head's kernels on one tensor-parallel rank, for one micro-batch. No torch.
 
-A matrix multiplication of (m, k) by (k, n) takes its FLOP at the share of the peak that large ones reach, plus the time
-to read its operands and write its result once: that is what makes small and narrow ones slow, as those of many
-tensor-parallel ranks are. Everything else is bound by memory, and counted in bytes. Sums, norms and dropout between the
-layers are whole on each tensor-parallel rank, unless it has its part of the sequence.
+A product of (m, k) by (k, n) takes its FLOPs at the rate of large products, plus the time to read its operands and
+write its result once. The second term makes small and narrow products slow, as with many tensor-parallel ranks.
+Everything else is memory-bound and counted in bytes. Sums, norms and dropout between the layers are replicated on each
+tensor-parallel rank, unless sequence parallelism partitions them.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from speedlab.planner.setup import Setup
 from speedlab.planner.time.efficiency import Efficiency
 
 _FUSED_BACKWARD = 2.5
-"""FLOP of fused attention's backward over its forward: five multiplications instead of two (arXiv:2205.14135)."""
+"""FLOPs of fused attention's backward over its forward: five products instead of two (arXiv:2205.14135)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSeconds:
-    """Seconds of something forward and backward; `again` is the part of forward that selective checkpointing computes
-    again."""
+    """Seconds of forward and backward; `again` is the part of forward that selective checkpointing recomputes."""
 
     forward: float
     backward: float
@@ -31,7 +30,7 @@ class KernelSeconds:
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a device reaches in a dtype."""
+    """Reached rates of a device in one dtype."""
 
     matmul_flops: float
     attention_flops: float
@@ -39,12 +38,22 @@ class Rates:
     element_bytes: int
     kernel_seconds: float
     drawn_seconds: float = 0.0
-    """Of a random number for dropout, beside what its kernel moves; nothing on GPUs."""
+    """Seconds of a random number for dropout, in addition to its kernel's bytes; 0 on GPUs."""
     unaligned_share: float = 1.0
-    """Of `matmul_flops`, by products over heads that matrix units do not take."""
+    """Share of `matmul_flops` for products over heads of a size that matrix units do not take."""
 
     @classmethod
     def of(cls, device: DeviceSpec, efficiency: Efficiency, dtype: str) -> Rates:
+        """Return the rates of a device.
+
+        Args:
+                device: the data sheet.
+                efficiency: reached shares of its peaks.
+                dtype: the compute dtype.
+
+        Raises:
+                ValueError: the device does not support the dtype.
+        """
         peak = device.peak(dtype)
         return cls(
             matmul_flops=peak * efficiency.matmul,
@@ -57,20 +66,35 @@ class Rates:
         )
 
     def for_heads(self, size: int) -> Rates:
-        """For products over heads of that size. Matrix units read 16 bytes at a time, 8 elements."""
+        """Return the rates for products over heads of `size` elements.
+
+        Matrix units read 16 bytes at a time, 8 elements.
+        """
         return self if size % 8 == 0 else replace(self, matmul_flops=self.matmul_flops * self.unaligned_share)
 
     def matmul(self, m: float, n: float, k: float, count: float = 1) -> float:
-        """Seconds of `count` products of (m, k) by (k, n) in one kernel."""
+        """Return the seconds of `count` products of (m, k) by (k, n) in one kernel."""
         moved = self.element_bytes * (m * k + k * n + m * n)
         return count * (2 * m * n * k / self.matmul_flops + moved / self.memory_bytes) + self.kernel_seconds
 
     def elementwise(self, nbytes: float, kernels: int) -> float:
+        """Return the seconds of elementwise kernels.
+
+        Args:
+                nbytes: bytes read and written altogether.
+                kernels: number of kernel launches.
+        """
         return nbytes / self.memory_bytes + kernels * self.kernel_seconds
 
 
 def block_pass(setup: Setup, rates: Rates, *, cross: bool = False) -> KernelSeconds:
-    """One block; with `cross`, a decoder's, which attends to the encoder besides."""
+    """Return the seconds of one block.
+
+    Args:
+            setup: the training.
+            rates: rates of the device.
+            cross: whether this is a decoder block, which also attends to the encoder.
+    """
     shape, tp, tokens = setup.shape, setup.layout.tp, setup.tokens
     hidden, ffn = shape.hidden, shape.ffn_hidden / tp
     queries = shape.heads * head_size(shape) / tp
@@ -98,9 +122,9 @@ def block_pass(setup: Setup, rates: Rates, *, cross: bool = False) -> KernelSeco
 
 
 def _attention(setup: Setup, rates: Rates) -> KernelSeconds:
-    """Scores, softmax and the weighted sum of one block."""
+    """Return the seconds of scores, softmax and the weighted sum of one block."""
     shape = setup.shape
-    heads = setup.micro_size * shape.heads / setup.layout.tp / setup.layout.cp  # Or as much of all of them.
+    heads = setup.micro_size * shape.heads / setup.layout.tp / setup.layout.cp  # In a ring: a share of all heads.
     length, size = shape.sequence_length, head_size(shape)
     if setup.attention != "plain":
         causal = 0.5 if shape.causal else 1.0
@@ -113,7 +137,7 @@ def _attention(setup: Setup, rates: Rates) -> KernelSeconds:
     products = rates.for_heads(size)
     two = products.matmul(length, length, size, heads) + products.matmul(length, size, length, heads)
     mask = 1 if shape.dropout else 0
-    # Softmax reads and writes; dropout too, and its mask. Their backwards read what was kept besides.
+    # Softmax reads and writes; so does dropout, with its mask. Their backwards also read the saved tensors.
     forward = scores * (2 * element + (2 * element + mask if mask else 0))
     backward = scores * (3 * element + (2 * element + mask if mask else 0))
     kernels = 2 if mask else 1
@@ -137,12 +161,19 @@ def _between_layers(setup: Setup, rates: Rates, tokens: float, ffn: float, rotat
 
 
 def _whole_tokens(setup: Setup) -> float:
-    """Tokens between the layers on one tensor-parallel rank."""
+    """Return the tokens between the layers on one tensor-parallel rank."""
     return setup.tokens / setup.layout.tp if setup.sequence_parallel else setup.tokens
 
 
 def head_pass(setup: Setup, rates: Rates) -> KernelSeconds:
-    """Logits and loss: the loss is computed in float32, which is made, read twice, and read and written backward."""
+    """Return the seconds of logits and loss.
+
+    The loss is in float32: logits are converted, read twice, and read and written in backward.
+
+    Args:
+            setup: the training.
+            rates: rates of the device.
+    """
     tokens = setup.tokens
     vocabulary = setup.shape.vocab_size / setup.layout.tp
     product = rates.matmul(tokens, vocabulary, setup.shape.hidden)

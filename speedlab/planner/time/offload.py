@@ -1,13 +1,13 @@
-"""What it costs that states lie away from the device, in seconds of a step. No torch.
+"""Predict the seconds of a step that offload costs. No torch.
 
-1. During forward and backward: parameters come, for both, and summed gradients go. This travels beside the kernels,
-   and what takes longer than they do is waited for.
-2. The update reads and writes states piece by piece where the host computes it: what moves them and what computes work
-   side by side, so that the slowest of them counts. In backward, or beside the next step, it is a part of the passes;
-   beside the next step masters are read once more, to be made parameters of, and that is waited for.
+1. During forward and backward, parameters are fetched for both and reduced gradients are written. Transfers overlap
+   with kernels; only the excess is exposed.
+2. An update on the host reads and writes states piece by piece. Transfers and computation overlap, so the slowest of
+   them counts. An update in backward, or delayed to the next step, is part of the passes. A delayed update reads
+   masters once more to make parameters of them, and this is exposed.
 
-The device and the host's memory are joined by the device's own link; the disk is shared by the ranks of a host, and
-reading and writing share what it can do. On CPU cores the host's memory is the device's, so that nothing has to travel.
+The device's own link connects device and host memory. The ranks of a host share the disk, and reads and writes share
+its bandwidth. On CPU cores host and device share one memory, so nothing is transferred.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from speedlab.planner.time.efficiency import Efficiency
 _FLOAT32 = 4
 
 LIMITING_SHARE = 0.05
-"""Of a step: from this on, the wait for a disk limits it."""
+"""Share of a step from which on the wait for a disk counts as limiting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flow:
-    """Bytes of one rank in a step, by what they go through."""
+    """Bytes of one rank in a step, by link and disk direction."""
 
     link: float
     disk_read: float
@@ -43,7 +43,13 @@ class Flow:
         )
 
     def seconds(self, setup: Setup, machines: Machines, efficiency: Efficiency) -> float:
-        """Of the slower of the two, which work side by side."""
+        """Return the seconds of the slower of link and disk, which work in parallel.
+
+        Args:
+                setup: the training.
+                machines: the hosts and their devices.
+                efficiency: reached share of the link's bandwidth.
+        """
         sharing, host = min(machines.per_host, setup.layout.world_size), machines.host
         disk = self.disk_read / host.disk_read_bytes_per_second + self.disk_write / host.disk_write_bytes_per_second
         link = parse_link(machines.device.host_link).bandwidth_bytes_per_second * efficiency.host_link
@@ -51,7 +57,13 @@ class Flow:
 
 
 def flows(setup: Setup, machines: Machines, owned: float) -> tuple[Flow, Flow]:
-    """(during forward and backward, during the update) of a rank that updates `owned` parameters."""
+    """Return the transfers (during forward and backward, during the update) of a rank.
+
+    Args:
+            setup: the training.
+            machines: the hosts and their devices.
+            owned: parameters that the rank updates.
+    """
     places = state_places(zero_policy_of(setup))
     widths = state_widths(setup, "cpu" if machines.device.on_host else "cuda")
     element = widths["parameters"]
@@ -71,12 +83,12 @@ def flows(setup: Setup, machines: Machines, owned: float) -> tuple[Flow, Flow]:
     )
     states_on_disk = places["optimizer_moments"] is MemoryKind.DISK
     written = parameters if places["parameters"] is MemoryKind.DISK else 0
-    at_hand = setup.optimizer.in_backward and machines.device.on_host  # Gathered parameters are there at that time.
+    at_hand = setup.optimizer.in_backward and machines.device.on_host  # Gathered parameters are still in memory.
     update = Flow(
         link=(0 if comes else parameters) + (0 if goes else gradients),
         disk_read=(states if states_on_disk else 0)
         + (gradients if places["gradients"] is MemoryKind.DISK else 0)
-        + (0 if masters or at_hand else written),  # Without masters the update reads the parameters themselves.
+        + (0 if masters or at_hand else written),  # Without masters the update reads the parameters.
         disk_write=(states if states_on_disk else 0) + written,
     )
     return passes, update
@@ -85,8 +97,16 @@ def flows(setup: Setup, machines: Machines, owned: float) -> tuple[Flow, Flow]:
 def waited_seconds(
     setup: Setup, machines: Machines, efficiency: Efficiency, *, owned: float, computing: float, updating: float
 ) -> float:
-    """Of a step, what a rank waits for the host's memory or the disk, where forward and backward take `computing`
-    seconds and the update of its `owned` parameters `updating`."""
+    """Return the seconds of a step that a rank waits for host memory or disk.
+
+    Args:
+            setup: the training.
+            machines: the hosts and their devices.
+            efficiency: reached share of the link's bandwidth.
+            owned: parameters that the rank updates.
+            computing: seconds of forward and backward.
+            updating: seconds of the update.
+    """
     if not setup.offload.used:
         return 0.0
     passes, update = flows(setup, machines, owned)
@@ -102,7 +122,7 @@ def waited_seconds(
 
 
 def _beside(setup: Setup, machines: Machines, owned: float, passes: Flow, update: Flow) -> tuple[Flow, Flow]:
-    """What moves beside forward and backward, and what does behind them, of an update that is late by a step."""
+    """Return the transfers of a delayed update: (overlapped with forward and backward, exposed after them)."""
     places = state_places(zero_policy_of(setup))
     widths = state_widths(setup, "cpu" if machines.device.on_host else "cuda")
     parameters = owned * widths["parameters"]
@@ -121,7 +141,15 @@ def _beside(setup: Setup, machines: Machines, owned: float, passes: Flow, update
 
 
 def unhidden_update(setup: Setup, machines: Machines, *, computing: float, updating: float) -> float:
-    """Of an update of `updating` seconds, those that a step of `computing` ones takes longer by: all of them, unless
-    the processors of the host make it beside the kernels of another device."""
+    """Return the seconds by which an update extends a step.
+
+    These are all of its seconds, unless the host computes a delayed update while another device runs kernels.
+
+    Args:
+            setup: the training.
+            machines: the hosts and their devices.
+            computing: seconds of forward and backward.
+            updating: seconds of the update.
+    """
     beside = setup.offload.delayed_update is not None and not machines.device.on_host
     return max(0.0, updating - computing) if beside else updating
