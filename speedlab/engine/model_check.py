@@ -1,21 +1,23 @@
-"""Whether a model of the user's can be trained as asked, found out before its run has a name.
+"""Check a user's model before its run starts, and predict its memory, both with fake tensors.
 
-1. It is made: under fake tensors, which have shapes and no values, and where that fails for real, so that what its
-   constructor raises is the user's to mend.
-2. What can be known of a layout without ranks: whether it can be cut into stages, or as its plan says.
-3. A micro-batch goes through it under fake tensors: `losses.loss_of` finds a loss, which depends on its parameters.
+`validate_model` tries one micro-batch:
 
-Fake tensors cannot follow what depends on values, nor code outside of torch. A model is not refused for that: the
-answer says what could not be tried. If they fail otherwise, a small model is tried with real tensors before any blame.
+1. Make the model with fake tensors (shapes without values). If that fails, make it with real tensors, so that errors of
+   the constructor reach the user.
+2. Check the layout without ranks: pipeline stages and the tensor-parallel plan.
+3. Run a micro-batch with fake tensors: `loss_of` must find a loss that depends on parameters.
 
-Predicted memory of any module: its own forward and backward are run on fake tensors, which hold no memory, and
-counted as `Engine.trace_activations` counts a real step.
+Fake tensors cannot follow control flow on values, or code outside torch. The model is not refused for that; the result
+says what was not tried. After other failures a small model is tried with real tensors first.
 
-1. Units are planned as for a run (`plan_units`), and flats laid out as `planner.memory` does.
-2. The module becomes fake, in the compute dtype, its blocks wrapped as a run's (`BlockWrapper`).
-3. A micro-batch goes through it; gradients are let go when they arrive, as flats take them.
+`plan_module` predicts memory: forward and backward run on fake tensors, and storages are counted as in
+`Engine.trace_activations`:
 
-Under data parallelism only: layers that are cut, and pipelines, communicate while they compute.
+1. Units are planned as in a run (`plan_units`), and flat parameters laid out as in `planner.memory`.
+2. The module becomes fake, in the compute dtype, with blocks wrapped as in a run (`BlockWrapper`).
+3. A micro-batch runs; gradients are freed on arrival, as in a run.
+
+Memory is predicted for data parallelism only, because tensor and pipeline parallel layers communicate in forward.
 """
 
 from __future__ import annotations
@@ -79,15 +81,20 @@ def plan_module(
     loss: LossFunction | None = None,
     units: UnitChoice | None = None,
 ) -> RankMemory:
-    """What each of `engines` ranks will hold at the peak of a step, by the ledger's categories.
+    """Predict the memory of each rank at the peak of a step, by the ledger's categories.
 
     Args:
-        source: a module, which stays as it is, or a callable that makes one.
-        batch: makes one micro-batch, while tensors are fake; None: tokens and targets, and positions where documents
-            are separate, as the configuration says.
-        loss, units: as for `initialize`.
+        source: A module, which is not changed, or a callable that makes one.
+        config: The configuration of the run.
+        engines: Number of ranks.
+        batch: Makes one micro-batch under fake tensors. None: tokens and targets, and positions if documents are
+            separate.
+        loss: As for `initialize`.
+        units: As for `initialize`.
 
-    Raises LayoutError or ConfigError when the configuration has no such layout.
+    Raises:
+        LayoutError: If the number of ranks does not fit the layout.
+        ConfigError: If the layout shards the model.
     """
     layout = config.layout(engines, built_in=False)
     if layout.world_size != layout.dp:
@@ -97,7 +104,7 @@ def plan_module(
         )
     sizes = config.batch.resolve(layout.data_size)
     dtype = compute_dtype(config.precision, torch.device("cpu"))
-    with FakeTensorMode(allow_non_fake_inputs=True):  # The blocks that sparse attention sees are real.
+    with FakeTensorMode(allow_non_fake_inputs=True):  # The block masks of sparse attention are real tensors.
         module = _fake(source)
         dtypes = dtypes_of(module, dtype)
         flats = _flats(module, config, units, dtypes, layout.dp)
@@ -113,12 +120,17 @@ def _fake(source: nn.Module | Callable[[], nn.Module]) -> nn.Module:
     if not isinstance(source, nn.Module):
         with torch.random.fork_rng([]), torch.device("cpu"):
             return source()
-    # No value is copied: every tensor has its twin already.
+    # No value is copied, because every tensor already has its fake twin.
     return copy.deepcopy(source, fake_twins(source, torch.device("cpu")))
 
 
 def fake_twins(module: nn.Module, device: torch.device) -> dict[int, Any]:
-    """By the id of each parameter and buffer, a fake one like it on `device`. Called while tensors are fake."""
+    """Return a fake tensor for each parameter and buffer, by id of the original. Call this under a fake tensor mode.
+
+    Args:
+        module: The module.
+        device: Device of the fake tensors.
+    """
     twins: dict[int, Any] = {}
     for parameter in module.parameters():
         fake_one = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
@@ -137,7 +149,7 @@ def _tokens(config: RunConfig, micro_size: int) -> tuple[Tensor, ...]:
 
 
 class _Flat:
-    """Elements of a flat, padded. `unit` is the number of its unit, the root's 0."""
+    """The padded size of a flat parameter. `unit` is the number of its unit, 0 for the root."""
 
     def __init__(self, unit: int, elements: int, dtype: torch.dtype, *, trainable: bool) -> None:
         self.unit, self.elements, self.dtype, self.trainable = unit, elements, dtype, trainable
@@ -146,7 +158,7 @@ class _Flat:
 def _flats(
     module: nn.Module, config: RunConfig, units: UnitChoice | None, dtypes: Mapping[int, torch.dtype], dp: int
 ) -> list[_Flat]:
-    """As `Zero` makes them of the same units."""
+    """Return the flat parameters as `Zero` makes them."""
     group_of = OptimizerFactory(None, [module], config.optimizer).group_of
     flats = []
     for number, plan in enumerate(plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)):
@@ -212,13 +224,18 @@ def _memory(
 
 
 class _Whole:
-    """What `BlockWrapper` uses of a Zero, for a module that is on this rank as a whole."""
+    """A stand-in for Zero in `BlockWrapper`, for a module that is whole on this rank."""
 
     def __init__(self, module: nn.Module, units: list[UnitPlan]) -> None:
         self.module, self.units = module, units
 
     def checkpointed(self, unit: UnitPlan, module: nn.Module) -> AbstractContextManager[None]:
-        """Nothing has to be unsharded."""
+        """Return a context that does nothing, because no parameter is sharded.
+
+        Args:
+            unit: Ignored.
+            module: Ignored.
+        """
         return nullcontext()
 
 
@@ -230,7 +247,7 @@ def _peak(
     batch: Any,
     loss: LossFunction | None,
 ) -> int:
-    """The most bytes of a forward and backward in training."""
+    """Return the peak bytes of activations in one forward and backward."""
     whole = _Whole(module, plan_units(module, units, bucket_bytes=config.zero.bucket_bytes))
     BlockWrapper(
         [cast(Zero, whole)],
@@ -267,12 +284,12 @@ _UNTRIABLE = (
     NotImplementedError,
 )
 _UNTRIABLE_MODULES = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
-"""Whose errors are none of the model's. By name: importing them takes every rank longer than building a small model."""
+"""Modules whose errors say nothing about the model. By name, because their import is slower than a small model."""
 _UNTRIABLE_TEXT = re.compile(r"fake ?tensor|fake impl|meta|data pointer|tensor subclass|triton", re.IGNORECASE)
-"""What torch says where a fake tensor comes to code that needs values, and no class of exception tells."""
+"""Texts of torch's errors for fake tensors in code that needs values, if the exception class does not show this."""
 
 _MOST_REAL_BYTES = 1 << 30
-"""A model of at most this size is tried with real tensors if fake ones fail."""
+"""Largest model that is tried with real tensors after fake ones failed."""
 
 _BYTES_TOKENS = 256
 
@@ -286,11 +303,22 @@ def validate_model(
     tp_plan: Mapping[str, str] | None = None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Try one micro-batch on the model of a run, the configuration's GPT when `model` is None.
+    """Try one micro-batch on the model of a run.
 
-    Returns the number of its `parameters`, its `nbytes` as it is made (0 on meta), the `dtype` it computes in, and why
-    it could not be tried, `untried`, '' when it was. A given module is used up. Raises ConfigError for what cannot be
-    trained: what came, where, and what is expected.
+    Args:
+        config: The configuration of the run.
+        engines: Number of ranks.
+        model: A module, which is used up, or a callable that makes one. None: the configuration's GPT.
+        loss: As for `initialize`.
+        tp_plan: As for `initialize`.
+        device: The kind of device that ranks use.
+
+    Returns:
+        `parameters` (number of elements), `nbytes` (bytes as made, 0 on meta), `dtype` (compute dtype), and `untried`
+        (why no micro-batch was tried, "" if one was).
+
+    Raises:
+        ConfigError: If the model cannot be trained.
     """
     layout, dtype = config.layout(engines, built_in=model is None), compute_dtype(config.precision, device)
     check_loss(loss, layout)
@@ -332,7 +360,7 @@ def _made(model: ModelSource, seed: int, mode: FakeTensorMode) -> nn.Module:
     try:
         with mode:
             return make_whole(model, seed)
-    except Exception:  # Of fake tensors, or the user's own: a real try tells.
+    except Exception:  # An error of fake tensors, or of the user's code: the real try below shows which.
         pass
     try:
         return make_whole(model, seed)
@@ -345,7 +373,7 @@ def _made(model: ModelSource, seed: int, mode: FakeTensorMode) -> nn.Module:
 def _check_layout(
     module: nn.Module, config: RunConfig, layout: Layout, tp_plan: Mapping[str, str] | None, device: torch.device
 ) -> None:
-    """Raise ConfigError where the engine would refuse to cut the module, or to give it values."""
+    """Raise ConfigError if the engine could not shard the module, or could not compute its values."""
     stages = layout.pp * config.parallel.stages_per_rank
     try:
         Materializer(module, device=torch.device("cpu"), seed=config.seed).check()
@@ -358,7 +386,7 @@ def _check_layout(
     except ValueError as error:
         raise ConfigError(f"parallel.pp {layout.pp}: {error}") from None
     try:
-        peers = cast(Group, _Peers(size=layout.tp, index=0))  # Planning asks for no more of them.
+        peers = cast(Group, _Peers(size=layout.tp, index=0))  # Planning needs only these two attributes.
         TensorParallel(module, peers, plan=tp_plan, sequence=config.parallel.sequence)
     except ValueError as error:
         raise ConfigError(f"parallel.tp {layout.tp}: {error}") from None
@@ -371,7 +399,7 @@ def _check_layout(
 
 @contextmanager
 def _without_traces_of_torch() -> Iterator[None]:
-    """torch logs a traceback of its own for every shape that does not fit; the error says it."""
+    """Silence torch's own traceback log for shape errors; the exception has the information."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before = log.disabled
     log.disabled = True
@@ -389,7 +417,7 @@ class _Peers:
 def _forward(
     module: nn.Module, config: RunConfig, layout: Layout, loss: LossFunction | None, device: torch.device
 ) -> None:
-    """One micro-batch through the module, as the engine would do it."""
+    """Run one micro-batch through the module as the engine does."""
     micro_size = config.batch.resolve(layout.data_size).micro_size
     shape = (micro_size, config.data.sequence_length)
     count = 3 if config.data.documents == "separate" else 2
@@ -412,7 +440,10 @@ def _forward(
 
 
 def _make_fake(module: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Every parameter and buffer by its fake twin, parameters in the compute dtype. Called while tensors are fake."""
+    """Replace every parameter and buffer by its fake twin, parameters in the compute dtype.
+
+    Needs a fake tensor mode.
+    """
     twins = fake_twins(module, device)
     for layer in module.modules():
         for key, tensor in _tensors_of(layer):
@@ -423,7 +454,7 @@ def _make_fake(module: nn.Module, device: torch.device, dtype: torch.dtype) -> N
 
 
 def _tensors_of(layer: nn.Module) -> list[tuple[str, Tensor]]:
-    """The layer's own parameters and buffers."""
+    """Return the layer's own parameters and buffers."""
     named = (*layer._parameters.items(), *layer._buffers.items())
     return [(key, tensor) for key, tensor in named if tensor is not None]
 
@@ -436,8 +467,11 @@ def _works(
     device: torch.device,
     dtype: torch.dtype,
 ) -> bool:
-    """Whether a micro-batch goes through the module with real tensors. Fake ones sometimes fail alone: torch's fake
-    grouped product, which transformers' experts call, takes bfloat16 only."""
+    """Return whether a micro-batch runs with real tensors.
+
+    Sometimes only fake tensors fail: torch's fake grouped matmul, which transformers' experts call, takes bfloat16
+    only.
+    """
     try:
         with torch.random.fork_rng([]):
             dtypes = dtypes_of(module, dtype)
@@ -447,7 +481,7 @@ def _works(
                 for key, buffer in layer._buffers.items():
                     layer._buffers[key] = None if buffer is None else buffer.to(device)
             _forward(module, config, layout, loss, device)
-    except Exception:  # What fake tensors said is the reason that is told.
+    except Exception:  # The caller reports the error of the fake tensors.
         return False
     return True
 
@@ -470,20 +504,20 @@ def _check_vocabulary(name: str, tokens: Tensor, config: RunConfig) -> Callable[
 
 
 def _is_fakes(error: Exception) -> bool:
-    """Whether the error is known to be of fake tensors alone."""
+    """Return whether the error comes from fake tensors alone."""
     theirs = type(error).__module__.startswith(_UNTRIABLE_MODULES)
     return isinstance(error, _UNTRIABLE) or theirs or _UNTRIABLE_TEXT.search(str(error)) is not None
 
 
 def _is_of_meta_kernel(error: Exception) -> bool:
-    """Whether torch's description of an operation raised it over a dtype, which kernels may well take."""
+    """Return whether torch's meta kernel raised the error for a dtype that real kernels may support."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = any(frame.filename.endswith("torch/_meta_registrations.py") for frame in frames)
     return inside and re.search(r"dtype|bfloat16|float32|bf16", str(error), re.IGNORECASE) is not None
 
 
 def _refused(error: Exception, module: nn.Module, config: RunConfig, layout: Layout) -> NoReturn:
-    """Raise ConfigError for an error that is the model's own."""
+    """Raise ConfigError for an error of the model itself."""
     micro_size = config.batch.resolve(layout.data_size).micro_size
     shape = f"({micro_size}, {config.data.sequence_length})"
     more = CONTRACT if isinstance(error, TypeError) else words_on_dtypes(error, [module])
@@ -494,7 +528,7 @@ def _refused(error: Exception, module: nn.Module, config: RunConfig, layout: Lay
 
 
 def _told(error: Exception) -> str:
-    """The error, and where in the user's code."""
+    """Return the error and its line in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
     here = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

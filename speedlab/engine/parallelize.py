@@ -1,16 +1,14 @@
-"""From a model to the pipeline stages that a rank holds: cut along the layers, within them, and over the data ranks.
+"""Parallelize a model: pipeline stages, tensor and context parallelism, and ZeRO, in one visible order.
 
-The visible order in which a model is made parallel, the same for every layout (sizes of 1 change nothing):
+The order is the same for every layout (sizes of 1 change nothing):
 
-1. Pipeline: the stages' modules, with the parameters' names of the whole model.
-2. Units: what is gathered together is planned over whole parameters.
-3. Tensor: what each rank's part of a parameter will be.
-4. Context: what each rank computes of a sequence.
-5. Unit by unit: values, this rank's part of them, and flats over the dp ranks.
+1. Pipeline: the modules of this rank's stages, with parameter names of the whole model.
+2. Units: what is gathered together, planned over whole parameters.
+3. Tensor: this rank's shard of each parameter.
+4. Context: this rank's part of a sequence.
+5. Unit by unit: compute the values, take this rank's shard, and make flat parameters over the dp ranks.
 
-What blocks cost, measured: a pipeline is balanced by it where `parallel.balance` says so.
-
-What a module's parameters have to be before flats take them over.
+Also here: `measured_costs` times blocks for `parallel.balance`, and `check_parameters` checks parameters first.
 """
 
 from __future__ import annotations
@@ -55,10 +53,23 @@ def measured_costs(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[list[float], float, float]:
-    """Seconds of forward and backward of each block, of what stands before the blocks and of what follows them.
+    """Measure forward and backward of one block, of the layers before the blocks, and of those after them.
 
-    The built-in GPT's blocks are alike, so that one is measured, with `micro_size` sequences of `length` tokens.
-    Raises ValueError for other models: what their blocks take as arguments is not known.
+    Blocks of the built-in GPT are equal, so one is measured.
+
+    Args:
+        model: The built-in GPT.
+        micro_size: Sequences of the measured batch.
+        length: Tokens of a sequence.
+        precision: Chooses the kernels.
+        dtype: The compute dtype.
+        device: The device of this rank.
+
+    Returns:
+        (seconds of each block, seconds before the blocks, seconds after them).
+
+    Raises:
+        ValueError: For other models, because the arguments of their blocks are unknown.
     """
     if not isinstance(model, GPT):
         raise ValueError(
@@ -77,7 +88,7 @@ def measured_costs(
 
     x = sample.embed(tokens).detach().requires_grad_()
     rotation = sample.rotation(x)
-    kernels = CpuKernelOverrides([sample], precision, device, dtype)  # Those of the training.
+    kernels = CpuKernelOverrides([sample], precision, device, dtype)  # The same kernels as in training.
     try:
         with kernels.under_way():
             block = _seconds(lambda: sample.blocks[0](x, rotation).sum(), device)
@@ -89,7 +100,7 @@ def measured_costs(
 
 
 def _seconds(forward: Callable[[], Tensor], device: torch.device) -> float:
-    """The least time of a forward and a backward."""
+    """Return the shortest time of a forward and a backward."""
     best = float("inf")
     for _ in range(_REPEATS):
         _finish(device)
@@ -102,12 +113,20 @@ def _seconds(forward: Callable[[], Tensor], device: torch.device) -> float:
 
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # Outside training: this is the measurement.
+        torch.cuda.synchronize(device)  # A sync outside training, for the measurement.
 
 
 def check_parameters(module: nn.Module, layout: Layout, compute: torch.dtype) -> None:
-    """Raises ConfigError for parameters that this engine would train wrongly, and for what it could not save.
-    `compute`: what float32 parameters compute in."""
+    """Check parameters before flat parameters replace them.
+
+    Args:
+        module: The whole model.
+        layout: The layout of the run.
+        compute: The compute dtype of float32 parameters.
+
+    Raises:
+        ConfigError: For parameters that would train wrongly, and for state that no checkpoint could hold.
+    """
     _check_quantized(module, layout, compute)
     _check_state(module)
     data_size = layout.data_size
@@ -141,7 +160,7 @@ def check_parameters(module: nn.Module, layout: Layout, compute: torch.dtype) ->
 
 
 def _check_quantized(module: nn.Module, layout: Layout, compute: torch.dtype) -> None:
-    """Of parameters that are in no flat."""
+    """Check quantised parameters, which belong to no flat parameter."""
     for name, parameter in module.named_parameters():
         if not stays_whole(parameter):
             continue
@@ -164,7 +183,7 @@ def _check_quantized(module: nn.Module, layout: Layout, compute: torch.dtype) ->
 
 
 def _check_state(module: nn.Module) -> None:
-    """Of what modules have in their state besides parameters and buffers."""
+    """Check the extra state of modules."""
     try:
         check_state(module)
     except NotEncodable as error:
@@ -176,16 +195,16 @@ def _check_state(module: nn.Module) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPartPlan:
-    """A pipeline stage before it has flats: the whole model where there is no pipeline."""
+    """A pipeline stage before it has flat parameters; without a pipeline, the whole model."""
 
     index: int
     module: nn.Module
     cut: tuple[int, ...] = ()
-    """Blocks of every pipeline stage."""
+    """Number of blocks of every pipeline stage."""
     tied: frozenset[str] = frozenset()
     """Names of parameters that the first and the last pipeline stage both hold."""
     construction: Construction | None = None
-    """How to compute the parameters that its constructor left on `meta`."""
+    """How to compute parameters that the constructor left on `meta`."""
 
 
 def plan_model_parts(
@@ -197,9 +216,22 @@ def plan_model_parts(
     dtype: torch.dtype,
     tp_plan: Mapping[str, str] | None,
 ) -> list[ModelPartPlan]:
-    """This rank's pipeline stages, first one first. Collective over `everyone`.
+    """Plan this rank's pipeline stages. Collective over `everyone`.
 
-    Raises ConfigError when the model cannot be cut as asked.
+    Args:
+        source: A module, or a callable that makes one.
+        config: The configuration of the run.
+        layout: The layout of the run.
+        world: All ranks and the device of this rank.
+        everyone: The group of all ranks.
+        dtype: The compute dtype.
+        tp_plan: As for `initialize`.
+
+    Returns:
+        The stages in order.
+
+    Raises:
+        ConfigError: If the model cannot be split as configured.
     """
     model, construction = make_everywhere(source, config.seed, world.device, everyone)
     check_parameters(model, layout, dtype)
@@ -208,7 +240,7 @@ def plan_model_parts(
     count = layout.pp * config.parallel.stages_per_rank
     try:
         if tp_plan is not None:
-            check_plan(model, tp_plan)  # Of what names nothing in one stage only the whole model can tell.
+            check_plan(model, tp_plan)  # Only the whole model shows whether a pattern matches nothing at all.
         counts = _block_counts(model, count, config, layout, world, everyone, dtype)
         ends = [_names(cut_model(model, counts, index)) for index in (0, count - 1)]
         own = layout.index(world.rank, "pp")
@@ -235,7 +267,7 @@ def _block_counts(
     everyone: Group,
     dtype: torch.dtype,
 ) -> tuple[int, ...]:
-    """How many blocks each pipeline stage gets."""
+    """Return the number of blocks of each pipeline stage."""
     costs, first, last = block_costs(model)
     if config.parallel.cut is not None:
         counts = config.parallel.cut
@@ -248,7 +280,7 @@ def _block_counts(
         length = config.data.sequence_length
         how = {"precision": config.precision, "dtype": dtype, "device": world.device}
         measured = measured_costs(model, micro_size=micro_size, length=length, **how)
-        costs, first, last = everyone.share(measured)  # One rank's measurement, or they would cut differently.
+        costs, first, last = everyone.share(measured)  # Share one rank's measurement, so that all ranks split alike.
     return layer_counts(costs, stages, first=first, last=last)
 
 
@@ -267,10 +299,24 @@ def build_model_part(
     stores: StoreRegistry,
     moments: int,
 ) -> ModelPart:
-    """Flats, hooks and tensor parallelism for one pipeline stage. Collective over the ranks that hold it.
+    """Build one pipeline stage: tensor and context parallelism, flat parameters, hooks. Collective over its ranks.
 
-    `stores`: the places beside the device; `moments`: at most so many does the optimizer keep. `kept`,
-    `optimizer_reduces`: see `place_parameters`.
+    Args:
+        plan: The stage.
+        config: The configuration of the run.
+        mesh: The process groups.
+        tp_plan: As for `initialize`.
+        units: As for `initialize`.
+        groups: Id of a parameter → index of its parameter group.
+        compute_dtype: The compute dtype.
+        accumulation: Micro-batches of a step.
+        kept: As for `place_parameters`.
+        optimizer_reduces: As for `place_parameters`.
+        stores: The stores of offloaded states.
+        moments: Largest number of moments per element.
+
+    Raises:
+        ConfigError: If the stage cannot be sharded as configured.
     """
     module, layout = plan.module, mesh.layout
     unit_plans = plan_units(module, units, bucket_bytes=config.zero.bucket_bytes)
@@ -323,7 +369,7 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 
 def _values(part: ModelPartPlan, tensor: TensorParallel, device: torch.device, seed: int) -> Callable[[UnitPlan], None]:
-    """A function that gives a unit its values: computed if they are on meta, then cut to this rank's part."""
+    """Return a function that gives a unit its values: computes those on meta, then takes this rank's shard."""
     on_meta = any(tensor.is_meta for tensor in (*part.module.parameters(), *part.module.buffers()))
     maker = Materializer(part.module, device=device, seed=seed, construction=part.construction) if on_meta else None
 
@@ -338,8 +384,10 @@ def _values(part: ModelPartPlan, tensor: TensorParallel, device: torch.device, s
 
 
 def _move_whole(model: nn.Module, device: torch.device) -> None:
-    """Buffers and parameters that have values go to this rank's device; those on meta wait for their unit. Gradients of
-    before, which nobody scaled, would be added to the first step's."""
+    """Move buffers and parameters with values to this rank's device. Parameters on meta wait for their unit.
+
+    Old gradients are dropped, because the first step would add them without scaling.
+    """
     for parameter in model.parameters():
         parameter.grad = None
         if not parameter.is_meta and parameter.device != device and not stays_whole(parameter):
@@ -347,7 +395,7 @@ def _move_whole(model: nn.Module, device: torch.device) -> None:
     for module in model.modules():
         for key, parameter in list(module._parameters.items()):
             if parameter is not None and parameter.device != device and stays_whole(parameter):
-                moved = parameter.to(device)  # `.data` of these classes does not hold all of their values.
+                moved = parameter.to(device)  # `.data` of these classes does not contain all of their values.
                 module._parameters[key] = (
                     moved if isinstance(moved, nn.Parameter) else nn.Parameter(moved, requires_grad=False)
                 )
@@ -363,7 +411,7 @@ def _set_buffers(model: nn.Module, group: Group) -> None:
 
 
 def _same_everywhere(group: Group, plans: list[UnitPlan]) -> None:
-    """Ranks that hold different models would hang in the first collective; say so instead."""
+    """Raise if ranks hold different models, which would hang in the first collective."""
     own = {
         name: [list(p.shape), str(p.dtype), p.requires_grad] for plan in plans for name, p in plan.parameters.items()
     }

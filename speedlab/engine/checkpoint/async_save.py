@@ -1,8 +1,12 @@
-"""A save that goes on while training does: its thread, its state, and how ranks agree without a collective.
+"""Background save: the thread, its state, and the agreement between ranks without a collective.
 
-Ranks tell each other through the hidden folder: each writes `rank-<r>.json` when its part is done or has failed; the
-first one waits for all of them, and gives the folder its name, or writes `failed.json`; the others wait for either.
-Nobody waits for a process that has ended (on the same host), nor for a folder that was removed.
+Ranks communicate through files in the hidden folder:
+
+1. Each rank writes `rank-<r>.json` after its part is done or has failed.
+2. Rank 0 waits for all reports. It renames the folder, or writes `failed.json`.
+3. The other ranks wait for either.
+
+No rank waits for a process that has ended (on the same host), or for a removed folder.
 """
 
 from __future__ import annotations
@@ -22,19 +26,19 @@ from speedlab.telemetry.checkpoint_index import CheckpointError
 _FAILED = "failed.json"
 _REMOVED = "{}: was removed while it was written"
 _PATIENCE_SECONDS = 1800.0
-"""How long a rank whose own part is done waits for the others."""
+"""How long a rank that has finished its part waits for the others."""
 _POLL_SECONDS = 0.01
 
 
 class Saving:
-    """A save under way. The thread is no daemon: the interpreter waits for it at its end."""
+    """A background save. Its thread is not a daemon: the interpreter waits for it at exit."""
 
     def __init__(self, path: Path, nbytes: int, work: Callable[[], None]) -> None:
         self.path = path
         self.bytes = nbytes
-        """Of all ranks' tensors together."""
+        """Bytes of the tensors of all ranks together."""
         self.seconds: float | None = None
-        """How long it took, once it is done."""
+        """Duration; None until the save is done."""
         self.error: CheckpointError | None = None
         self._work = work
         self._thread = Thread(target=self._run, name=f"speedlab-save-{path.name}", daemon=False)
@@ -46,20 +50,30 @@ class Saving:
             self._work()
         except CheckpointError as error:
             self.error = error
-        except Exception as error:  # Whatever it is, who asks for the outcome shall hear it.
+        except Exception as error:  # Any error: `wait` raises it.
             self.error = CheckpointError(f"{self.path}: was not saved: {type(error).__name__}: {error}")
         finally:
-            self._work = lambda: None  # It holds the copies of all tensors.
+            self._work = lambda: None  # Free the copies of all tensors.
             self.seconds = time.perf_counter() - start
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or with `error`; never blocks."""
+        """Return whether the save has ended, with or without `error`; never blocks."""
         return not self._thread.is_alive()
 
     def wait(self, timeout_seconds: float | None = None) -> Path:
-        """Wait for its end and return the checkpoint's path. Raises CheckpointError when it failed, TimeoutError when
-        it is still under way."""
+        """Wait for the end.
+
+        Args:
+            timeout_seconds: Longest wait; None without a limit.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            CheckpointError: If the save failed.
+            TimeoutError: If the save is still running.
+        """
         self.join(timeout_seconds)
         if not self.done:
             raise TimeoutError(f"{self.path} is still being saved after {timeout_seconds} s")
@@ -68,7 +82,11 @@ class Saving:
         return self.path
 
     def join(self, timeout_seconds: float | None = None) -> None:
-        """Wait for its end, however it ends."""
+        """Wait for the end, with any result.
+
+        Args:
+            timeout_seconds: Longest wait; None without a limit.
+        """
         self._thread.join(timeout_seconds)
 
 
@@ -76,18 +94,37 @@ class Saving:
 
 
 def report_file(hidden: Path, rank: int) -> Path:
+    """Return the path of a rank's report.
+
+    Args:
+        hidden: The hidden folder of the save.
+        rank: The rank.
+    """
     return hidden / f"rank-{rank}.json"
 
 
 def write_report(file: Path, report: dict[str, Any]) -> None:
-    """Whole or not at all: a peer may look at any time."""
+    """Write a report atomically, because a peer may read it at any time.
+
+    Args:
+        file: The path.
+        report: JSON content.
+    """
     partial = file.with_suffix(".partial")
     partial.write_text(json.dumps(report))
     os.replace(partial, file)
 
 
 def take_reports(hidden: Path, size: int) -> list[dict[str, Any]]:
-    """All ranks' reports, which are there; they are removed."""
+    """Read all ranks' reports, which must exist, and remove them.
+
+    Args:
+        hidden: The hidden folder of the save.
+        size: Number of ranks.
+
+    Returns:
+        The reports in order of ranks.
+    """
     reports = []
     for rank in range(size):
         file = report_file(hidden, rank)
@@ -97,14 +134,19 @@ def take_reports(hidden: Path, size: int) -> list[dict[str, Any]]:
 
 
 def whose() -> list[Any]:
-    """What peers have to know to see whether this process has ended."""
+    """Return [host, process id], with which peers check whether this process has ended."""
     return [host_identity(), os.getpid()]
 
 
 def peers_of(told: Mapping[int, list[Any]]) -> dict[int, PeerProcess]:
-    """Those of other ranks' processes, by rank, that can be looked at from here: `told` is what `whose` gave there.
+    """Return the processes of other ranks on this host, by rank.
 
-    Raises CheckpointError when one has ended already."""
+    Args:
+        told: The result of `whose` on each rank.
+
+    Raises:
+        CheckpointError: If one has already ended.
+    """
     peers = {}
     for rank, (host, pid) in told.items():
         if host == host_identity() and pid != os.getpid():
@@ -116,8 +158,16 @@ def peers_of(told: Mapping[int, list[Any]]) -> dict[int, PeerProcess]:
 
 
 def await_reports(hidden: Path, size: int, peers: Mapping[int, PeerProcess] | None = None) -> None:
-    """Wait until every rank has written its report. Raises CheckpointError as soon as one says that it failed, or of
-    `peers` one has ended without a report."""
+    """Wait until every rank has written its report.
+
+    Args:
+        hidden: The hidden folder of the save.
+        size: Number of ranks.
+        peers: Processes to check, by rank.
+
+    Raises:
+        CheckpointError: As soon as a rank reports a failure, or a process has ended without a report.
+    """
     missing = set(range(size))
     end = time.monotonic() + _PATIENCE_SECONDS
     while missing:
@@ -140,34 +190,58 @@ def await_reports(hidden: Path, size: int, peers: Mapping[int, PeerProcess] | No
 
 
 def _ended(peers: Mapping[int, PeerProcess] | None, ranks: Iterable[int]) -> set[int]:
-    """To be asked before a look at what they have left: they may have written it and ended since."""
+    """Return ranks whose process has ended. Ask before reading reports: a process may write its report, then end."""
     return {rank for rank in ranks if peers and rank in peers and peers[rank].ended}
 
 
 def tell_failed(hidden: Path, rank: int, problem: str) -> None:
-    """Tell the others that this rank's part will not come, so that none waits for it."""
+    """Report that this rank's part failed, so that no rank waits for it.
+
+    Args:
+        hidden: The hidden folder of the save.
+        rank: This rank.
+        problem: The reason.
+    """
     if rank == 0:
         give_up(hidden, problem)
     else:
-        # First make room: a full disk would not take the word either.
+        # First free space: a full disk could not store the report.
         report_file(hidden, rank).with_suffix(".safetensors").unlink(missing_ok=True)
         write_report(report_file(hidden, rank), {"error": problem})
 
 
 def give_up(hidden: Path, problem: str) -> None:
-    """Make room, and tell the others that there will be no checkpoint; the note goes with the next save."""
+    """Free space, and report to the other ranks that the save failed. The next save removes this note.
+
+    Args:
+        hidden: The hidden folder of the save.
+        problem: The reason.
+    """
     for file in hidden.glob("*.safetensors"):
         file.unlink(missing_ok=True)
     write_report(hidden / _FAILED, {"error": problem})
 
 
 def given_up(hidden: Path) -> bool:
+    """Return whether a save has failed.
+
+    Args:
+        hidden: The hidden folder of the save.
+    """
     return (hidden / _FAILED).exists()
 
 
 def await_outcome(hidden: Path, target: Path, peers: Mapping[int, PeerProcess] | None = None) -> None:
-    """Wait until the first rank has given the folder its name. Raises CheckpointError when it gave up, or its process,
-    one of `peers`, has ended."""
+    """Wait until rank 0 has renamed the folder.
+
+    Args:
+        hidden: The hidden folder of the save.
+        target: The final name.
+        peers: Processes to check, by rank.
+
+    Raises:
+        CheckpointError: If rank 0 gave up, or its process has ended.
+    """
     end = time.monotonic() + _PATIENCE_SECONDS
     while True:
         ended, there = _ended(peers, [0]), hidden.exists()

@@ -1,7 +1,7 @@
-"""Folders of transformers: a model goes out to one, and comes in from one, whatever the layout here.
+"""Export to and import from transformers folders, under any layout.
 
-A model of transformers keeps its own names. The built-in GPT goes by those of the architecture that computes the same
-(`architectures.py`). Weights are safetensors; pickles are refused.
+A transformers model keeps its own parameter names. The built-in GPT uses the names of the architecture that computes
+the same (`hf_architectures.py`). Weights are safetensors; pickles are refused.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DECIDING = (
     *("n_head", "activation_function", "layer_norm_epsilon", "num_attention_heads", "num_key_value_heads"),
     *("hidden_act", "rms_norm_eps", "norm_epsilon", "rope_theta", "tie_word_embeddings"),
 )
-"""Fields of their configuration that change what is computed, though all shapes agree."""
+"""Fields of transformers configurations that change the result even if all shapes agree."""
 
 
 # ---- out -------------------------------------------------------------------------------------------------------------
@@ -56,25 +56,31 @@ def export_hf(
     dtype: torch.dtype | str | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> Path:
-    """Write a folder that `from_pretrained` of transformers loads; returns it. Next to the weights of a run's
-    checkpoint is the tokenizer for `AutoTokenizer.from_pretrained`.
+    """Write a folder that transformers' `from_pretrained` loads.
 
-    1. Adapters of PEFT are merged into the model, in float32 unless `dtype` says otherwise.
-    2. Tensors get the names and shapes of transformers' files (packed experts are taken apart).
-    3. The folder is loaded back and every parameter compared, before it gets its name.
+    For a run's checkpoint the folder also contains the tokenizer, for `AutoTokenizer.from_pretrained`.
+
+    1. PEFT adapters are merged into the model, in float32 unless `dtype` says otherwise.
+    2. Tensors get the names and shapes of transformers' files (packed experts are split).
+    3. The folder is loaded back and every parameter compared, before the folder gets its name.
 
     Args:
-        source: an engine (collective over all ranks); or where a checkpoint is, as `find_checkpoint` takes it: its own
-            folder, that of several, of which `tag` names one (else the newest), or a run's (one process does the work).
-        folder: must not exist.
-        tag: of the checkpoint.
-        config: the configuration of a model of transformers, as object, dict or path of a config.json; needed only
-            when the model itself carried none when it was saved.
-        dtype: of the weights, as torch's or by its name; None leaves them as the masters are.
-        shard_bytes: files are no larger, as long as no single parameter is.
+        source: An engine (collective over all ranks), or the place of a checkpoint as in `find_checkpoint`, for one
+            process:
+            the checkpoint's folder, a folder of several, or a run's folder.
+        folder: The new folder; must not exist.
+        tag: Name of the checkpoint in a folder of several; None takes the newest.
+        config: Configuration of a transformers model: object, dict, or path of a config.json. Needed only if the saved
+            model had none.
+        dtype: Dtype of the weights, as torch dtype or name; None keeps the masters' dtype.
+        shard_bytes: Largest file size in bytes, unless a single parameter is larger.
 
-    Raises CheckpointError when transformers has no such model, naming the fields that prevent it, and when the folder
-    does not load back with the same values.
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: If transformers has no such model (the error names the fields), or if the folder does not load
+            back with equal values.
     """
     folder = Path(folder).expanduser()
     wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -115,7 +121,7 @@ def _export(path: Path, folder: Path, config: Any, dtype: torch.dtype | None, sh
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error.strerror}; give another folder") from None
     try:
-        with Files(path) as files:  # The numbers are those of `export_hf`.
+        with Files(path) as files:  # The numbers are the steps of `export_hf`.
             tensors = _tensors(files, manifest, architecture, dtype)
             _write_config(hidden, architecture.config)
             if "peft" in manifest:
@@ -138,13 +144,13 @@ def _write_config(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _copy_tokenizer(path: Path, folder: Path) -> None:
-    """A run's folder has its tokenizer beside the checkpoints; elsewhere nobody knows of one."""
+    """Copy the tokenizer of a run's folder, which is next to the checkpoints; other folders have none."""
     for file in (path.parent.parent / TOKENIZER).glob("tokenizer*.json"):
         shutil.copyfile(file, folder / file.name)
 
 
 def _architecture(path: Path, manifest: dict[str, Any], config: Any) -> Architecture:
-    """What the model of a checkpoint is to transformers."""
+    """Return the transformers architecture of a checkpoint's model."""
     theirs = _as_dict(config) if config is not None else manifest.get("huggingface")
     if theirs is not None:
         names = [*manifest["parameters"], *manifest.get("buffers", ())]
@@ -165,7 +171,7 @@ def _architecture(path: Path, manifest: dict[str, Any], config: Any) -> Architec
 
 
 def _built_in(model: ModelConfig, shapes: dict[str, tuple[int, ...]]) -> Architecture | None:
-    """The architecture of this GPT, when parameters of these shapes are (some of) its own."""
+    """Return the architecture of this GPT, if parameters of these shapes belong to it."""
     known = shapes_of(model)
     return architecture_of(model) if all(known.get(name) == shape for name, shape in shapes.items()) else None
 
@@ -179,7 +185,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 def _tensors(
     files: Files, manifest: dict[str, Any], architecture: Architecture, dtype: torch.dtype | None
 ) -> dict[str, Values]:
-    """What to write, by their names. A parameter is put together when it is written, one at a time."""
+    """Return the tensors to write, by transformers' names. Each parameter is assembled when it is written."""
     tensors = {}
     for name, theirs in architecture.parameters.items():
         if name not in manifest["parameters"]:
@@ -245,10 +251,16 @@ def _floats(dtype: torch.dtype) -> bool:
 
 
 def import_hf(folder: Place, engine: TrainingState) -> None:
-    """Take the parameters of a folder of transformers into an engine of the same model, in any layout. Collective.
+    """Load the parameters of a transformers folder into an engine of the same model, under any layout. Collective.
 
-    The optimizer begins anew. Raises CheckpointError on every rank alike, before anything is changed, when the folder
-    holds another model or pickles.
+    The optimizer state is reset.
+
+    Args:
+        folder: The transformers folder.
+        engine: The training state.
+
+    Raises:
+        CheckpointError: On every rank, before any change, if the folder holds another model or pickles.
     """
     group, path = engine.everyone, Path(folder).expanduser()
     files = all_or_none(group, lambda: _weight_files(path))
@@ -266,7 +278,7 @@ def import_hf(folder: Place, engine: TrainingState) -> None:
 
 
 def _weight_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor of the folder."""
+    """Return the file of each tensor in the folder."""
     index = folder / _INDEX
     if index.exists():
         places = _json(index).get("weight_map", {})
@@ -288,7 +300,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _wanted(folder: Path, files: dict[str, Path], engine: TrainingState) -> dict[str, tuple[Theirs, list[str]]]:
-    """For each parameter that this rank holds, how they hold it and under which names. Checks all shapes."""
+    """Return the layout and the file names of each parameter on this rank. Checks all shapes."""
     shapes = {row.name: row.whole_shape for row in engine.placement.rows}
     architecture = _of_engine(engine, shapes)
     _check_config(folder / "config.json", architecture.config)
@@ -331,14 +343,14 @@ def _check_config(file: Path, ours: dict[str, Any]) -> None:
 
 
 def _field(config: dict[str, Any], name: str) -> Any:
-    """A field of a configuration; that of the rotary base lies deeper since version 5."""
+    """Return a field of a configuration. The rotary base is nested since transformers 5."""
     if name == "rope_theta":
         return (config.get("rope_parameters") or {}).get(name, config.get(name))
     return config.get(name)
 
 
 def _find(files: Mapping[str, Path], name: str, prefix: str, folder: Path) -> str:
-    """Their name as the files have it: some were saved without, some with the name of the model around it."""
+    """Return the tensor's name in the files, which may or may not have the model's prefix."""
     for known in (name, name.removeprefix(prefix), prefix + name):
         if known in files:
             return known

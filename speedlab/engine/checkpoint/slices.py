@@ -1,14 +1,14 @@
-"""Where the elements of a parameter lie, whoever wrote them and whoever reads them. Pure arithmetic, no files.
+"""Slices of parameters: which blocks two ranks of two layouts have in common. Pure arithmetic, no files.
 
-A rank holds a part of a whole parameter (`layout.Part`; None: all of it) as a tensor of its own, and of that tensor,
-laid out row by row, it owns a stretch [start, end). So two ranks of two layouts hold stretches of two parts of one
-parameter, and what both hold is a few rectangular blocks:
+A rank holds a shard of a whole parameter (`ShardRange`; None: all of it) as a tensor of its own. Of this tensor, in row
+order, it owns a stretch [start, end). Two ranks of two layouts hold stretches of two shards of one parameter. The
+common elements are a few rectangular blocks:
 
-1. Seen along the cut dimension a parameter is a matrix: a row for each index of the dimensions before it. A part is
-   some of its columns, in the order of the part's ranges.
-2. Where ranges of both parts meet, there are columns that lie together in both tensors.
-3. Of these columns, all rows that are whole in both stretches are one block; rows that a stretch cuts are blocks of
-   their own, at most one at each end.
+1. Along the sharded dimension a parameter is a matrix: one row for each index of the earlier dimensions. A shard is
+   some of its columns, in the order of the shard's ranges.
+2. If ranges of both shards overlap, the common columns are contiguous in both tensors.
+3. All rows that are complete in both stretches are one block of these columns. Rows that a stretch splits are separate
+   blocks, at most one at each end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class Stretch:
 
 @dataclass(frozen=True)
 class StridedSlice:
-    """`rows` × `length` elements. Places are counted from the start of each stretch; rows lie `stride` apart."""
+    """A block of `rows` × `length` elements.
+
+    Offsets count from the start of each stretch; rows are `stride` elements apart.
+    """
 
     rows: int
     length: int
@@ -48,7 +51,13 @@ class StridedSlice:
 
 @torch.no_grad()
 def copy_blocks(found: Iterable[StridedSlice], values: Tensor, into: Tensor) -> None:
-    """Copy blocks from `values` (the source stretch's elements, 1-D) into `into` (the target's)."""
+    """Copy blocks between two stretches.
+
+    Args:
+        found: The blocks.
+        values: (n,) elements of the source stretch.
+        into: (m,) elements of the target stretch.
+    """
     for block in found:
         size = (block.rows, block.length)
         read = values.as_strided(size, (block.source_stride, 1), values.storage_offset() + block.source)
@@ -56,7 +65,13 @@ def copy_blocks(found: Iterable[StridedSlice], values: Tensor, into: Tensor) -> 
 
 
 def blocks(shape: Shape, source: Stretch, target: Stretch) -> Iterator[StridedSlice]:
-    """What both stretches of a parameter of `shape` hold."""
+    """Yield the blocks that two stretches of a parameter have in common.
+
+    Args:
+        shape: Shape of the whole parameter.
+        source: The stretch to read.
+        target: The stretch to fill.
+    """
     if not math.prod(shape):
         return
     if source.part == target.part:
@@ -67,7 +82,7 @@ def blocks(shape: Shape, source: Stretch, target: Stretch) -> Iterator[StridedSl
         return
     dims = {part.dim for part in (source.part, target.part) if part is not None}
     if len(dims) == 2:
-        # Cut along two dimensions: each run of the source is a stretch of the whole parameter.
+        # Sharded along two dimensions: each run of the source is a stretch of the whole parameter.
         for own, run in _runs(shape, source):
             yield from (replace(block, source=block.source + own) for block in blocks(shape, run, target))
         return
@@ -81,7 +96,7 @@ def blocks(shape: Shape, source: Stretch, target: Stretch) -> Iterator[StridedSl
 
 
 def _runs(shape: Shape, source: Stretch) -> Iterator[tuple[int, Stretch]]:
-    """Elements of `source` that lie together in the whole parameter: (place in the stretch, stretch of the whole)."""
+    """Yield (offset in the stretch, stretch of the whole) for elements of `source` that are contiguous in the whole."""
     assert source.part is not None
     dim = source.part.dim
     inner = math.prod(shape[dim + 1 :])
@@ -97,7 +112,7 @@ def _runs(shape: Shape, source: Stretch) -> Iterator[tuple[int, Stretch]]:
 
 
 def _columns(source: Sequence[tuple[int, int]], target: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
-    """(index in the source, index in the target, count) along the cut dimension where ranges meet."""
+    """Yield (index in the source, index in the target, count) of overlapping ranges along the sharded dimension."""
     own = 0
     for low, high in source:
         other = 0
@@ -111,19 +126,23 @@ def _columns(source: Sequence[tuple[int, int]], target: Sequence[tuple[int, int]
 
 @dataclass(frozen=True)
 class _Side:
-    """Columns that begin at `first` of a tensor whose rows are `width` elements: row r begins at first + r × width."""
+    """Columns of a tensor in a stretch: row r begins at first + r × width."""
 
     stretch: Stretch
     first: int
     width: int
 
     def ceil_rows(self, place: int) -> int:
-        """The first row that begins at or behind `place`."""
+        """Return the first row that begins at or after an element.
+
+        Args:
+            place: The element.
+        """
         return -((self.first - place) // self.width)
 
 
 def _rows(rows: int, length: int, source: _Side, target: _Side) -> Iterator[StridedSlice]:
-    """Blocks of `length` columns in what both stretches hold of so many rows."""
+    """Yield blocks of `length` columns that both stretches contain, in `rows` rows."""
     sides = (source, target)
     low = max(0, *(side.ceil_rows(side.stretch.start - length + 1) for side in sides))
     high = min(rows, *(side.ceil_rows(side.stretch.end) for side in sides))

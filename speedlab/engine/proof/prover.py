@@ -1,13 +1,13 @@
-"""Runs the checks of the proof on one rank, together with all others, and makes one `Proof` of what they found.
+"""Run the checks of the proof on all ranks, and combine their findings in one `Proof`.
 
-1. What is known without computing: the batch, parameter groups, dtypes, the vocabulary.
-2. What a step or a trial (forward and backward without an update) has shown: counted tokens, gradients.
-3. What some forwards without gradients show: documents, and the cut of the batch.
-4. What an update has changed.
+1. Known without computing: the batch, parameter groups, dtypes, the vocabulary.
+2. Seen in a step or a trial (forward and backward without an update): counted tokens, gradients.
+3. Seen in forwards without gradients: document separation, and the split into micro-batches.
+4. Changed by an update.
 
-All ranks make the same calls. Each check is an attempt of all ranks together; one that raises becomes a finding.
+All ranks make the same calls. Ranks try each check together; a check that raises becomes a finding.
 
-`engine.proof`: a proof that a loop of one's own asks for, and of the update that follows it.
+`ProofOnRequest` is behind `engine.proof`: a proof in the caller's own loop, and of the update that follows.
 """
 
 from __future__ import annotations
@@ -39,25 +39,28 @@ from speedlab.telemetry.proof import Finding, ParameterGroup, Proof, Severity
 
 T = TypeVar("T")
 Attempt = Callable[[Callable[[], Any]], Any]
-"""Does collective work; raises on all ranks if it fails on one."""
+"""Runs collective work; raises on all ranks if it fails on one."""
 
 
 class CheckFailed(RuntimeError):  # noqa: N818  # what happened
-    """Collective work failed on some rank. Raised on all ranks alike; the text says all."""
+    """Collective work failed on some rank. All ranks raise it with the same text."""
 
 
 _MOST_NAMES = 2000
-"""Names of parameters that a rank tells of at most."""
+"""Largest number of parameter names that a rank reports."""
 
 
 class ProofTokenizer(Protocol):
-    """What the proof needs of a tokenizer; its number of tokens is compared if it tells one."""
+    """The methods of a tokenizer that the proof uses; its vocabulary size is compared if available."""
 
     def decode(self, ids: list[int], /) -> str: ...
 
 
 class Prover:
-    """One rank's part in a proof. `watch`, a step or a `trial`, then `prove`; after an update `prove_update`."""
+    """One rank's part in a proof.
+
+    Call `watch` (for a step) or `trial`, then `prove`; after an update `prove_update`.
+    """
 
     def __init__(
         self,
@@ -69,25 +72,37 @@ class Prover:
         tokenizer: ProofTokenizer | None,
         attempt: Attempt | None = None,
     ) -> None:
-        """`form`: "cheap" leaves out what would take long. `attempt`: how collective work is tried; without it a
-        failure of one rank alone may leave the others waiting for their limit of time."""
+        """Prepare a proof.
+
+        Args:
+            state: The training state.
+            step: The step.
+            driver: Computes forward and backward.
+            form: "cheap" skips slow checks; "full" runs all.
+            tokenizer: Decodes tokens; None shows numbers.
+            attempt: Runs collective work. Without it, a failure of one rank may leave the others waiting until their
+                timeout.
+        """
         self._state, self._step, self._driver = state, step, driver
         self._form, self._tokenizer = form, tokenizer
         self._attempt = attempt or self._try_alike
         self.observation = Observation(state, step)
-        """Of the passes."""
+        """Observation of the forward and backward."""
         self._update_seen = self.observation
         self._before: dict[str, Tensor] = {}
         self._seconds = 0.0
         self._problem = ""
-        """Why no update can be watched."""
+        """Why no update can be watched; "" if it can."""
         self._trial_failed = False
 
     # ---- watching --------------------------------------------------------------------------------------------------
 
     def watch(self, *, passes: bool) -> None:
-        """Before a step: note what its update should change, and look on, also at its `passes` if asked for. Meets no
-        other rank and never raises."""
+        """Store what the next update should change, and observe the step. No communication; never raises.
+
+        Args:
+            passes: Whether to observe forward and backward, too.
+        """
         began = time.perf_counter()
         self._update_seen = Observation(self._state, self._step)
         if passes:
@@ -97,18 +112,18 @@ class Prover:
             if not self._problem:
                 self._before = first_update.bit_sums(self._state.flats, reads_disk=self._form == "full")
             self._update_seen.start(passes=passes)
-        except Exception as error:  # The training must go on; the proof says what failed.
+        except Exception as error:  # Training must continue; the proof reports the failure.
             self._problem = self._update_seen.reason = _told(error)
             self._update_seen.stop()
         self._seconds += time.perf_counter() - began
 
     def stop_watching(self) -> None:
-        """Take all hooks off. Never raises."""
+        """Remove all hooks. Never raises."""
         self._update_seen.stop()
 
     @property
     def saw_an_update(self) -> bool:
-        """Whether this rank's optimizer has made an update since `watch`."""
+        """Return whether this rank's optimizer has updated after `watch`."""
         return self._update_seen.update > 0
 
     def _why_not_watched(self) -> str:
@@ -118,7 +133,11 @@ class Prover:
         return ""
 
     def trial(self, batch: Batch) -> None:
-        """Forward and backward of a batch without an update. What fails is told by the findings. Collective."""
+        """Run forward and backward of a batch without an update. Failures become findings. Collective.
+
+        Args:
+            batch: A micro-batch.
+        """
         began = time.perf_counter()
         self.observation = Observation(self._state, self._step)
         if self._state.config.optimizer.in_backward:
@@ -162,11 +181,15 @@ class Prover:
         with_update: bool = False,
         later: Iterable[Batch] = (),
     ) -> Proof:
-        """The findings of all ranks, the same on each. Collective.
+        """Return the findings of all ranks, the same on each. Collective.
 
-        `batches`: this rank's micro-batches of a step, the first one the observed one. `budget_seconds`: forwards are
-        left out if they would take longer; `forward_seconds`: what its forwards took. `with_update`: whether an
-        update was watched. `later`: micro-batches to look for two documents in one sequence, if `batches` have none.
+        Args:
+            batches: This rank's micro-batches of a step; the first one was observed.
+            weighted_by_tokens: Whether losses are weighted by counted targets.
+            budget_seconds: Skip forwards that would take longer; None without a limit.
+            forward_seconds: Measured time of the forwards of a step.
+            with_update: Whether an update was watched.
+            later: More micro-batches, to find two documents in one sequence if `batches` have none.
         """
         began, findings = time.perf_counter(), []
         views, reason = self._views(batches)
@@ -203,7 +226,7 @@ class Prover:
                 forward_seconds=forward_seconds,
             ),
         )
-        if made_forwards is None:  # The same forwards show how the loss depends on the cut of the batch.
+        if made_forwards is None:  # The same forwards also serve the check of the split into micro-batches.
             findings.append(replace(findings[-1], kind=batch_cut.KIND, section=batch_cut.SECTION))
         findings += made_forwards or []
         made = check(parameter_groups.KIND, parameter_groups.SECTION, self._groups)
@@ -230,7 +253,14 @@ class Prover:
         )
 
     def prove_update(self, proof: Proof) -> Proof:
-        """`proof` with what the update since `watch` has changed. Collective."""
+        """Add what the update after `watch` has changed. Collective.
+
+        Args:
+            proof: The proof so far.
+
+        Returns:
+            A new proof.
+        """
         began = time.perf_counter()
         try:
             found = self._attempt(lambda: self._update(proof.groups))
@@ -245,7 +275,7 @@ class Prover:
             return [token_batch(batch, self._state.module) for batch in batches], ""
         except NoTokensError as error:
             return [], str(error)
-        except Exception as error:  # Whatever the batch is; all ranks must go on to the same checks.
+        except Exception as error:  # Any batch may fail here, and all ranks must continue with the same checks.
             return [], f"it could not be read: {_told(error)}"
 
     def _views_of(self, batches: Iterable[Batch]) -> Iterator[TokenBatch]:
@@ -264,7 +294,7 @@ class Prover:
             if data is not None:
                 counts = counted_tokens.Counts(**data)
                 known = found.get(index)
-                # Of the ranks that see the same data one has the head, under a pipeline.
+                # Under a pipeline, one of the ranks that see the same data has the head.
                 if known is None or (known.measured is None and (counts.measured is not None or counts.reason == "")):
                     found[index] = counts
         if not found:
@@ -344,14 +374,17 @@ class Prover:
         )
 
     def _shown(self, view: TokenBatch | None, measured: Tensor | None) -> tuple[tuple[str, bool], ...]:
-        """The first sequence of rank 0, on every rank. It shows what the batch says where rank 0 has not the head."""
+        """Return rank 0's first sequence with its counted tokens.
+
+        Without the head on rank 0 it shows the batch's own marks.
+        """
         own: list[tuple[str, bool]] = []
         if view is not None and self._state.everyone.index == 0:
             fits = measured is not None and measured.shape == view.tokens.shape
             decode = None if self._tokenizer is None else self._tokenizer.decode
             try:
                 own = list(counted_tokens.marked_text(view, measured if fits else None, decode))
-            except Exception:  # A tokenizer that does not know an id; ids are text, too.
+            except Exception:  # The tokenizer does not know an id: show ids.
                 own = list(counted_tokens.marked_text(view, measured if fits else None, None))
         return tuple((text, bool(counts)) for text, counts in self._state.everyone.share(own))
 
@@ -361,7 +394,7 @@ class Prover:
         return any(self._state.everyone.collect(here))
 
     def _nowhere(self, mine: Mapping[str, bool]) -> list[str]:
-        """Names for which some rank says False and none says True, sorted. Collective."""
+        """Return sorted names for which some rank says False and no rank says True. Collective."""
         everyone = self._state.everyone
         told = everyone.collect([name for name, is_so in mine.items() if not is_so][:_MOST_NAMES])
         candidates = sorted({name for names in told for name in names})
@@ -371,7 +404,7 @@ class Prover:
         return [name for name in candidates if name not in seen]
 
     def _try_alike(self, work: Callable[[], T]) -> T:
-        """The result of `work`; raises on all ranks if it fails on one. Collective."""
+        """Return the result of `work`; raise on all ranks if it fails on one. Collective."""
         problem, result = "", []
         error: Exception | None = None
         try:
@@ -399,11 +432,11 @@ def _check_failed(kind: str, section: str, error: Exception) -> Finding:
 
 
 def _size(tokenizer: Any) -> int | None:
-    """How many tokens a tokenizer of ours, of tokenizers or of transformers has."""
+    """Return the vocabulary size of a tokenizer of SpeedLab, tokenizers or transformers."""
     size: Any = getattr(tokenizer, "vocab_size", None)
     if isinstance(size, int):
         try:
-            return max(size, len(tokenizer))  # transformers counts added tokens in its length alone.
+            return max(size, len(tokenizer))  # In transformers only the length includes added tokens.
         except TypeError:
             return size
     count: Any = getattr(tokenizer, "get_vocab_size", None)
@@ -422,7 +455,7 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 DriverOf = Callable[[LossFunction | None], Driver]
-"""The engine's driver, or one with a loss function of its own."""
+"""Returns the engine's driver, or one with another loss function."""
 
 
 class ProofOnRequest:
@@ -431,15 +464,31 @@ class ProofOnRequest:
     def __init__(self, state: TrainingState, step: StepState, driver_of: DriverOf) -> None:
         self._state, self._step, self._driver_of = state, step, driver_of
         self._prover: Prover | None = None
-        """Watches the update that follows the last proof; None after it was told."""
+        """Watches the update after the last proof; None once that update is in the proof."""
         self._last: Proof | None = None
 
     def prover(self, *, form: str, tokenizer: ProofTokenizer | None, attempt: Attempt) -> Prover:
-        """For a run, which knows its steps."""
+        """Return a prover for a run, which counts its own steps.
+
+        Args:
+            form: "cheap" or "full".
+            tokenizer: Decodes tokens; None shows numbers.
+            attempt: Runs collective work.
+        """
         return Prover(self._state, self._step, self._driver_of(None), form=form, tokenizer=tokenizer, attempt=attempt)
 
     def of(self, batch: Batch | None, loss: LossFunction | None, tokenizer: ProofTokenizer | None) -> Proof:
-        """As of `Engine.proof`."""
+        """Return a proof, as `Engine.proof` does.
+
+        Args:
+            batch: A micro-batch; None adds the update to the last proof.
+            loss: The loss function, if the loop computes the loss itself.
+            tokenizer: Decodes tokens; None shows numbers.
+
+        Raises:
+            RuntimeError: Inside a step.
+            ValueError: Without a batch before the first proof.
+        """
         self._step.refuse_after_cut()
         if batch is None:
             return self._with_update()
