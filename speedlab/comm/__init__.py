@@ -1,4 +1,4 @@
-"""Process groups and collectives, with the bytes and the exposed time of each."""
+"""Process groups and collectives. Each counts its bytes and the time that a rank waits for it."""
 
 from speedlab.comm.breakpoint_timeouts import patience
 from speedlab.comm.errors import CollectiveMismatch, MeetingFailed, PeerLost

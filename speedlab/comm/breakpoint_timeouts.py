@@ -1,4 +1,4 @@
-"""Cells in which a rank may stand at a breakpoint: there no collective is late, however long a person thinks."""
+"""Suspend the timeouts of collectives while a rank may be at a breakpoint."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from speedlab.comm.timeouts import PATIENT_SECONDS, count_patient, limit_seconds
 
 
 def patience() -> contextlib.AbstractContextManager[None]:
-    """Inside, collectives on groups that there are, or that SpeedLab makes, wait as long as it takes, and so does the
-    store of the world. Peers that leave or die are noticed as ever. Afterwards all have the limits that they had, and
-    new ones those of `limits`."""
+    """Let collectives and the world's store wait without a practical limit inside this context.
+
+    This covers existing groups and groups that SpeedLab makes inside. Peers that leave or die are still detected.
+    Afterwards existing groups get their old limits, and new groups the usual one.
+    """
     return _Patience()
 
 
 class _Patience(contextlib.AbstractContextManager[None]):
-    """No generator: an engine lets no interrupt into these two functions, and would into what calls a generator."""
+    """A class and not a generator: an engine blocks interrupts in these two methods, which it cannot do in a
+    generator's caller.
+    """
 
     def __enter__(self) -> None:
         self._groups = {group: limit_of(group) for group in groups()}
@@ -33,7 +37,7 @@ class _Patience(contextlib.AbstractContextManager[None]):
 
     def __exit__(self, *exception: object) -> None:
         count_patient(-1)
-        with contextlib.ExitStack() as each:  # Though one of them fails.
+        with contextlib.ExitStack() as each:  # Run all callbacks, even if one of them fails.
             usual = limit_seconds(timeout_seconds())
             for group in groups():
                 each.callback(limit_group, group, self._groups.get(group) or usual)

@@ -1,10 +1,12 @@
-"""Means over a few ranks of what each sends compressed to all others, with error feedback.
+"""Means over a few ranks, where each rank sends its compressed values to all others, with error feedback.
 
-1. Each rank adds what it kept to what is given, and sends all others a code of that. What the code misses is kept.
-2. Every rank takes the mean of all codes: the same bits on all.
+1. Each rank adds its kept error to the given values and sends the code of the sum to all others. What the code misses
+   is the new error.
+2. Every rank computes the mean of all codes: the same bits on all ranks.
 
-There is one message and one error. `SignMeans` has two of each: of n ranks it sends 2 (n - 1) / n codes of a tensor
-where this sends n - 1, which is as much for two ranks; for a few that are far apart the message saved is worth more.
+This needs one message and one error; `SignMeans` needs two of each. For n ranks, `SignMeans` sends 2 (n - 1) / n codes
+of a tensor, and this class n - 1. For two ranks the bytes are equal. For a few distant ranks, saving one message
+outweighs the bytes.
 """
 
 from __future__ import annotations
@@ -26,31 +28,49 @@ _WORD = 4
 
 
 class Code(Protocol):
-    """How a tensor (m,) of float32 travels."""
+    """The compression of a float32 tensor (m,)."""
 
     def nbytes(self, numel: int) -> int:
-        """Of the code of so many elements; a multiple of a word."""
+        """Return the bytes of a code, a multiple of a word.
+
+        Args:
+            numel: Number of elements.
+        """
         ...
 
     def pack(self, given: Tensor, kept: Tensor, code: Tensor) -> None:
-        """Fill `code` (nbytes,) uint8 with that of `given` + `kept`; `given` becomes what it misses."""
+        """Write the code of `given` + `kept` to `code`. Afterwards `given` holds what the code misses.
+
+        Args:
+            given: (m,) float32, changed in place.
+            kept: Error of the last step, (m,) float32.
+            code: (nbytes,) uint8.
+        """
         ...
 
     def mean(self, codes: Tensor, out: Tensor) -> None:
-        """Write the mean of the ranks' `codes` (ranks, nbytes) to `out` (m,)."""
+        """Write the mean of the ranks' codes.
+
+        Args:
+            codes: (ranks, nbytes) uint8.
+            out: (m,) float32.
+        """
         ...
 
 
 class Signs:
-    """A sign for each element, times the mean magnitude of its chunk."""
+    """One sign for each element, times the mean magnitude of its chunk."""
 
     def nbytes(self, numel: int) -> int:
+        """Return the bytes of signs and magnitudes; see `Code.nbytes`."""
         return _signs_of(numel).end
 
     def pack(self, given: Tensor, kept: Tensor, code: Tensor) -> None:
+        """Write signs and magnitudes; see `Code.pack`."""
         _signs_of(given.numel()).put(code, *onebit_pack(kept, given, chunk=CHUNK))
 
     def mean(self, codes: Tensor, out: Tensor) -> None:
+        """Write the mean of the decoded codes; see `Code.mean`."""
         piece = _signs_of(out.numel())
         onebit_average(piece.signs(codes), piece.magnitudes(codes), out, chunk=CHUNK)
 
@@ -61,20 +81,28 @@ def _signs_of(numel: int) -> SignPiece:
 
 
 class LargestElements:
-    """The elements that are largest in magnitude, whole, each with its place (arXiv:1712.01887, without its momentum
-    correction: what is sent is no momentum)."""
+    """The elements of largest magnitude, exact, with their indices (arXiv:1712.01887).
+
+    The paper's momentum correction is not needed, because the values sent are no momenta.
+    """
 
     def __init__(self, share: float) -> None:
-        """`share` of the elements, at least one."""
+        """Set the share of elements that are sent; at least one element is.
+
+        Args:
+            share: Share of the elements, 0 to 1.
+        """
         self._share = share
 
     def _count(self, numel: int) -> int:
         return min(numel, max(1, round(self._share * numel)))
 
     def nbytes(self, numel: int) -> int:
+        """Return the bytes of indices and values; see `Code.nbytes`."""
         return 2 * _WORD * self._count(numel)
 
     def pack(self, given: Tensor, kept: Tensor, code: Tensor) -> None:
+        """Write indices and values; see `Code.pack`."""
         given.add_(kept)
         places = given.abs().topk(self._count(given.numel()), sorted=False).indices
         middle = code.numel() // 2
@@ -83,15 +111,16 @@ class LargestElements:
         given[places] = 0.0
 
     def mean(self, codes: Tensor, out: Tensor) -> None:
+        """Write the mean of the decoded codes; see `Code.mean`."""
         middle = codes.shape[1] // 2
         out.zero_()
-        for code in codes:  # In rank order, or ranks would have other bits.
+        for code in codes:  # Add in rank order, so that all ranks get the same bits.
             out.index_add_(0, code[:middle].view(torch.int32), code[middle:].view(torch.float32))
         out.div_(len(codes))
 
 
 class CompressedMeans:
-    """Such means of tensors of these sizes."""
+    """Means over the ranks of tensors with fixed sizes."""
 
     def __init__(self, group: Group, code: Code, numels: Sequence[int]) -> None:
         self._group, self._code, self._numels = group, code, numels
@@ -100,13 +129,17 @@ class CompressedMeans:
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends in one exchange."""
+        """Bytes that a rank sends in one exchange."""
         return (self._group.size - 1) * self._ends[-1]
 
     def send(self, given: Sequence[Tensor], kept: Sequence[Tensor]) -> None:
-        """Begin to send `given` + `kept`, this rank's (m,) float32 of each tensor, all of it finite. Collective.
+        """Start to send `given` + `kept`. Collective.
 
-        `kept` stays as it is: what takes its place once `take` has returned then stands in `given`.
+        `kept` is not changed. After `take`, `given` holds the new error.
+
+        Args:
+            given: This rank's (m,) float32 of each tensor, all finite; changed in place.
+            kept: Error of the last exchange, (m,) float32 of each tensor.
         """
         group = self._group
         self._messages = group.empty(group.size * self._ends[-1], torch.uint8).zero_().view(group.size, -1)
@@ -116,7 +149,10 @@ class CompressedMeans:
         self._transfer = group.all_gather(self._messages.view(-1), own)
 
     def take(self) -> list[Tensor]:
-        """Wait for what all ranks have sent: its means. What peers still read is not written any more."""
+        """Wait for the messages of all ranks and return their means.
+
+        The messages are not written again, because peers may still read them.
+        """
         self._transfer.wait()
         means = [torch.empty(numel, device=self._group.device) for numel in self._numels]
         for mean, span in zip(means, self._spans, strict=True):  # 2

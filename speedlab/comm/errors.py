@@ -1,4 +1,4 @@
-"""What can go wrong between ranks, and how it is told from what goes wrong on one of them."""
+"""Errors between ranks, and how they differ from errors of one rank."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ import torch.distributed as dist
 
 
 class PeerLost(RuntimeError):  # noqa: N818  # what happened, not a mistake made here
-    """A collective ended because another rank left, died or did not come in time. The cause is on that rank."""
+    """A collective ended because another rank left, died or did not arrive in time. The cause is on that rank."""
 
 
 class CollectiveMismatch(PeerLost):
-    """The ranks of a group did not make the same call: another operation, dtype, number of elements, root, reduction,
-    or another number of calls before. Every rank of the group raises it; the text names what each asked for.
+    """The ranks of a group made different calls.
 
-    A lost peer for those who clean up after a collective that has ended: its group carries out no more calls.
+    The operation, dtype, number of elements, root, reduction, or the number of earlier calls differs. Every rank of the
+    group raises this error; its text names the call of each rank. It is a PeerLost for cleanup code, because the group
+    makes no more calls.
     """
 
 
 class MeetingFailed(RuntimeError):  # noqa: N818  # what happened, not a mistake made here
-    """Ranks of several hosts could not meet: a way between two hosts is closed, or some ranks did not come."""
+    """Ranks of several hosts could not connect: a path between two hosts is blocked, or some ranks did not arrive."""
 
 
 _MEMORY = re.compile(r"out of memory|can't allocate memory|Cannot allocate memory")
 _MISUSE = re.compile(r"ncclInvalid(Usage|Argument)")
-"""Errors of a backend that are this rank's own, whatever class they come as."""
+"""Errors of a backend that this rank caused, whatever their class."""
 
 _NETWORK = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|closed by peer|reset by peer|broken pipe|pair closure"
@@ -36,15 +37,18 @@ _NETWORK = re.compile(
     r"|ncclRemoteError|remote process",
     re.IGNORECASE,
 )
-"""What gloo, NCCL and the stores say of a peer that closed its connections or does not answer."""
+"""Messages of gloo, NCCL and the stores about a peer that closed its connections or does not answer."""
 
 _LATE = re.compile(r"timed out|time ?out", re.IGNORECASE)
 
 
 def tells_of_lost_peer(error: BaseException) -> bool:
-    """Whether `error`, raised by a collective, says that another rank has left, has died or did not come.
+    """Return whether a collective's error means that another rank left, died or did not arrive.
 
-    Anything else is this rank's own, out-of-memory above all, and must be seen as what it is.
+    Other errors, such as out-of-memory, belong to this rank and must stay visible.
+
+    Args:
+        error: Error raised by a collective.
     """
     text = str(error)
     if isinstance(error, PeerLost):
@@ -58,7 +62,11 @@ def tells_of_lost_peer(error: BaseException) -> bool:
 
 
 def tells_of_timeout(error: BaseException) -> bool:
-    """Whether an error of which `tells_of_lost_peer` says so comes of a limit of time, not of a closed connection."""
+    """Return whether an error of a lost peer comes from a timeout and not from a closed connection.
+
+    Args:
+        error: Error for which `tells_of_lost_peer` is true.
+    """
     return _LATE.search(str(error)) is not None
 
 
@@ -66,10 +74,13 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 def without_frames(error: _Error) -> _Error:
-    """Return a copy of an error, to be kept and raised later. The error itself holds the frames it was raised through,
-    and with them tensors and connections.
+    """Return a copy of an error that can be kept and raised later.
 
-    The copy is made without the constructor of its class, whose arguments are not known.
+    The original holds the frames it was raised through, and with them tensors and connections. The copy bypasses the
+    constructor, whose arguments are unknown.
+
+    Args:
+        error: Error to copy.
     """
     copy = type(error).__new__(type(error), *error.args)
     vars(copy).update(vars(error))
@@ -79,8 +90,13 @@ def without_frames(error: _Error) -> _Error:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the frames that an error has left by now, and those of its causes. Their local variables would keep the
-    connections of an exchange open for as long as anyone holds the error: peers would wait for this rank in vain."""
+    """Clear the finished frames of an error and of its causes.
+
+    Their local variables would keep connections open as long as the error is kept, and peers would wait in vain.
+
+    Args:
+        error: Error whose traceback is cleared.
+    """
     each: BaseException | None = error
     while each is not None:
         traceback.clear_frames(each.__traceback__)
@@ -88,7 +104,12 @@ def clear_frames(error: BaseException) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason in a backend's words, at most 120 characters: gloo puts the place in its own source before it, and
-    guesses behind it."""
+    """Return the reason from a backend's message, at most 120 characters.
+
+    gloo puts its source location before the reason, and guesses after it.
+
+    Args:
+        error: Error of a backend.
+    """
     lines = re.sub(r"^\[[^\]]*\]\s*", "", str(error).strip()).split(". ")[0].splitlines()
     return lines[0][:120] if lines else type(error).__name__

@@ -1,6 +1,7 @@
-"""Collectives over one axis of the layout, counted: bytes sent by name, and the time a rank really waited.
+"""Collectives over one axis of the layout: bytes are counted by name, and waits by their real duration.
 
-Buffers that reductions use in turn: one is filled while the other is reduced and read by peers.
+- `DoubleBuffer`: two buffers that reductions use in turn. One is filled while the other is reduced and read by peers.
+- `Group`: the ranks of one axis, and their collectives.
 """
 
 from __future__ import annotations
@@ -30,19 +31,23 @@ from speedlab.comm.transports.select import GroupLink, choose, link_of
 from speedlab.comm.world import check_peers
 
 _BUFFERS = 2
-"""Buffers of one kind that a pass uses."""
+"""Buffers of one kind that a pass uses in turn."""
 
 
 class DoubleBuffer:
-    """The buffers of one group."""
+    """Reusable buffers of one group, by size and dtype."""
 
     def __init__(self, meter: BufferMeter) -> None:
-        """`meter` counts their bytes."""
+        """Start without buffers.
+
+        Args:
+            meter: Counts the bytes of the buffers.
+        """
         self._meter = meter
         self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = {}
-        """Those that were given back, by size and dtype, the one that was first given back first."""
+        """Returned buffers by size and dtype, oldest first."""
         self._made: Counter[tuple[int, torch.dtype]] = Counter()
-        """How many of each kind there are."""
+        """Number of existing buffers of each kind."""
 
     def borrow(
         self,
@@ -52,8 +57,14 @@ class DoubleBuffer:
         empty: Callable[[int, torch.dtype], Tensor],
         wait_until_read: Callable[[Tensor], None],
     ) -> Tensor:
-        """A buffer (numel,), of new `empty` memory, or one that was given back, where it was waited until peers have
-        read it."""
+        """Return a buffer (numel,): a new one, or a returned one after peers have read it.
+
+        Args:
+            numel: Number of elements.
+            dtype: Type of the elements.
+            empty: Allocates a new buffer.
+            wait_until_read: Waits until peers have read a buffer.
+        """
         key = numel, dtype
         idle = self._idle.setdefault(key, [])
         if not idle or self._made[key] < _BUFFERS:
@@ -66,47 +77,54 @@ class DoubleBuffer:
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
+        """Return a borrowed buffer."""
         self._idle[buffer.numel(), buffer.dtype].append(buffer)
 
     @property
     def idle(self) -> list[Tensor]:
-        """Those that were given back."""
+        """All returned buffers."""
         return [buffer for buffers in self._idle.values() for buffer in buffers]
 
     def trim(self) -> None:
-        """Free what was given back beyond what a pass uses in turn."""
+        """Free returned buffers beyond those that a pass uses in turn."""
         for key, idle in self._idle.items():
             self._free(key, idle[_BUFFERS:])
             del idle[_BUFFERS:]
 
     def drop(self) -> None:
-        """Free what was given back."""
+        """Free all returned buffers."""
         for key, idle in self._idle.items():
             self._free(key, idle)
             idle.clear()
 
     def _free(self, key: tuple[int, torch.dtype], freed: list[Tensor]) -> None:
-        """Count these out."""
+        """Subtract freed buffers from the counters."""
         self._meter.add(-sum(buffer.nbytes for buffer in freed))
         self._made[key] -= len(freed)
 
 
 _INSIDE, _ACROSS = "inside", "across"
-"""Channels of a group's hosts and rails."""
+"""Channels of the subgroups of `rails`: ranks inside a host, and one rank on each host."""
 
 
 class Group:
     """The ranks of one axis, as seen by one of them.
 
-    Collectives of one Group must be started in the same order by all its ranks. Flats that may be gathered and reduced
-    in different orders on different ranks go through two Groups of the same ranks.
+    All ranks must start the collectives of one Group in the same order. Flat parameters that may be gathered and
+    reduced in different orders on different ranks need two Groups of the same ranks.
     """
 
     def __init__(
         self, ranks: Sequence[int], traffic: CommStats, device: torch.device, *, channel: str = "gather"
     ) -> None:
-        """`channel`: Groups of the same ranks and channel share their wires, so that setting up again opens no new
-        ones."""
+        """Connect the ranks. Collective over the world if the connections are new.
+
+        Args:
+            ranks: Global ranks of the group.
+            traffic: Counts bytes and waits.
+            device: Device of the tensors.
+            channel: Groups with equal ranks and channel share connections, so a rebuilt engine opens no new ones.
+        """
         self.ranks = list(ranks)
         self.size = len(self.ranks)
         self.index = self.ranks.index(dist.get_rank())
@@ -118,55 +136,67 @@ class Group:
         self.reconnect()
 
     def reconnect(self) -> None:
-        """Take the wires of the present world. Collective over the world when they are new."""
-        # A group of one needs no wires, and new_group would cost a rendezvous.
+        """Take the connections of the current world. Collective over the world if the connections are new."""
+        # A group of one rank needs no connections, and new_group would cost a rendezvous.
         self._wires: ProcessGroups | Any = groups_of_world(self._channel, tuple(self.ranks)) if self.size > 1 else None
         self._rotations: dict[Rotation, int] = {}
         self._rails: HierarchicalGroups[Group] | None = None
         self._knows_rails = False
         self._transports: dict[str, Transport | None] = {}
         self._links: dict[str, GroupLink] = {}
-        """By kind of device: a group whose device is a GPU may have flats on the host too."""
+        """By kind of device: a group on a GPU may also have flat parameters on the host."""
         self.transport_of(self.device)
         self.drop_buffers()
 
     def disconnect(self) -> None:
-        """Let go of the wires, so that they close when the world is left."""
+        """Release the connections, so that they close when the world is left."""
         if self._rails is not None:
             self._rails.inside.disconnect()
             self._rails.across.disconnect()
         self._wires, self._transports, self._links = None, {}, {}
 
     def link(self, kind: str) -> GroupLink:
-        """What lies between the ranks for tensors on devices of `kind`."""
+        """Return the link between the ranks for tensors on one kind of device.
+
+        Args:
+            kind: "cpu" or "cuda".
+        """
         if kind not in self._links:
             self._links[kind] = link_of(None if self._wires is None else self._wires.group, kind)
         return self._links[kind]
 
     @property
     def at_hand(self) -> bool:
-        """Whether ranks read each other's memory: nothing is under way for a while."""
+        """Whether ranks read each other's memory, so that transfers have no latency to hide."""
         return self._line is None and self.link(self.device.type) in (GroupLink.PROCESS, GroupLink.SHARED)
 
     def transport_of(self, device: torch.device) -> Transport | None:
-        """What moves flats that live on `device`; None where nothing travels."""
+        """Return the transport for flat parameters on `device`; None for a group of one rank.
+
+        Args:
+            device: Device of the tensors.
+        """
         if device.type not in self._transports:
             link = self.link(device.type)
             made = choose(link, self._wires, self.size, self.index, device, self.traffic.buffers)
             if made is not None:
-                made.sums_early = self._line is None  # Over a pretended link nothing is there before it has arrived.
+                # Over a simulated link no data may be used before its arrival time.
+                made.sums_early = self._line is None
                 self._wires.held_by(made)
             self._transports[device.type] = made
         return self._transports[device.type]
 
     def rails(self) -> HierarchicalGroups[Group] | None:
-        """The group as hosts by places, where it spans hosts of which each has equally many of its CPU ranks, more than
-        one. Collective the first time in a world: all groups of this axis ask."""
+        """Return the group as a grid of hosts and places; None if hosts do not have equal numbers of CPU ranks, above
+        one.
+
+        Collective at the first call in a world: all groups of this axis must call it.
+        """
         link = self.link(self.device.type)
         if not self._knows_rails and link in (GroupLink.HOSTS, GroupLink.GLOO, GroupLink.SHARED):
             hosts = self._wires.group.hosts if link is GroupLink.HOSTS else []
             places = places_of(hosts)
-            if places is None:  # Every rank must make equally many groups, or torch names them differently.
+            if places is None:  # torch numbers groups by process, so every rank must make the same number of groups.
                 for channel in (_INSIDE, _ACROSS):
                     groups_of_world(channel, (self.ranks[self.index],))
             else:
@@ -187,85 +217,120 @@ class Group:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def empty(self, numel: int, dtype: torch.dtype, *, place: int = 0) -> Tensor:
-        """Memory (numel,) for a tensor that this group will send or reduce often, where that is fastest. `place`: which
-        element of what is gathered of such ones it begins with."""
+        """Allocate a tensor (numel,) that this group will often send or reduce, in the memory that is fastest for it.
+
+        Args:
+            numel: Number of elements.
+            dtype: Type of the elements.
+            place: Index of the tensor's first element in the gathered tensor.
+        """
         transport = self.transport_of(self.device)
         if transport is None:
             return torch.empty(numel, dtype=dtype, device=self.device)
         return transport.empty(numel, dtype, place)
 
     def joined(self, numel: int, dtype: torch.dtype) -> MappedShards | None:
-        """A tensor (numel,) for `join`, which maps what peers have instead of copying it; None where that cannot be
-        done."""
+        """Return a tensor (numel,) for `join`, which maps the peers' memory without a copy; None if that is impossible.
+
+        Args:
+            numel: Number of elements over all ranks.
+            dtype: Type of the elements.
+        """
         transport = self.transport_of(self.device)
         return None if transport is None or not numel else transport.joined(numel, dtype)
 
     def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer (numel,) for a reduction; waits for the peers when all of its kind are still being read."""
+        """Return a buffer (numel,) for a reduction. This waits for peers if they still read all buffers of this kind.
+
+        Args:
+            numel: Number of elements.
+            dtype: Type of the elements.
+        """
         return self._buffers.borrow(numel, dtype, empty=self.empty, wait_until_read=self.wait_until_read)
 
     def give_back(self, buffer: Tensor) -> None:
-        """End the use of a borrowed buffer; its reduction, if there was one, has ended on this rank."""
+        """Return a borrowed buffer whose reduction, if any, has ended on this rank.
+
+        Args:
+            buffer: Result of `borrow`.
+        """
         self._buffers.give_back(buffer)
 
     @property
     def idle_buffers(self) -> list[Tensor]:
-        """Those that were given back: between two steps, all there are."""
+        """Returned buffers: between two steps, these are all buffers."""
         return self._buffers.idle
 
     def trim_buffers(self) -> None:
-        """Free what was given back beyond the buffers of each kind that a pass uses in turn."""
+        """Free returned buffers beyond those that a pass uses in turn."""
         self._buffers.trim()
 
     def drop_buffers(self) -> None:
-        """Free what was given back."""
+        """Free all returned buffers."""
         self._buffers.drop()
 
     @property
     def ordered(self) -> bool:
-        """Whether every gather is a collective of its own, which all ranks have to start in one order; else a rank
-        takes what its peers have offered when it needs it."""
+        """Whether every gather is a collective that all ranks must start in one order.
+
+        Otherwise a rank reads offered shards of its peers whenever it needs them.
+        """
         return any(transport.ordered for transport in self._in_use)
 
     def wait_until_read(self, reduced: Tensor) -> None:
-        """Wait until the peers need nothing more of a tensor whose reduction has ended on this rank."""
+        """Wait until peers no longer need a tensor whose reduction has ended on this rank.
+
+        Args:
+            reduced: Tensor of the reduction.
+        """
         transport = self.transport_of(reduced.device)
         if transport is not None:
             self._started(lambda: transport.wait_until_read(reduced)).wait()
 
     def offer(self, shards: Sequence[Tensor]) -> None:
-        """Announce the `shards` that the ranks will gather in a coming pass, each once, in an order all ranks share.
+        """Announce the shards that the ranks will gather in the coming pass.
 
-        Peers then take a shard when they need it, however far this rank has come. Call `wait_until_all_read` before
+        Peers then read a shard when they need it, regardless of this rank's progress. Call `wait_until_all_read` before
         the shards change.
+
+        Args:
+            shards: Each shard once, in the same order on all ranks.
         """
         with self._explained():
             for shard in shards:
                 transport = self.transport_of(shard.device)
-                if transport is not None and shard.numel():  # What has no elements is not gathered either.
+                if transport is not None and shard.numel():  # Tensors without elements are not gathered either.
                     transport.offer([shard])
 
     def wait_until_all_read(self) -> None:
-        """Wait until the peers need nothing more of what was offered or reduced; it may change afterwards."""
+        """Wait until peers no longer need offered or reduced tensors, so that they may change."""
         for transport in self._in_use:
             self._started(transport.wait_until_all_read).wait()
 
     def wait_until_let_go(self, shards: Sequence[Tensor]) -> None:
-        """After `wait_until_all_read`: wait until no peer has one of these in a joined tensor."""
+        """Wait until no peer maps these shards in a joined tensor. Call `wait_until_all_read` first.
+
+        Args:
+            shards: Shards of this rank.
+        """
         transport = self.transport_of(self.device)
         if transport is not None:
             self._started(lambda: transport.wait_until_let_go(shards)).wait()
 
     def withdraw(self) -> None:
-        """Stop counting on the offers of a pass that was broken off."""
+        """Forget the offers of a pass that was aborted."""
         for transport in self._in_use:
             transport.withdraw()
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def all_gather(self, full: Tensor, shard: Tensor) -> Transfer:
-        """Start to fill `full` (n × m,) with every rank's `shard` (m,), in rank order. `shard` may be its own slice of
-        `full`."""
+        """Start to gather every rank's shard in rank order.
+
+        Args:
+            full: (n × m,), filled by the gather.
+            shard: This rank's (m,); may be its slice of `full`.
+        """
         own = full.view(self.size, -1)[self.index]
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
@@ -277,20 +342,29 @@ class Group:
         return self._started(finish, full.device, "all_gather", (self.size - 1) * own.nbytes)
 
     def join(self, joined: MappedShards, shard: Tensor) -> Transfer:
-        """As `all_gather` of `joined.tensor`, which must not be written. Until `joined.free()` peers wait, before they
-        change their shards (`wait_until_let_go`)."""
+        """Start to gather into `joined.tensor`, which must not be written.
+
+        Peers that want to change their shards wait until `joined.free()` (see `wait_until_let_go`).
+
+        Args:
+            joined: Result of `joined`.
+            shard: This rank's (m,).
+        """
         transport = self.transport_of(self.device)
-        assert transport is not None  # It made one of this size.
+        assert transport is not None  # Only a transport makes joined tensors.
         with record_function("speedlab::all_gather"), self._explained():
             finish = transport.join(joined, shard)
         return self._started(finish, self.device, "all_gather", (self.size - 1) * shard.nbytes)
 
     def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Transfer:
-        """Start to sum slice `index` of every rank's `full` (n × m,) into `into` (m,); `accumulate` adds to what is
-        there.
+        """Start to sum this rank's slice of every rank's `full`, in rank order.
 
-        `into` may be this rank's own slice of `full`, and may be of a wider dtype. Sums are taken in rank order.
-        `full` must not be written again before `wait_until_all_read`.
+        `full` must not be written before `wait_until_all_read`.
+
+        Args:
+            full: (n × m,).
+            into: (m,); may be this rank's slice of `full`, and may have a wider dtype.
+            accumulate: Add the sum to `into`.
         """
         own = full.view(self.size, -1)[self.index]
         transport = self.transport_of(full.device)
@@ -305,36 +379,57 @@ class Group:
         return self._started(finish, full.device, "reduce_scatter", (self.size - 1) * own.nbytes)
 
     def all_reduce(self, full: Tensor) -> Transfer:
-        """Start to sum `full` (n × m,) over the ranks, in place; on CPUs the same bits as a reduce-scatter and a
-        gather. NCCL's sums of 16-bit floats are rounded after every term here, unlike those of all other methods."""
+        """Start to sum `full` (n × m,) over the ranks, in place.
+
+        On CPUs the bits equal those of a reduce-scatter and a gather. NCCL rounds sums of 16-bit floats after every
+        term here, unlike in all other methods.
+
+        Args:
+            full: (n × m,).
+        """
         transport = self.transport_of(full.device)
         if transport is None or full.numel() == 0:
             return self._done()
         finish: list[Finish] = []
         with record_function("speedlab::all_reduce"), self._explained():
             begin = lambda: finish.append(transport.all_reduce(full))  # noqa: E731  # one expression
-            if full.device.type == "cpu":  # It may sum what others have begun: communication, too.
+            # Starting may sum earlier reductions of peers: count this as communication, too.
+            if full.device.type == "cpu":
                 self.traffic.waited(begin, full.device)
             else:
                 begin()
         return self._started(finish[0], full.device, "all_reduce", 2 * (self.size - 1) * full.nbytes // self.size)
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks of any `tensor`, in a new one, with the same bits on all ranks. Waits on CPUs."""
+        """Return the sum of the ranks' tensors in a new tensor, with the same bits on all ranks. Blocks on CPUs.
+
+        Args:
+            tensor: Any shape.
+        """
         total = tensor.clone(memory_format=torch.contiguous_format)
         if self.size > 1 and total.numel() > 0:
             summed = sum_wide if self._rounds_often(total) else dist.all_reduce
             nbytes = 2 * (self.size - 1) * total.nbytes // self.size
-            finish = lambda: summed(total, group=self._wires.group)  # noqa: E731  # held here, it must not hold the group
+            # an error keeps this closure, which must not hold the group
+            finish = lambda: summed(total, group=self._wires.group)  # noqa: E731
             self._started(finish, total.device, "all_reduce", nbytes).wait()
         return total
 
     def sum_scalars(self, values: Tensor) -> Tensor:
-        """The sum over ranks of a few numbers `values` (k,), in a new tensor on the same device. Waits on CPUs."""
+        """Return the sum over the ranks of a few numbers in a new tensor. Blocks on CPUs.
+
+        Args:
+            values: (k,).
+        """
         return self.sum(values)
 
     def gather_along(self, tensor: Tensor, dim: int) -> Tensor:
-        """The ranks' tensors, all of one shape, side by side along `dim`, in rank order. Waits on CPUs."""
+        """Concatenate the ranks' tensors along `dim`, in rank order. Blocks on CPUs.
+
+        Args:
+            tensor: Same shape on all ranks.
+            dim: Dimension to concatenate.
+        """
         if self.size == 1:
             return tensor
         every = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
@@ -349,7 +444,12 @@ class Group:
         return every.flatten(0, 1) if dim == 0 else torch.cat(every.unbind(), dim)
 
     def scatter_sum(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's slice, one of `size` equal ones along `dim`, of the sum of the ranks' tensors. Waits on CPUs."""
+        """Return this rank's slice of the sum of the ranks' tensors. Blocks on CPUs.
+
+        Args:
+            tensor: Same shape on all ranks.
+            dim: Dimension that is cut into equal slices, one per rank.
+        """
         if self.size == 1:
             return tensor
         slices = torch.stack(tensor.chunk(self.size, dim))
@@ -362,12 +462,17 @@ class Group:
         return own
 
     def _rounds_often(self, tensor: Tensor) -> bool:
-        """Whether torch's own sum over the ranks would be rounded after each of several narrow terms."""
+        """Return whether torch's own sum over the ranks would round after each of several 16-bit terms."""
         ours = self.link(tensor.device.type) in (GroupLink.SHARED, GroupLink.HOSTS)
         return not ours and rounds_often(tensor.dtype, self.size)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Copy `tensor` from the group's `source` (an index in the group) to all, in place, and wait."""
+        """Copy `tensor` from one rank to all, in place, and wait.
+
+        Args:
+            tensor: Any shape.
+            source: Index of the sender in the group.
+        """
         if self.size > 1:
             self._started(
                 lambda: dist.broadcast(tensor, group_src=source, group=self._wires.group),
@@ -377,41 +482,68 @@ class Group:
             ).wait()
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
-        """Start to send `tensor` to `peer` (an index in the group); it must not change before `wait`.
+        """Start to send `tensor`, which must not change before `wait`.
 
-        A message is received by the same `tag`. Where tags mean nothing (NCCL), two ranks must start what passes
-        between them in the same order.
+        On NCCL, which ignores tags, two ranks must start their messages in the same order.
+
+        Args:
+            tensor: Any shape.
+            peer: Index of the receiver in the group.
+            tag: Tag of the matching `receive`.
         """
         tensor = tensor.contiguous()
-        line, own = self._line, self._wires  # An error keeps this frame, where no variable may hold the group.
+        line, own = self._line, self._wires  # An error keeps this frame; no local variable may hold the process group.
         with self._explained():
             work = own.group.send([tensor], peer, tag) if line is None else line.send(own.group, tensor, peer, tag)
-        # The memory lives until then.
+        # The closure keeps the memory until the send has ended.
         finish = lambda: (wait_for(work, tensor), tensor)  # noqa: E731  # one expression
         return self._started(finish, tensor.device, "send", tensor.nbytes, over=work.is_completed, booked=True)
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
-        """Start to fill contiguous `tensor` with what `peer` (an index in the group) sends under `tag`."""
+        """Start to receive into `tensor`.
+
+        Args:
+            tensor: Contiguous.
+            peer: Index of the sender in the group.
+            tag: Tag of the matching `send`.
+        """
         line, own = self._line, self._wires  # As in `send`.
         with self._explained():
             work = own.group.recv([tensor], peer, tag) if line is None else line.receive(own.group, tensor, peer, tag)
         return self._started(lambda: wait_for(work, tensor), tensor.device)
 
     def take_tags(self, count: int) -> int:
-        """The first of `count` tags in a row, the same on all ranks that take equally many."""
+        """Reserve consecutive tags and return the first one.
+
+        The tags are equal on all ranks that reserve the same numbers.
+
+        Args:
+            count: Number of tags.
+        """
         return self._wires.take_tags(count)
 
     def rotate(self, tensor: Tensor, tag: int) -> Rotation:
-        """`shift` by one place, where all ranks send equally much."""
+        """Start to send `tensor` to the next rank and to receive as much from the previous one; see `shift`.
+
+        Args:
+            tensor: Same shape on all ranks.
+            tag: Tag from `take_tags`, used once.
+        """
         return self.shift(tensor, torch.empty_like(tensor, memory_format=torch.contiguous_format), 1, tag)
 
     def shift(self, sent: Tensor, into: Tensor, places: int, tag: int) -> Rotation:
-        """Start to send `sent` to the rank `places` further round, back where negative, and to fill contiguous `into`
-        with what the one as many before sends, of the same dtype; where either is empty, nothing travels. Neither must
-        change before `wait`. `tag`: of `take_tags`, each used once.
+        """Start to send to one rank of the ring and to receive from the opposite one. Neither tensor may change before
+        `wait`.
 
-        One that nobody waits for, after an exception, goes on until 2 · `size` others were waited for: gloo sends from
-        this memory when the receiver asks for it, and reads nothing else while it has no place for what came.
+        A transfer without `wait`, after an exception, is kept until 2 · `size` others have ended. gloo sends from this
+        memory when the receiver asks for it, and handles nothing else while received data have no target.
+
+        Args:
+            sent: Tensor to send; if empty, nothing is sent.
+            into: Contiguous tensor to fill, with the same dtype; if empty, nothing is received.
+            places: Distance to the receiver, negative for backwards. The sender has the same distance on the other
+                side.
+            tag: Tag from `take_tags`, used once.
         """
         out, received = (each.view(-1).view(torch.uint8) for each in (sent.contiguous(), into))
         to, source = (self.index + places) % self.size, (self.index - places) % self.size
@@ -423,14 +555,26 @@ class Group:
         return rotation
 
     def exchange(self, slices: Tensor) -> Tensor:
-        """Slice k of `slices` (n, …) goes to rank k; slice k of what is returned comes from it. Waits on CPUs."""
+        """Send slice k to rank k and return the received slices (all-to-all). Blocks on CPUs.
+
+        Args:
+            slices: (n, …).
+
+        Returns:
+            (n, …): slice k comes from rank k.
+        """
         sent = slices.contiguous()
         received = torch.empty_like(sent)
         self._counted_exchange(sent, lambda: exchange(received, sent, self._wires.group)).wait()
         return received
 
     def start_exchange(self, sent: Tensor, received: Tensor) -> Transfer:
-        """As `exchange`, of contiguous tensors, of which `sent` must not change before `wait`."""
+        """Start an `exchange`.
+
+        Args:
+            sent: Contiguous; must not change before `wait`.
+            received: Contiguous, same shape.
+        """
         if self.size == 1:
             received.copy_(sent)
             return self._done()
@@ -444,10 +588,15 @@ class Group:
         return self._started(finish, sent.device, "all_to_all", nbytes)
 
     def share(self, value: Any, source: int = 0) -> Any:
-        """A small JSON value of `source`, on every rank. JSON, because nothing is ever unpickled from the network."""
+        """Return a small JSON value of rank `source`, on every rank. JSON, because network data are never unpickled.
+
+        Args:
+            value: Value that JSON can hold; used on `source` only.
+            source: Index of the sender in the group.
+        """
         payload = json.dumps(value).encode() if self.index == source else b""
-        # In the host's memory: over gloo, also where flats travel over NCCL. Nothing waits for a device, and a group
-        # that does nothing else opens no communicator.
+        # Use host memory, so gloo, even in NCCL groups: no device sync, and a group without other collectives opens no
+        # NCCL communicator.
         length = torch.tensor([len(payload)])
         self.broadcast(length, source)
         data = torch.empty(int(length), dtype=torch.uint8)
@@ -457,11 +606,15 @@ class Group:
         return json.loads(bytes(data.numpy()))
 
     def collect(self, value: Any) -> list[Any]:
-        """Every rank's small JSON value, in rank order, on every rank."""
+        """Return every rank's small JSON value, in rank order, on every rank.
+
+        Args:
+            value: Value that JSON can hold.
+        """
         return [self.share(value, source) for source in range(self.size)]
 
     def barrier(self) -> None:
-        """Wait, on the host, until every rank of the group is here. What their devices still do is not waited for."""
+        """Wait on the host until every rank arrives. Device work is not awaited."""
         self.sum_scalars(torch.zeros(1))
 
     @contextmanager
@@ -471,7 +624,7 @@ class Group:
                 yield
             except RuntimeError as error:
                 if not isinstance(error, PeerLost) and tells_of_lost_peer(error):
-                    check_peers()  # Says which rank, where that is known.
+                    check_peers()  # Raises an error with the name of the lost rank, if known.
                 raise
 
     def _done(self) -> Transfer:
@@ -487,8 +640,16 @@ class Group:
         over: Callable[[], bool] = lambda: False,
         booked: bool = False,
     ) -> Transfer:
-        """A transfer between tensors on `device` (the group's own where None), whose `finish` explains its errors.
-        `booked`: it waits by itself for a link that is pretended."""
+        """Return a transfer whose `finish` explains its errors.
+
+        Args:
+            finish: Waits for the result.
+            device: Device of the tensors; None for the group's device.
+            name: Name of the collective, for counters.
+            nbytes: Bytes that this rank sends.
+            over: Returns whether the transfer has ended.
+            booked: The message itself waits for the simulated link.
+        """
         line = None if booked or not nbytes else self._line
         there = 0.0 if line is None else line.book(name, nbytes)
 
@@ -506,7 +667,7 @@ class Group:
             name=name,
             link=self.link(device.type).value if self._line is None else str(self._line),
             nbytes=nbytes,
-            # The backend's own streams run beside it; `wait` orders it after them.
+            # The backend uses its own streams; `wait` makes this stream wait for them.
             stream=torch.cuda.current_stream(device) if device.type == "cuda" else None,
             over=over,
         )

@@ -1,14 +1,14 @@
-"""Ranks of several hosts meet: in a store that rank 0 serves, after every way between the hosts has been tried.
+"""Rendezvous of ranks on several hosts: a store on rank 0, and a test of every path between hosts.
 
-1. Rank 0 listens where SPEEDLAB_STORE says ("host=address:port"), on that address alone, and serves the store for as
-   long as its process lives. Each generation of the group has keys of its own there.
-2. The others connect. Rank 0 may come later than they, so "nothing listens" is waited out; any other refusal is not.
-3. Every rank tells which host it is on. When all have, the first rank of each host listens on a port of its interface
-   (GLOO_SOCKET_IFNAME, or the one that leads to the store), tries the port of every other host, and tells the outcome.
-4. All read all outcomes, and raise MeetingFailed together where a way is closed: gloo would wait for minutes, and say
-   neither which host nor which port.
+1. Rank 0 listens at SPEEDLAB_STORE ("host=address:port"), on that address only, and serves the store until its process
+   ends. Each generation of the world uses its own keys.
+2. The other ranks connect. They wait if nothing listens yet, because rank 0 may start later; other errors fail at once.
+3. Every rank publishes its host. Then the first rank of each host listens on a port of its interface
+   (GLOO_SOCKET_IFNAME, or the route to the store), tries the ports of all other hosts, and publishes the results.
+4. All ranks read all results, and raise MeetingFailed together if a path is blocked. gloo would wait for minutes and
+   name neither host nor port.
 
-Everything waits in Python, a moment at a time, so that an interrupt is heard.
+All waits poll in Python, so that interrupts are handled.
 """
 
 from __future__ import annotations
@@ -30,29 +30,40 @@ from speedlab.comm.errors import MeetingFailed
 from speedlab.network import Endpoint, address_of, interface_towards, listen, try_to_reach
 
 STORE = "SPEEDLAB_STORE"
-"""Environment variable: where rank 0 serves the store. Without it ranks meet in a file of a folder that all see."""
+"""Environment variable: endpoint of rank 0's store. Without it, ranks meet in a file of a shared folder."""
 HOST = "SPEEDLAB_HOST"
 """Environment variable: the name of this rank's host."""
 
 SILENCE_SECONDS = 20.0
-"""How long a connection to another host may go without an answer before it counts as broken."""
+"""How long a connection to another host may be silent before it counts as broken."""
 
 _POLL_SECONDS = 0.01
 _MOST_NAMED = 8
 
 _served: dict[Endpoint, Any] = {}
-"""Stores that this process serves; they end with it."""
+"""Stores of this process, which live until it ends."""
 
 
 def own_host() -> str:
-    """The name of this rank's host."""
+    """Return the name of this rank's host."""
     return os.environ.get(HOST) or socket.gethostname()
 
 
 def meet(place: Endpoint, rank: int, size: int, prefix: str, timeout_seconds: float) -> Any:
-    """The store of one generation of the group, `prefix`, when all `size` ranks are there and all ways are open.
+    """Connect to the store after all ranks have arrived and all paths between hosts are open. Collective.
 
-    Raises MeetingFailed, with the hosts, the port and the direction, or with the ranks that did not come.
+    Args:
+        place: Endpoint of the store.
+        rank: This rank.
+        size: Number of ranks.
+        prefix: Prefix of this generation's keys.
+        timeout_seconds: Timeout of the rendezvous and of the store.
+
+    Returns:
+        The store of this generation.
+
+    Raises:
+        MeetingFailed: If a path is blocked (names hosts, port and direction), or ranks did not arrive (names them).
     """
     deadline = time.monotonic() + timeout_seconds
     here = own_host()
@@ -90,7 +101,7 @@ def _serve(place: Endpoint, timeout_seconds: float) -> None:
             f"rank 0 cannot listen at {place.words}: {error.strerror}. Another process has the port, or {place.host} "
             "has another address; start the cluster again, which chooses anew"
         ) from error
-    # The store takes the descriptor over.
+    # The store takes ownership of the socket.
     _served[place] = dist.TCPStore(
         place.address,
         place.port,
@@ -116,7 +127,7 @@ Missing = Callable[[Sequence[str], Sequence[str]], MeetingFailed]
 def _tell(
     store: Any, what: str, own: str | None, said: str, all_who: Sequence[str], deadline: float, missing: Missing
 ) -> list[str]:
-    """Say `said` as `own` (None: only listen), and return what each of `all_who` has said about `what`."""
+    """Publish `said` as `own` (None: only read), and return what each of `all_who` has published about `what`."""
     if own is not None:
         store.set(f"{what}/{own}", said)
     keys = [f"{what}/{who}" for who in all_who]
@@ -130,7 +141,7 @@ def _tell(
 def _try_ways(
     store: Any, leads: str | None, hosts: Sequence[str], place: Endpoint, deadline: float, missing: Missing
 ) -> list[str]:
-    """What is wrong with the ways between `hosts`, a sentence each. `leads`: the host for which this rank tries."""
+    """Return a sentence for each blocked path between `hosts`. `leads`: the host for which this rank tests, or None."""
     with contextlib.ExitStack() as kept:
         own = None
         if leads is not None:
@@ -143,27 +154,33 @@ def _try_ways(
             with ThreadPoolExecutor(min(16, len(others))) as pool:
                 problems = pool.map(lambda way: try_to_reach(way, leads), others)
                 said = json.dumps([str(problem) for problem in problems if problem is not None])
-        # Nobody stops listening before all have tried.
+        # Keep listening until all hosts have published their results.
         return [
             line for told in _tell(store, "tried", leads, said, hosts, deadline, missing) for line in json.loads(told)
         ]
 
 
 def own_address(place: Endpoint) -> str:
-    """The address of this host at which its ranks are reached."""
+    """Return the address at which other hosts reach this host's ranks.
+
+    Args:
+        place: Endpoint of the store.
+    """
     named = os.environ.get("GLOO_SOCKET_IFNAME")
     return address_of(named) if named else interface_towards(place.address)[1]
 
 
 def bound_silence() -> int:
-    """Let connections of this process to other hosts fail after SILENCE_SECONDS without a sign of the other end;
-    returns how many there are. Else the wait for a host that was cut off ends with the group's timeout.
+    """Let this process's connections to other hosts fail after SILENCE_SECONDS without a sign of the other end.
 
-    gloo has no setting for it, so its sockets are given the kernel's: a probe every few seconds where nothing is
-    sent, and a limit to how long what was sent may go unanswered.
+    Without this, waiting for a disconnected host ends only with the group's timeout. gloo has no such setting, so this
+    sets kernel options of its sockets: keepalive probes on idle connections, and a limit for unacknowledged data.
+
+    Returns:
+        Number of connections.
     """
     if not hasattr(socket, "TCP_USER_TIMEOUT"):
-        return 0  # Only Linux has it.
+        return 0  # Only Linux has this option.
     own = {entry.address for entries in psutil.net_if_addrs().values() for entry in entries}
     count = 0
     for connection in psutil.Process().net_connections("tcp"):
@@ -172,7 +189,7 @@ def bound_silence() -> int:
         try:
             end = socket.socket(fileno=os.dup(connection.fd))
         except OSError:
-            continue  # Closed meanwhile.
+            continue  # The connection was closed in the meantime.
         probes = max(1, int(SILENCE_SECONDS / 4))
         with end:
             end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

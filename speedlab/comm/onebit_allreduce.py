@@ -1,22 +1,23 @@
-"""Means over ranks at one bit an element, with error feedback on both sides (arXiv:2102.02888, algorithm 1).
+"""Means over ranks with one bit per element and error feedback on both sides (arXiv:2102.02888, algorithm 1).
 
-1. Each rank adds what it kept to what is given, and sends to every rank the signs of that rank's slice with the mean
-   magnitude of each chunk. What signs times magnitudes miss is kept: the worker's error.
-2. Each rank takes the mean over the ranks of its own slice, adds what it kept of the last such mean, and sends signs
-   and magnitudes of that to all. What they miss is kept: the server's error.
-3. All ranks have the same signs and magnitudes, and so the same bits of the mean.
+1. Each rank adds its kept error to the given values. It sends to every rank the signs of that rank's slice, with the
+   mean magnitude of each chunk. What signs times magnitudes miss is the worker error.
+2. Each rank computes the mean of its slice over the ranks, adds its kept error, and sends signs and magnitudes to all
+   ranks. What they miss is the server error.
+3. All ranks have the same signs and magnitudes, so the same bits of the mean.
 
-Of any number of tensors there are few messages: on slow networks each one costs. Over n ranks an element costs
-2 (n - 1) / n bits where a float32 costs 2 (n - 1) / n words, and a chunk a word.
+`reduce` is step 1 and the mean of step 2; `spread` is the rest. In between, a rank may transform its mean.
 
-1 and 2 up to the mean are `reduce`, 2 from there and 3 are `spread`; between them a rank may make something else of the
-mean that it has.
+Tensors share few messages, because each message costs time on slow networks. Over n ranks, an element costs 2 (n - 1) /
+n bits in place of 2 (n - 1) / n words for float32, plus a word per chunk.
 
-Where hosts have several ranks each (`Group.rails`), the "ranks" above are hosts: what is given and kept is summed
-exactly inside a host, through its memory, each of its ranks exchanges the slices of its rail with its peers on other
-hosts, and the messages are gathered inside the host. So hosts send each other what they would with one rank each.
-What a host misses of a slice is kept by the rank that packed it, times the ranks of a host: in the mean over all ranks
-it is the mean over hosts, as the next sum sees it.
+If hosts have several ranks each (`Group.rails`), hosts take the role of ranks:
+
+- Values and errors are summed exactly inside a host, through its memory.
+- Each rank exchanges the slices of its rail with its peers on other hosts. The messages are gathered inside the host.
+  So hosts send each other as much as with one rank each.
+- The rank that packed a slice keeps the host's error, times the ranks of a host. The mean over all ranks turns this
+  into the mean over hosts, as the next sum expects.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ from speedlab.comm.transfers import Transfer
 from speedlab.layout import padded_numel
 
 CHUNK = 1 << 10
-"""Elements that share a magnitude. A word for 2¹⁰ signs makes 31 of the 32 times fewer bytes; with 2¹⁴ what is missed
-was half as much again after some hundred steps of a small GPT: rows of embeddings differ."""
+"""Elements that share a magnitude. One word for 2¹⁰ signs keeps 31/32 of the saving. With 2¹⁴, the error was 50 %
+larger after some hundred steps of a small GPT, because rows of embeddings differ.
+"""
 
 _LEAST_BYTES, _MOST_MESSAGES = 32 << 10, 8
-"""Of a message to each peer, and as how many messages tensors travel to be reduced. So many bytes take 3 ms at 100
-Mbit/s, many times what a message costs by itself."""
+"""Least bytes of a message to each peer, and most messages of a reduction. 32 KiB take 3 ms at 100 Mbit/s, many times
+the cost of a message itself.
+"""
 
 _WORD = 4
 """Bytes of a magnitude. Pieces of a message begin at multiples of it."""
@@ -48,7 +51,7 @@ _WORD = 4
 
 @dataclass(frozen=True)
 class SignPiece:
-    """Where the signs and magnitudes of a slice of `numel` elements lie in a message, in bytes."""
+    """Byte offsets of a slice's signs and magnitudes in a message; the slice has `numel` elements."""
 
     numel: int
     start: int
@@ -56,35 +59,59 @@ class SignPiece:
     end: int
 
     def put(self, message: Tensor, signs: Tensor, magnitudes: Tensor) -> None:
-        """Into a message (bytes,)."""
+        """Write signs and magnitudes into a message.
+
+        Args:
+            message: (bytes,) uint8.
+            signs: (ceil(numel / 8),) uint8.
+            magnitudes: (chunks,) float32.
+        """
         message[self.start : self.start + signs.numel()] = signs
         message[self.middle : self.end] = magnitudes.view(torch.uint8)
 
     def signs(self, messages: Tensor) -> Tensor:
-        """Of `messages` (ranks, bytes): (ranks, ceil(numel / 8)) uint8."""
+        """Return the signs in messages.
+
+        Args:
+            messages: (ranks, bytes) uint8.
+
+        Returns:
+            (ranks, ceil(numel / 8)) uint8.
+        """
         return messages[:, self.start : self.start + -(-self.numel // 8)].contiguous()
 
     def after(self, start: int) -> SignPiece:
-        """The same in a message that begins at `start` of this one."""
+        """Return the same piece for a message that begins at byte `start` of this one.
+
+        Args:
+            start: Byte offset.
+        """
         return SignPiece(self.numel, self.start - start, self.middle - start, self.end - start)
 
     def magnitudes(self, messages: Tensor) -> Tensor:
-        """Of `messages` (ranks, bytes): (ranks, chunks) float32."""
+        """Return the magnitudes in messages.
+
+        Args:
+            messages: (ranks, bytes) uint8.
+
+        Returns:
+            (ranks, chunks) float32.
+        """
         return messages[:, self.middle : self.end].contiguous().view(torch.float32)
 
 
 Pieces = list[tuple[int, SignPiece]]
-"""What travels in one message: the numbers of tensors, and where they lie in it."""
+"""Content of one message: indices of tensors, and their offsets in the message."""
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """Messages under way, each with what it is received in."""
+    """Messages in flight, with their receive buffers."""
 
     _messages: list[tuple[Pieces, Tensor, Transfer]]
 
     def means(self) -> list[Tensor]:
-        """Wait for them: the slices (m,) that this rank serves of the means. To be called once. Collective."""
+        """Wait for the messages and return this rank's slices (m,) of the means. Call once. Collective."""
         means = []
         for pieces, received, transfer in self._messages:
             transfer.wait()
@@ -97,27 +124,40 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Spread:
-    """What all ranks have of tensors whose slices each of them has sent as signs: the same bits."""
+    """Signs of all slices of the tensors: the same bits on all ranks."""
 
     _messages: Tensor
     _pieces: list[SignPiece]
 
     @property
     def finite(self) -> bool:
-        """Whether every magnitude is; the same on all ranks. Waits for the device."""
+        """Whether every magnitude is finite; the same on all ranks. This is a device sync."""
         sums = [piece.magnitudes(self._messages).sum() for piece in self._pieces]
         return bool(torch.stack(sums).isfinite().all()) if sums else True
 
     def take(self, number: int, given: Tensor, worker: Tensor, *, share: float) -> Tensor:
-        """Of tensor `number`, what signs missed of what was `given` to be reduced becomes what was spread (n × m,), and
-        what `worker` keeps that error plus a `share` of what was spread. The sum of squares of the error, in
-        float64."""
+        """Replace a tensor by its spread value and update its worker error.
+
+        Args:
+            number: Index of the tensor.
+            given: What signs missed of the reduced values, (n × m,); becomes the spread value.
+            worker: (n × m,); becomes that error plus `share` times the spread value.
+            share: Factor.
+
+        Returns:
+            Sum of squares of the error, float64 scalar.
+        """
         piece = self._pieces[number]
         signs, magnitudes = piece.signs(self._messages), piece.magnitudes(self._messages)
         return onebit_take(signs, magnitudes, given, worker, share=share, chunk=CHUNK).sum(dtype=torch.float64)
 
     def decode(self, number: int, out: Tensor) -> None:
-        """Tensor `number` into `out` (n × m,)."""
+        """Write a tensor's spread value.
+
+        Args:
+            number: Index of the tensor.
+            out: (n × m,) float32.
+        """
         piece = self._pieces[number]
         signs, magnitudes = piece.signs(self._messages), piece.magnitudes(self._messages)
         for k, values in enumerate(out.view(len(signs), -1)):
@@ -125,7 +165,7 @@ class Spread:
 
 
 class SignMeans:
-    """Such means of tensors of these sizes, each divisible by the number of ranks."""
+    """One-bit means of tensors with fixed sizes, each divisible by the number of ranks."""
 
     def __init__(self, group: Group, numels: Sequence[int]) -> None:
         self._group, self._pieces, self._numels = group, list[SignPiece](), list(numels)
@@ -137,7 +177,7 @@ class SignMeans:
         self._bytes = end
 
     def prepare(self) -> None:
-        """Make connections, and bring kernels into memory, before the first exchange does. Collective."""
+        """Open connections and load kernels before the first exchange. Collective."""
         self._group.rails()
         if self._group.device.type == "cpu":
             for step in SIGNS:
@@ -145,25 +185,29 @@ class SignMeans:
 
     @property
     def sent_bytes(self) -> int:
-        """What a rank sends to have tensors reduced and spread; of hosts with several ranks, to other hosts."""
+        """Bytes that a rank sends for reduce and spread; to other hosts only, if hosts have several ranks."""
         return 2 * (self._across.size - 1) * self._bytes
 
     @property
     def float32_bytes(self) -> int:
-        """What a rank would send, in the mean, if the same were summed in float32 and gathered."""
+        """Mean bytes that a rank would send for the same sums and gathers in float32."""
         return 2 * sum(self._numels) * _WORD * (self._across.size - 1) // self._group.size
 
     @property
     def _across(self) -> Group:
-        """The ranks that signs travel between."""
+        """The ranks between which signs are sent."""
         rails = self._group.rails()
         return self._group if rails is None else rails.across
 
     def reduce(self, given: Sequence[Tensor], worker: Sequence[Tensor], *, factor: float = 1.0) -> Reduction:
-        """Begin to take the means over the ranks of `factor` · `given` + `worker`, this rank's (n × m,) float32 of each
-        tensor. Collective.
+        """Start the means over the ranks of `factor` · `given` + `worker`. Collective.
 
-        What was kept, `worker`, stays as it is, whatever is raised: the new errors take the place of what was given.
+        `worker` is never changed, even after an error. `given` becomes the new error.
+
+        Args:
+            given: This rank's (n × m,) float32 of each tensor, changed in place.
+            worker: Kept error, (n × m,) float32 of each tensor.
+            factor: Factor of `given`.
         """
         rails = self._group.rails()
         places = range(self._group.size) if rails is None else rails.places[rails.inside.index]
@@ -180,8 +224,10 @@ class SignMeans:
         return Reduction(under_way)
 
     def _messages(self) -> list[Pieces]:
-        """Those in which tensors travel to be reduced. Over a network the first ones are under way while others are
-        packed; nothing is through memory."""
+        """Distribute the tensors over messages.
+
+        Over a network, first messages are in flight while later ones are packed. Shared memory has nothing to overlap.
+        """
         least = self._bytes if self._across.at_hand else max(_LEAST_BYTES, self._bytes // _MOST_MESSAGES)
         found, start = [Pieces()], 0
         for number, piece in enumerate(self._pieces):
@@ -192,7 +238,7 @@ class SignMeans:
         return [pieces for pieces in found if pieces]
 
     def _pack(self, piece: SignPiece, given: Tensor, worker: Tensor, factor: float, message: Tensor) -> None:
-        """`given` becomes what the sum of both misses."""
+        """Pack `factor` · `given` + `worker`; `given` becomes the error."""
         values, kept = (each.view(self._group.size, -1) for each in (given, worker))
         for row, own, before in zip(message, values, kept, strict=True):
             piece.put(row, *onebit_pack(before, own, factor=factor, chunk=CHUNK))
@@ -206,11 +252,14 @@ class SignMeans:
         factor: float,
         message: Tensor,
     ) -> None:
-        """`given` becomes what the sums over this host's ranks of `factor` · `given` + `worker` miss, for the slices of
-        this rank's rail; 0 elsewhere."""
+        """Pack the sum over this host's ranks of `factor` · `given` + `worker`.
+
+        `given` becomes the error of this rank's rail, and 0 elsewhere.
+        """
         inside, size = rails.inside, self._group.size
         order, places = [k for ranks in rails.places for k in ranks], rails.places[inside.index]
-        buffer = inside.borrow(max(self._numels), torch.float32)  # Of one size, so that there are two of them.
+        # Always borrow the same size, so that two buffers serve all tensors.
+        buffer = inside.borrow(max(self._numels), torch.float32)
         by_place = buffer[: given.numel()]
         values, kept = given.view(size, -1), worker.view(size, -1)
         for into, k in zip(by_place.view(size, -1), order, strict=True):
@@ -222,13 +271,17 @@ class SignMeans:
             values[k].zero_()
         for row, own, k in zip(message, summed.view(len(places), -1), places, strict=True):
             signs, magnitudes = onebit_pack(None, values[k].copy_(own), chunk=CHUNK)
-            # What the host sends is its mean, what is kept is of the sum.
+            # The host sends its mean, while the kept error belongs to its sum.
             piece.put(row, signs, magnitudes.div_(inside.size))
 
     def spread(self, values: Sequence[Tensor], server: Sequence[Tensor] | None = None) -> Spread:
-        """Send the slices (m,) that this rank serves, plus what was kept of them, to all. Collective.
+        """Send this rank's slices, plus their kept errors, to all ranks. Collective.
 
-        `server` (m,) stays as it is, whatever is raised: the new errors take the place of `values`.
+        `server` is never changed, even after an error. `values` become the new errors.
+
+        Args:
+            values: Slices (m,) float32 of this rank, changed in place.
+            server: Kept errors (m,), or None.
         """
         rails = self._group.rails()
         answer = torch.zeros(self._bytes, dtype=torch.uint8, device=self._group.device)

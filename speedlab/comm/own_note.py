@@ -1,4 +1,6 @@
-"""What this rank does, as a sentence: `activity` writes and publishes it, errors of collectives read it."""
+"""A sentence about the current activity of this rank. `rank_activity` writes and publishes it; errors of collectives
+read it.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,26 @@ class OwnNote:
     def __init__(self) -> None:
         self.text = _NOT_YET
         self.changes = 0
-        """Rises with each note, so that a thread sees that one has changed."""
+        """Number of changes, by which a thread detects a new note."""
 
     def set(self, text: str) -> None:
-        """Note `text` from now on."""
+        """Replace the note.
+
+        Args:
+            text: A predicate with the rank as its subject.
+        """
         self.text = text
         self.changes += 1
 
     def forget(self) -> None:
-        """A new world begins."""
+        """Reset the note for a new world."""
         self.set(_NOT_YET)
 
     @property
     def is_of_an_engine(self) -> bool:
-        """Whether it is about calls of an engine."""
+        """Whether the note is about calls of an engine."""
         return self.text not in (_NOT_YET, LEFT)
 
 
 own_note = OwnNote()
-"""The one of this process."""
+"""The note of this process."""

@@ -1,11 +1,11 @@
-"""Peers that leave a world of GPUs: a rank that is blocked in a collective of NCCL cannot see it, so a thread looks.
+"""A thread that detects lost peers in GPU worlds, because a rank that is blocked in an NCCL collective cannot.
 
-1. Every rank says in the world's store which process of which host it is.
-2. A rank that leaves after a failure says so under "left/<rank>", then aborts its own communicators.
-3. A thread of every other rank looks for these words, and at the processes of its own host. When a rank has gone it
-   notes which, and aborts this rank's communicators: what is blocked in them ends, on the device too.
-4. What was being computed is garbage from then on. The next collective, or `check`, raises PeerLost with the rank's
-   name; `check` is for whoever has waited for the device and is about to use what came.
+1. Every rank publishes its host and process in the world's store.
+2. A rank that leaves after a failure sets "left/<rank>", then aborts its own communicators.
+3. A thread of every other rank polls these keys, and the processes of its own host. After a rank is lost, the thread
+   notes which one, and aborts this rank's communicators. Blocked collectives end, on the device, too.
+4. The results of such collectives are invalid. The next collective, or `check`, raises PeerLost with the rank's name.
+   Call `check` after a device sync and before results are used.
 """
 
 from __future__ import annotations
@@ -22,18 +22,25 @@ from speedlab.comm.shared.memfd import host_identity
 from speedlab.comm.shared.shared_tensors import PeerProcess
 
 LOOK_SECONDS = 0.5
-"""Between two looks. A rank that has gone is known to its peers within about this time."""
+"""Time between two polls. Peers notice a lost rank within about this time."""
 
 
 class PeerWatchdog:
-    """One rank's look-out. `store`: the world's, of which it takes a connection of its own; `abort`: what ends the
-    collectives in which this rank may be blocked."""
+    """The polling thread of one rank.
+
+    Args:
+        store: The world's store; the watchdog opens its own connection.
+        rank: This rank.
+        size: Number of ranks.
+        abort: Ends the collectives in which this rank may be blocked.
+        seconds: Time between two polls.
+    """
 
     def __init__(
         self, store: Any, rank: int, size: int, abort: Callable[[], None], *, seconds: float = LOOK_SECONDS
     ) -> None:
         self.lost: str | None = None
-        """Which rank has gone and how, in words."""
+        """Description of the lost rank, or None."""
         self._store, self._rank, self._abort, self._seconds = store.clone(), rank, abort, seconds
         self._peers = [peer for peer in range(size) if peer != rank]
         self._processes: dict[int, PeerProcess] = {}
@@ -44,15 +51,19 @@ class PeerWatchdog:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise PeerLost when a peer has gone."""
+        """Raise PeerLost if a peer is lost."""
         if self.lost is not None:
             raise PeerLost(f"rank {self._rank} waited for a peer that left: {self.lost}")
 
     def stop(self, *, failed: bool) -> None:
-        """End the thread. `failed`: tell the peers that this rank leaves in the middle of something."""
+        """End the thread.
+
+        Args:
+            failed: Whether this rank leaves because of a failure; then peers are notified.
+        """
         self._over.set()
         if failed:
-            with suppress(RuntimeError):  # Where the store is gone, so is everybody who would look there.
+            with suppress(RuntimeError):  # Without the store, no peer can read the key.
                 self._store.set(f"left/{self._rank}", "1")
         self._thread.join()
 
@@ -63,7 +74,7 @@ class PeerWatchdog:
                 if self.lost is not None:
                     self._abort()
                     return
-        except RuntimeError as error:  # The store went with the rank that served it.
+        except RuntimeError as error:  # The rank that served the store has ended.
             if not self._over.is_set():
                 self.lost = f"the store of the world is gone ({reason_of(error)})"
                 self._abort()

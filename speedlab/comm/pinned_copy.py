@@ -1,4 +1,4 @@
-"""Copies between a device's memory and the host's, through pinned memory that is used again."""
+"""Copies between device and host memory through reusable pinned buffers."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ LINK = "host copy"
 
 
 class HostCopies:
-    """Copies of one device, side by side with what it computes.
+    """Copies of one device that overlap with its computation.
 
-    On a GPU they run on a stream of their own. Memory that the host has not pinned is copied by way of pinned staging,
-    so that the copy to or from the device holds nothing up:
+    On a GPU, copies use their own stream. Memory that is not pinned is copied through a pinned staging buffer, so that
+    the device copy blocks nothing:
 
-    1. To the device: the host fills staging, the stream copies. The staging is used again once an event after the copy
-       has passed.
-    2. To the host: the stream copies into staging; `wait` waits for it on the host and copies from there.
+    1. To the device: the host fills the staging buffer, and the stream copies it. The buffer is free after an event
+       that follows the copy.
+    2. To the host: the stream copies into the staging buffer. `wait` blocks the host, then copies from there.
 
-    On a CPU host and device are the same memory: one copy, at once.
+    On a CPU, host and device are the same memory: one immediate copy.
     """
 
     def __init__(self, device: torch.device, traffic: CommStats) -> None:
         self._device, self._traffic = device, traffic
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._staging: defaultdict[int, deque[tuple[Tensor, torch.cuda.Event | None]]] = defaultdict(deque)
-        """Pinned memory by size: (bytes, event after which it is free), the one that was used first first."""
+        """Pinned memory by size: (bytes, event after which it is free), oldest use first."""
 
     def to_device(self, source: Tensor, into: Tensor) -> Transfer:
-        """Start to copy the host's `source` into the device's `into`, both contiguous and of one dtype and size.
+        """Start to copy from the host to the device. Later device work sees the values after `wait`.
 
-        `source` may change once this returns, unless it is pinned: then once the transfer is over. The values are in
-        `into` for what the device does after `wait`.
+        Args:
+            source: Contiguous host tensor. It may change after this call; if it is pinned, only after the transfer has
+                ended.
+            into: Contiguous device tensor of the same shape and dtype.
         """
         _check(source, into)
         if self._stream is None:
@@ -55,14 +57,16 @@ class HostCopies:
 
         def finish() -> tuple[Tensor, Tensor]:
             torch.cuda.current_stream(self._device).wait_event(copied)
-            return source, into  # Their memory lives until then.
+            return source, into  # Keep both memories alive until the copy has ended.
 
         return self._under_way(finish, source.nbytes, self._device, copied.query)
 
     def to_host(self, source: Tensor, into: Tensor) -> Transfer:
-        """Start to copy the device's `source` into the host's `into`, both contiguous and of one dtype and size.
+        """Start to copy from the device to the host. `wait` blocks the host until `into` may be read.
 
-        `source` must not change before the transfer is over; `wait` holds back the host, after it `into` may be read.
+        Args:
+            source: Contiguous device tensor; must not change before the transfer has ended.
+            into: Contiguous host tensor of the same shape and dtype.
         """
         _check(source, into)
         if self._stream is None:
@@ -79,9 +83,9 @@ class HostCopies:
             if staged is not into:
                 into.copy_(staged)
                 self._give_back(staged, None)
-            return source  # Its memory lives until then.
+            return source  # Keep the source alive until the copy has ended.
 
-        # What stands in staging is not there yet.
+        # Values in the staging buffer have not reached `into` yet.
         over = copied.query if staged is into else lambda: False
         return self._under_way(finish, source.nbytes, torch.device("cpu"), over)
 
@@ -108,7 +112,7 @@ class HostCopies:
         return Transfer(None, self._traffic, self._device, link=LINK, nbytes=nbytes)
 
     def _take(self, nbytes: int) -> Tensor:
-        """Pinned memory (nbytes,) uint8 that nothing uses."""
+        """Return unused pinned memory (nbytes,) uint8."""
         idle = self._staging[nbytes]
         if idle and (idle[0][1] is None or idle[0][1].query()):
             return idle.popleft()[0]

@@ -1,9 +1,9 @@
-"""The connections between ranks: process groups of torch.distributed, one for each set of ranks and channel.
+"""Process groups of torch.distributed, one for each set of ranks and channel, and groups over hosts as a grid.
 
-A group that spans hosts, with several of its ranks on each, seen as a grid: hosts by places within a host.
-
-A rail is the ranks of one place on every host. What is summed inside each host first, slice by slice, crosses the
-network once on each rail instead of once from every rank: 1/L of the bytes, of L ranks a host.
+- `ProcessGroups`: a process group, its tags, and the objects that hold its works.
+- `HierarchicalGroups`: a group over several hosts as hosts by places. A rail is the set of ranks with one place, one on
+  each host. If values are first summed inside each host, slice by slice, they cross the network once per rail and not
+  once per rank: 1/L of the bytes for L ranks per host.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class WorkHolder(Protocol):
     """An object that holds works of a process group."""
 
     def cut(self) -> None:
-        """Let go of them: this rank has left the world."""
+        """Release the works, because this rank has left the world."""
 
 
 class ProcessGroups:
-    """The connections of some ranks, and the tags that their exchanges have used.
+    """The connections of some ranks, and the tags of their exchanges.
 
-    Every exchange has a tag of its own, so that what a broken pass left behind can never be taken for something else.
+    Every exchange has its own tag, so messages of an aborted pass are never mistaken for others.
     """
 
     _TAGS = 2**30
-    """Tags below are those of `take_tags`, tags from there on those of `next_tag`."""
+    """Tags below this number come from `take_tags`, others from `next_tag`."""
     _NUMBERS, _SIZES = 2**18, 2**12
 
     def __init__(self, group: Any) -> None:
@@ -47,32 +47,51 @@ class ProcessGroups:
 
     @property
     def group(self) -> Any:
-        """The process group. Raises PeerLost after this rank has left the world."""
+        """The process group.
+
+        Raises:
+            PeerLost: After this rank has left the world.
+        """
         if self._group is None:
             raise PeerLost("this rank has left the world of ranks to which these connections belonged")
         return self._group
 
     def held_by(self, holder: WorkHolder) -> None:
-        """Cut this `holder`, too, when the world is left."""
+        """Call the holder's `cut` when the world is left.
+
+        Args:
+            holder: Holds works of this group.
+        """
         self._holders.add(holder)
 
     def cut(self) -> None:
-        """Let the connections close, whoever keeps an engine, an exchange or an error: gloo closes them when neither
-        the process group nor any of its works is left, and until then peers wait for this rank."""
+        """Release the group and all works, even if an engine, an exchange or an error is kept.
+
+        gloo closes connections only after the process group and all its works are gone, and until then peers wait for
+        this rank.
+        """
         self._group = None
         for holder in list(self._holders):
             holder.cut()
 
     def next_tag(self, nbytes: int) -> int:
-        """The tag of the next exchange of flats, in pieces of so many bytes.
+        """Return the tag of the next exchange of flat parameters.
 
-        Ranks that are in different calls exchange pieces of different sizes under one number, where gloo would end the
-        process. Their tags differ, so that each waits for its peer, and names the calls after `timeout_seconds`."""
+        Ranks in different calls may exchange pieces of different sizes under one number, where gloo would end the
+        process. The size is part of the tag, so each rank waits instead and reports the calls after the timeout.
+
+        Args:
+            nbytes: Bytes of a piece.
+        """
         self._exchanges = (self._exchanges + 1) % self._NUMBERS
         return self._TAGS + self._exchanges * self._SIZES + zlib.crc32(str(nbytes).encode()) % self._SIZES
 
     def take_tags(self, count: int) -> int:
-        """The first of so many in a row, for who may leave before using all."""
+        """Reserve consecutive tags and return the first one. The caller may stop before it uses all.
+
+        Args:
+            count: Number of tags.
+        """
         if self._tag + count >= self._TAGS:
             self._tag = 0
         first = self._tag + 1
@@ -81,18 +100,25 @@ class ProcessGroups:
 
 
 _wires: dict[tuple[str, tuple[int, ...]], ProcessGroups] = {}
-"""Process groups that exist in this world, by channel and ranks; `leave` empties it together with the world."""
+"""Process groups of this world, by channel and ranks. `forget_process_groups` clears them when the world is left."""
 
 
 def groups_of_world(channel: str, ranks: tuple[int, ...]) -> ProcessGroups:
-    """The connections of `ranks` for `channel`, made when it is first asked for: then all of them must ask.
+    """Return the connections of `ranks` for `channel`. The first call creates them; all these ranks must make it.
 
-    Ranks that belong to several groups ask for them in one order of channels, so that none waits in a circle.
+    Ranks in several groups ask for them in one order of channels, which avoids deadlocks.
+
+    Args:
+        channel: Name of the use.
+        ranks: Global ranks.
+
+    Raises:
+        PeerLost: If a rank does not arrive.
     """
     known = _wires.get((channel, ranks))
     if known is None or not dist.is_initialized():
-        # Only members meet, so that an axis of the layout can make its groups side by side. torch then names a group
-        # after its ranks and after how many this process has: every rank must make equally many.
+        # Only members meet, so the groups of an axis are made in parallel. torch names a group by its ranks and by a
+        # counter of this process, so every rank must make the same number of groups.
         known = ProcessGroups(_new_group(ranks))
         if STORE in os.environ:
             bound_silence()
@@ -101,7 +127,7 @@ def groups_of_world(channel: str, ranks: tuple[int, ...]) -> ProcessGroups:
 
 
 def _new_group(ranks: tuple[int, ...]) -> Any:
-    """Raises PeerLost where a rank does not come to the meeting of the group."""
+    """Create a group. Raises PeerLost if a rank does not arrive."""
     limit = limit_of_a_group()
     with (
         lost_peers(f"rank {dist.get_rank()}, to make a group of ranks, waited for"),
@@ -111,17 +137,17 @@ def _new_group(ranks: tuple[int, ...]) -> Any:
 
 
 def limit_process_groups() -> None:
-    """Give all groups that there are the limit of today: the user gave another one."""
+    """Set the current timeout for all existing groups, after the user has changed it."""
     for known in _wires.values():
         limit_group(known.group, limit_of_a_group().total_seconds())
 
 
 def forget_process_groups(*, failed: bool = False) -> None:
-    """Forget all connections: the world is left, or the user has destroyed it.
+    """Forget all connections, because the world was left or destroyed.
 
     Args:
-        failed: this rank leaves in the middle of something. Otherwise a slower rank may still take what this one has
-            sent: works that are kept are not cut.
+        failed: Whether this rank leaves because of a failure. Otherwise works are not cut, because a slower rank may
+            still receive messages of this rank.
     """
     for known in _wires.values() if failed else ():
         known.cut()
@@ -132,19 +158,25 @@ _Group = TypeVar("_Group")
 
 
 class HierarchicalGroups(NamedTuple, Generic[_Group]):
-    """How one rank of such a group sees it."""
+    """A group over several hosts, as seen by one rank."""
 
     inside: _Group
-    """The ranks of this host, by their places."""
+    """Ranks of this host, by place."""
     across: _Group
-    """The ranks of this place, by hosts."""
+    """Ranks with this place, by host."""
     places: tuple[tuple[int, ...], ...]
-    """For each place, the indices of its ranks in the whole group, by hosts."""
+    """For each place, the indices of its ranks in the whole group, by host."""
 
 
 def places_of(hosts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...] | None:
-    """`HierarchicalGroups.places` of the ranks (indices in a group) of each host; None where hosts have one each, or
-    unequally many, or in another order at one place than at another: torch sorts the ranks of a group."""
+    """Return `HierarchicalGroups.places`; None if the group is no regular grid.
+
+    That is: one rank per host, different numbers of ranks, or different orders of hosts at two places (torch sorts the
+    ranks of a group).
+
+    Args:
+        hosts: Ranks of each host, as indices in the group.
+    """
     widths = {len(ranks) for ranks in hosts}
     if len(hosts) < 2 or len(widths) > 1 or widths == {1}:
         return None

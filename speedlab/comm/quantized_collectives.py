@@ -1,22 +1,22 @@
-"""Gathers and sums whose values travel as messages of a codec: ZeRO++ (arXiv:2306.10209, sections 4.1 and 4.3).
+"""Gathers and sums with quantized messages: ZeRO++ (arXiv:2306.10209, sections 4.1 and 4.3).
 
-*Gathers.* A rank encodes its shard once; all ranks, its own among them, hold what is decoded of the messages, so that
-they hold the same bits.
+*Codec.* Writes a tensor as a message of bytes, and reads or sums messages.
 
-*Sums* of H hosts with L ranks each, which this rank takes of its own slice of every rank's tensor:
+*Gathers.* A rank encodes its shard once. All ranks, including this one, use the decoded message, so all have the same
+bits.
 
-1. Each rank encodes its slices, and sends to every rank of its own host those of the ranks that stand at that one's
-   place on all hosts: one exchange inside the host.
-2. Each rank sums what came, host by host of whose slices they are: H sums over L terms.
-3. It encodes these sums, and sends each to the rank at its own place on that host: one exchange between hosts, of an
-   L-th of the tensor.
-4. It sums what came, in the order of hosts.
+*Sums* over H hosts with L ranks each, of this rank's slice of every rank's tensor:
 
-So a value is encoded twice, and no rank sends more than 1 / L of the tensor to other hosts. Where either H or L is 1
-one of the two falls away. Terms are added in rank order within a host, then in the order of hosts, as a group over
-several hosts adds them without a codec (`shared/hierarchy.py`).
+1. Each rank encodes its slices. To each rank of its own host, it sends the slices of all ranks with that rank's place:
+   one exchange inside the host.
+2. Each rank sums the received slices, one sum per host: H sums of L terms.
+3. It encodes these sums and sends each to the rank with its place on that host: one exchange between hosts, of 1 / L of
+   the tensor.
+4. It sums the received messages in the order of hosts.
 
-As what values travel between ranks: a codec writes a tensor as a message of bytes, and reads or sums messages.
+A value is encoded twice, and no rank sends more than 1 / L of the tensor to other hosts. If H or L is 1, one of the
+exchanges is skipped. Terms are added in rank order inside a host, then in the order of hosts, as a group over several
+hosts adds them without a codec (`shared/hierarchical.py`).
 """
 
 from __future__ import annotations
@@ -39,53 +39,81 @@ _SCALE_BYTES = 4
 
 
 class Codec(Protocol):
-    """Values (n,) as a message of bytes, the same at every rank that reads it. What is not finite stays so."""
+    """Encodes values (n,) as a message of bytes that all ranks decode to the same bits. Non-finite values stay non-
+    finite.
+    """
 
     def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Of so many values."""
+        """Return the bytes of a message.
+
+        Args:
+            numel: Number of values.
+            dtype: Type of the values.
+        """
         ...
 
     def encode(self, values: Tensor, message: Tensor) -> None:
-        """Write `values` (n,) to `message` (bytes,) uint8."""
+        """Write values to a message.
+
+        Args:
+            values: (n,).
+            message: (bytes,) uint8.
+        """
         ...
 
     def decode(self, message: Tensor, out: Tensor) -> None:
-        """Read `message` (bytes,) into `out` (n,)."""
+        """Read a message.
+
+        Args:
+            message: (bytes,) uint8.
+            out: (n,).
+        """
         ...
 
     def sum(self, messages: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
-        """`out` (n,) = the sum of `messages` (ranks, bytes), in their order; `accumulate` adds it to what is there."""
+        """Sum messages in their order.
+
+        Args:
+            messages: (ranks, bytes) uint8.
+            out: (n,).
+            accumulate: Add the sum to `out`.
+        """
         ...
 
 
 class Blocks:
-    """Blocks of integers of `bits` bits with a scale each (arXiv:2306.10209, section 4.1). A block in which a value is
-    not finite comes out as NaN."""
+    """Blocks of integers with a scale each (arXiv:2306.10209, section 4.1). A block with a non-finite value decodes to
+    NaN.
+    """
 
     def __init__(self, bits: int) -> None:
         self._bits, self._block = bits, MESSAGE_BLOCKS[bits]
         self._dtype = torch.int8 if bits == 8 else torch.uint8
 
     def message_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a message; see `Codec.message_bytes`."""
         return message_bytes(numel, self._bits)
 
     def encode(self, values: Tensor, message: Tensor) -> None:
+        """Write values to a message; see `Codec.encode`."""
         integers, scales = block_quantize(values, bits=self._bits, block=self._block)
         message[: integers.numel()] = integers.view(torch.uint8)
         message[message.numel() - scales.nbytes :] = scales.view(torch.uint8)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
+        """Read a message; see `Codec.decode`."""
         integers, scales = self._parts(message.unsqueeze(0), out.numel())
         block_dequantize(integers[0], scales[0], out, block=self._block)
 
     def sum(self, messages: Tensor, out: Tensor, *, accumulate: bool = False) -> None:
+        """Sum messages; see `Codec.sum`."""
         summed = torch.empty_like(out) if accumulate else out
         block_dequantize_sum(*self._parts(messages, out.numel()), summed, block=self._block)
         if accumulate:
             out.add_(summed)
 
     def _parts(self, messages: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """The integers and scales of messages (ranks, bytes)."""
+        """Return integers and scales of messages (ranks, bytes)."""
         scales = messages[:, messages.shape[1] - _SCALE_BYTES * -(-numel // self._block) :]
         integers = messages[:, : -(-numel * self._bits // 8)]
         return integers.contiguous().view(self._dtype), scales.contiguous().view(torch.float32)
@@ -95,28 +123,37 @@ _FLOAT32 = 4
 
 
 class CodedGathers:
-    """The gathers of one flat, as `Group` has them for flats as they are."""
+    """Quantized gathers of one flat parameter, with the interface of `Group`."""
 
     def __init__(self, group: Group, codec: Codec) -> None:
         self._group, self._codec = group, codec
         self._offered: Tensor | None = None
-        """The message of the shard, for as long as peers may read it; the shard does not change meanwhile."""
+        """Message of the shard while peers may read it; the shard does not change in that time."""
 
     def offer(self, shards: Sequence[Tensor]) -> None:
-        """As `Group.offer`, of one shard."""
+        """Encode and offer one shard; see `Group.offer`.
+
+        Args:
+            shards: A list with one shard.
+        """
         (shard,) = shards
         if self._offered is None:
             self._offered = self._encoded(shard)
         self._group.offer([self._offered])
 
     def all_read(self) -> None:
-        """The peers need nothing more of what was offered."""
+        """Free the offered message, which peers no longer need."""
         if self._offered is not None:
             self._group.traffic.buffers.add(-self._offered.nbytes)
             self._offered = None
 
     def all_gather(self, full: Tensor, shard: Tensor) -> CodedGather:
-        """As `Group.all_gather`; this rank's own slice of `full` is decoded, too."""
+        """Start a gather; see `Group.all_gather`. This rank's own slice is decoded, too.
+
+        Args:
+            full: (n × m,).
+            shard: (m,).
+        """
         message = self._offered if self._offered is not None else self._encoded(shard)
         with self._group.traffic.communicating():
             received = torch.empty(self._group.size * message.numel(), dtype=torch.uint8, device=full.device)
@@ -127,7 +164,13 @@ class CodedGathers:
         return CodedGather(self, arriving, message if self._offered is None else None, received, full)
 
     def finish(self, message: Tensor | None, received: Tensor, full: Tensor) -> None:
-        """Decode what has arrived. `message`: made for this gather alone, so that it is of no use any more."""
+        """Decode the received messages.
+
+        Args:
+            message: Message that was made only for this gather, or None.
+            received: Messages of all ranks.
+            full: (n × m,).
+        """
         size, buffers = self._group.size, self._group.traffic.buffers
         with self._group.traffic.communicating():
             for each, values in zip(received.view(size, -1), full.view(size, -1), strict=True):
@@ -139,7 +182,12 @@ class CodedGathers:
 
     @staticmethod
     def shown(codec: Codec, values: Tensor) -> Tensor:
-        """What ranks hold of a shard of these `values` (n,) once it has been gathered."""
+        """Return the values that ranks get from a gathered shard.
+
+        Args:
+            codec: Codec of the gather.
+            values: (n,).
+        """
         message = torch.empty(
             codec.message_bytes(values.numel(), values.dtype), dtype=torch.uint8, device=values.device
         )
@@ -158,7 +206,7 @@ class CodedGathers:
 
 @dataclass
 class CodedGather:
-    """One of them, under way."""
+    """A quantized gather in flight."""
 
     _gathers: CodedGathers
     _arriving: Transfer
@@ -168,27 +216,35 @@ class CodedGather:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """As `Transfer.wait`."""
+        """Wait and decode; see `Transfer.wait`."""
         self._arriving.wait()
         self._gathers.finish(self._message, self._received, self._full)
 
 
 class CodedSums:
-    """Reduce-scatters over the ranks of `whole`, which `HierarchicalGroups` has in groups inside and between hosts."""
+    """Quantized reduce-scatters over the ranks of `whole`, which `hosts` splits into groups inside and between
+    hosts.
+    """
 
     def __init__(self, whole: Group, hosts: HierarchicalGroups[Group], codec: Codec) -> None:
         self._whole, self._hosts, self._codec = whole, hosts, codec
 
     @torch.no_grad()
     def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> CodedSum | Transfer:
-        """As `Group.reduce_scatter`; `full` may be written again at once."""
+        """Start a sum; see `Group.reduce_scatter`. `full` may be written again immediately.
+
+        Args:
+            full: (n × m,).
+            into: (m,).
+            accumulate: Add the sum to `into`.
+        """
         if self._whole.size == 1:
             return self._whole.reduce_scatter(full, into, accumulate=accumulate)
         return CodedSum(self._hosts, self._codec, full, into, accumulate)
 
 
 class CodedSum:
-    """One of them, under way. `wait` carries out all but the first exchange."""
+    """A quantized sum in flight. `wait` runs all but the first exchange."""
 
     def __init__(
         self, hosts: HierarchicalGroups[Group], codec: Codec, full: Tensor, into: Tensor, accumulate: bool
@@ -197,7 +253,7 @@ class CodedSum:
         slices = full.view(hosts.inside.size * hosts.across.size, -1)
         self._numel, self._dtype = slices.shape[1], full.dtype
         own = [[slices[index] for index in column] for column in hosts.places]
-        # Without a second rank on this host, there is nothing to sum before slices go to the others.
+        # With one rank per host, skip the exchange inside the host.
         alone = hosts.inside.size == 1
         self._first = self._to_hosts(own[0]) if alone else _TensorExchange(hosts.inside, codec, own)  # 1
         self._is_last = alone or hosts.across.size == 1
@@ -205,7 +261,7 @@ class CodedSum:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """The sum is in its place when this returns."""
+        """Finish the exchanges; then the sum is in `into`."""
         with self._hosts.inside.traffic.communicating():
             messages = self._first.wait()
             if not self._is_last:
@@ -223,10 +279,13 @@ class CodedSum:
 
 
 class _TensorExchange:
-    """Messages to every rank of a group, of as many tensors each, and those that come from them."""
+    """An all-to-all of messages: an equal number of tensors for every rank of a group."""
 
     def __init__(self, group: Group, codec: Codec, tensors: Sequence[Sequence[Tensor]]) -> None:
-        """`tensors`: [rank][which], all of one size."""
+        """Encode and start to send.
+
+        `tensors`: [rank][which], all of one size.
+        """
         first = tensors[0][0]
         shape = len(tensors), len(tensors[0]), codec.message_bytes(first.numel(), first.dtype)
         with group.traffic.communicating():
@@ -241,14 +300,18 @@ class _TensorExchange:
         self._transfer = group.start_exchange(self._sent, self._received)
 
     def wait(self) -> Tensor:
-        """What came: (ranks, which, bytes)."""
+        """Return the received messages, (ranks, which, bytes)."""
         self._transfer.wait()
         self._buffers.add(-2 * self._sent.nbytes)
         return self._received
 
 
 def hosts_of(group: Group) -> list[list[int]]:
-    """The ranks of each host, as indices in `group`, the host of the lowest first. Collective."""
+    """Return the ranks of each host, as indices in `group`, the host of the lowest rank first. Collective.
+
+    Args:
+        group: Group of any ranks.
+    """
     found: dict[str, list[int]] = {}
     for index, host in enumerate(group.collect(host_identity())):
         found.setdefault(host, []).append(index)

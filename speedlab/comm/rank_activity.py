@@ -1,10 +1,10 @@
-"""Which call of the engine each rank is in, for the errors of collectives that do not match or do not end.
+"""Track the engine call of each rank, for errors of collectives that do not match or do not end.
 
 1. An entry point of the engine runs inside `doing(...)`, which notes its name and the step: a local write.
-2. Rare entry points, exceptions and the end of a world publish that note in the store of the world. A thread publishes
-   it when it has not changed for a quarter of the time that collectives wait. So a step of usual length publishes
-   nothing, and a note is in the store before the peers of a rank that hangs give up.
-3. The error of a wait that failed calls `report`, which reads the notes of all ranks. Nothing else reads them.
+2. Rare entry points, exceptions and the end of a world publish the note in the world's store. A thread publishes a note
+   that has not changed for a quarter of the timeout. So steps of usual length publish nothing, and the note of a
+   hanging rank is in the store before its peers give up.
+3. The error of a failed wait calls `report`, which reads the notes of all ranks. No other code reads them.
 """
 
 from __future__ import annotations
@@ -35,37 +35,39 @@ from speedlab.comm.shared.shared_tensors import PeerProcess
 from speedlab.comm.timeouts import timeout_seconds
 
 _LOOKS = 4
-"""Looks of the publishing thread at one note before it publishes the note."""
+"""How often the publishing thread sees an unchanged note before it publishes."""
 
 _MOST_SECONDS = 5.0
-"""Longest time until a note that does not change is published. A file that serves as a store grows with every note."""
+"""Longest time until an unchanged note is published. Not shorter, because a file that serves as a store grows with
+every note.
+"""
 
 MODULE = "the module outside the engine"
-"""What a forward that did not come through the engine calls, as `generate` does."""
+"""Name of a forward call that bypasses the engine, as `generate` of transformers makes it."""
 
 FORWARD = "forward without gradients"
-"""The call of a forward of the engine that does not train."""
+"""Name of an engine's forward call without training."""
 
 
 class Note(NamedTuple):
-    """What a rank published."""
+    """The published note of a rank."""
 
     text: str
     """A predicate with the rank as its subject: 'is in save_checkpoint after step 11'."""
     forwards: int
-    """Forwards of the module since the last update."""
+    """Forward passes of the module since the last update."""
     host: str
     pid: int
 
 
 class _State:
-    """Where this process is in calls of the engine."""
+    """State of the engine calls in this process."""
 
     def __init__(self) -> None:
         self.depth = 0
-        """Entry points under way; those inside another one do not change the note."""
+        """Nested entry points; only the outermost one changes the note."""
         self.forwards = 0
-        """Forwards of the module since the last update."""
+        """Forward passes of the module since the last update."""
         self.gave_up = False
         """Whether the last call ended because a peer was missing."""
         self.publisher: _NotePublisher | None = None
@@ -75,13 +77,12 @@ _state = _State()
 
 
 class doing:  # noqa: N801  # a context manager, read like a function
-    """Note that this rank is in an entry point of the engine. Of entry points inside each other the outer one counts.
+    """Note that this rank is in an entry point of the engine. Of nested entry points, the outermost counts.
 
     Args:
-        call: name of the entry point, as the user calls it.
-        step: number of the step that is under way or, for a `call` between two steps, of the last one; below 0 where
-            that is not known.
-        publish: the call is between two steps; its note is written to the store at once.
+        call: Name of the entry point, as the user calls it.
+        step: Number of the current step or, for a `call` between two steps, of the last one; negative if unknown.
+        publish: The call is between two steps; write its note to the store at once.
     """
 
     __slots__ = ("_call", "_publish", "_step")
@@ -96,7 +97,7 @@ class doing:  # noqa: N801  # a context manager, read like a function
         return f"step {self._step} ({self._call})"
 
     def __enter__(self) -> bool:
-        """Whether it is no part of another entry point."""
+        """Return whether this is the outermost entry point."""
         _state.depth += 1
         if _state.depth == 1:
             _state.gave_up = False
@@ -115,38 +116,41 @@ class doing:  # noqa: N801  # a context manager, read like a function
             own_note.set(f"is in no call of the engine (the last one was {self._where})")
         elif issubclass(kind, PeerLost):
             _state.gave_up = True
-            publish()  # It stays in the note: the peers that give up a moment later name it, too.
+            publish()  # Keep the note: peers that give up a moment later report it, too.
         else:
             own_note.set(f"left {self._where} with {kind.__name__}")
             publish()
 
 
 def note_forward() -> None:
-    """A forward of the module begins. Ranks that generate texts of unequal lengths differ in their number."""
+    """Note a forward pass of the module. Ranks that generate texts of different lengths make different numbers of
+    them.
+    """
     _state.forwards += 1
     own_note.set(own_note.text if _state.depth else f"called {MODULE}")
 
 
 def note_update() -> None:
-    """A step has ended: forwards are counted from here."""
+    """Note the end of a step and reset the count of forward passes."""
     _state.forwards = 0
 
 
 def own() -> str:
-    """What this rank is doing: 'is in save_checkpoint after step 11'."""
+    """Return the note of this rank: 'is in save_checkpoint after step 11'."""
     return own_note.text
 
 
 def publish() -> None:
-    """Write this rank's note to the store of the world, if there is one."""
+    """Write this rank's note to the world's store, if there is one."""
     if _state.publisher is not None:
         _state.publisher.publish()
 
 
 def report() -> str:
-    """What every rank is doing, and what to do: for the error of a wait that failed. '' where no store can be read.
+    """Return the activity of every rank and advice, for the error of a failed wait; '' if no store can be read.
 
-    'rank 0 is in save_checkpoint after step 11; rank 1 is in step 12 (forward). All ranks must make the same calls ...'
+    Example: 'rank 0 is in save_checkpoint after step 11; rank 1 is in step 12 (forward). All ranks must make the same
+    calls ...'
     """
     publisher = _state.publisher
     if publisher is None:
@@ -160,7 +164,7 @@ def report() -> str:
 
 
 def _tells_forwards(notes: Sequence[Note]) -> bool:
-    """Whether the ranks differ in their forwards, and a call of the module may be why."""
+    """Return whether the numbers of forward passes differ, and a call of the module may be the reason."""
     known = [note for note in notes if note.text]
     alike = len({note.text for note in known}) == 1 or any(
         word in note.text for note in known for word in (MODULE, FORWARD)
@@ -169,8 +173,11 @@ def _tells_forwards(notes: Sequence[Note]) -> bool:
 
 
 def named_calls(calls: Sequence[tuple[str, int]]) -> str:
-    """'rank 0 is in save_checkpoint after step 11; rank 1 is in evaluate after step 11': of these (name, step) by rank;
-    without a step where that is below 0."""
+    """Return a sentence: 'rank 0 is in save_checkpoint after step 11; rank 1 is in evaluate after step 11'.
+
+    Args:
+        calls: (name, step) by rank; a negative step is left out.
+    """
     return _sentence([f"is in {name}" + (f" after step {step}" if step >= 0 else "") for name, step in calls])
 
 
@@ -187,15 +194,21 @@ def _times(forwards: int) -> str:
 
 @contextmanager
 def lost_peers(waiting: str) -> Iterator[None]:
-    """Raise PeerLost, with what each rank does, for what a backend raises of a peer that left or did not come.
-    `waiting`: 'rank 0 waited for'."""
+    """Turn a backend's error about a lost peer into PeerLost with the activity of each rank.
+
+    Args:
+        waiting: Start of the text: 'rank 0 waited for'.
+
+    Raises:
+        PeerLost: If a peer left or did not arrive.
+    """
     try:
         yield
     except RuntimeError as error:
         if not tells_of_lost_peer(error):
             raise
         clear_frames(error)
-        if isinstance(error, CollectiveMismatch):  # It names what each rank does.
+        if isinstance(error, CollectiveMismatch):  # A mismatch already names the call of each rank.
             raise
         if isinstance(error, PeerLost):
             error.args = (explained(str(error)),)
@@ -205,7 +218,11 @@ def lost_peers(waiting: str) -> Iterator[None]:
 
 
 def explained(text: str) -> str:
-    """The text of an error with `report()` after it; unchanged where that is in it already."""
+    """Append `report()` to an error text, unless the text has one already.
+
+    Args:
+        text: Text of an error.
+    """
     said = "" if _MARK in text else report()
     return f"{text}{_MARK}{said}" if said else text
 
@@ -228,7 +245,7 @@ def _advice(notes: Sequence[Note]) -> str:
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """'rank 0', or 'ranks 1-3, 5'."""
+    """Return 'rank 0', or 'ranks 1-3, 5'."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -243,14 +260,14 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def enter_world() -> None:
-    """Publish this rank's note in the present world from now on. Nothing happens where that is done already."""
+    """Start to publish this rank's note in the current world. A second call does nothing."""
     store = distributed_c10d._get_default_store()
     if _state.publisher is not None:
         if _state.publisher.world() is store:
             return
         _state.publisher.stop()
         _state.publisher = None
-    if _state.gave_up or own_note.text.endswith(LEFT):  # In an earlier world.
+    if _state.gave_up or own_note.text.endswith(LEFT):  # The note belongs to an earlier world.
         _state.gave_up = False
         own_note.forget()
     if dist.get_world_size() > 1 and _is_there(store):
@@ -259,9 +276,9 @@ def enter_world() -> None:
 
 
 def leave_world() -> None:
-    """Publish that this rank has left, and end the publishing."""
+    """Publish that this rank has left, and stop publishing."""
     if _state.publisher is not None:
-        if not _state.gave_up:  # Else its peers, which give up now, shall find in which call this rank was.
+        if not _state.gave_up:  # Otherwise keep the note, so that peers find the call in which this rank gave up.
             own_note.set(f"{own_note.text}, and {LEFT}" if own_note.is_of_an_engine else LEFT)
         publish()
         _state.publisher.stop()
@@ -269,8 +286,11 @@ def leave_world() -> None:
 
 
 def _is_there(store: Any) -> bool:
-    """Return whether the store can be asked. The file of a FileStore may have been deleted, as a temporary folder is;
-    then each request would wait until the timeout."""
+    """Return whether the store is readable.
+
+    The file of a FileStore may have been deleted with a temporary folder; then each request would wait until the
+    timeout.
+    """
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     file: Any = store
@@ -278,12 +298,12 @@ def _is_there(store: Any) -> bool:
 
 
 class _NotePublisher:
-    """The notes of one world, in its store."""
+    """Publishes and reads the notes of one world, in its store."""
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         self.world: weakref.ref[Any] = weakref.ref(store)
-        """Weak: the store may serve a port that the next world needs."""
-        # A connection of its own: another thread may wait in the store for minutes.
+        """A weak reference, because the store may serve a port that the next world needs."""
+        # Use a separate connection: another thread may wait in the store for minutes.
         self._store = store.clone()
         self._rank = rank
         self._keys = [f"speedlab/activity/{each}" for each in range(size)]
@@ -295,7 +315,7 @@ class _NotePublisher:
         self._thread.start()
 
     def publish(self) -> None:
-        """Write the present note. Where the store is gone, nobody reads it either."""
+        """Write the current note. Errors are ignored, because without a store no rank reads the note."""
         changes = own_note.changes
         if self._published != changes and _is_there(self._store):
             self._published = changes
@@ -307,7 +327,7 @@ class _NotePublisher:
         return Note(own_note.text, _state.forwards, self._host, os.getpid())
 
     def read(self) -> list[Note]:
-        """What each rank is doing, in rank order; without a text where that is not known."""
+        """Return the note of each rank, in rank order; an unknown note has no text."""
         return [self._read(rank) for rank in range(len(self._keys))]
 
     def _read(self, rank: int) -> Note:
@@ -346,10 +366,10 @@ def _has_ended(pid: int) -> bool:
         return PeerProcess(pid).ended
     except ProcessLookupError:
         return True
-    except OSError:  # Not allowed to look.
+    except OSError:  # No permission to check this process.
         return False
 
 
-# A forked child, as of a data loader, has neither the thread nor a place among the ranks.
+# A forked child, such as a data loader's worker, has no publishing thread and is no rank.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: setattr(_state, "publisher", None))

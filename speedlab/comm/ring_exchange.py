@@ -1,4 +1,4 @@
-"""A tensor that goes one way round the ranks of a group, while another comes from the other side."""
+"""One step of a ring exchange: send a tensor to one rank while another tensor arrives from the other side."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from speedlab.comm.transfers import Transfer
 
 
 class Rotation:
-    """What comes from the rank before, while this rank's own goes to the next."""
+    """A ring step in flight."""
 
     def __init__(self, received: Tensor, transfer: Transfer, open_ones: dict[Rotation, int]) -> None:
-        """`open_ones`: those that nobody has waited for, each with how many others it is to outlive."""
+        """Hold the transfer.
+
+        `open_ones`: ring steps without `wait`, each with the number of others that it must outlive.
+        """
         self._received, self._transfer, self._open = received, transfer, open_ones
 
     def wait(self) -> Tensor:
-        """What came."""
+        """Wait and return the received tensor."""
         self._transfer.wait()
         del self._open[self]
         for other in list(self._open):
@@ -29,11 +32,23 @@ class Rotation:
 
 
 def begin(out: Tensor, to: int, received: Tensor, source: int, tag: int, group: Any) -> list[Any]:
-    """What was started of a message to one rank of `group` and another from one; empty ones are none."""
+    """Start a message to one rank and one from another; empty tensors are skipped.
+
+    Args:
+        out: Tensor to send.
+        to: Index of the receiver in the group.
+        received: Tensor to fill.
+        source: Index of the sender in the group.
+        tag: Tag of both messages; ignored on GPUs.
+        group: Process group.
+
+    Returns:
+        Works to wait for.
+    """
     if out.device.type == "cpu":
         works = [group.recv([received], source, tag)] if received.numel() else []
         return [*works, group.send([out], to, tag)] if out.numel() else works
-    # Both at once: one after the other, a circle of ranks would wait for itself.
+    # Start both in one batch; otherwise a ring of ranks would deadlock.
     both = (dist.isend, out, to), (dist.irecv, received, source)
     operations = [dist.P2POp(op, each, group=group, group_peer=peer) for op, each, peer in both if each.numel()]
     return dist.batch_isend_irecv(operations) if operations else []

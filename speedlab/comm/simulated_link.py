@@ -1,15 +1,14 @@
-"""A link that is pretended between ranks of one host: what is sent takes as long as it would over a link of a stated
-bandwidth and latency. For lessons; needs no root.
+"""Simulate a link of given bandwidth and latency between ranks of one host, for lessons. No root needed.
 
-1. Every rank is pretended to be a host of its own, with one line, which carries what is sent one after the other.
-2. A transfer starts when the line is free. What it sends has arrived when its last byte has left and the latency has
-   passed, once for each trip: a sum goes there and comes back.
-3. A rank takes part in what memory would do at once only when its own part has arrived: nobody can have it earlier. So
-   collectives in which all send equally much, and those that wait at once, take exactly as long as they would; one that
-   was started before a peer began may end too early here, and the next that waits makes up for it.
-4. With a message goes when it arrives (all ranks of a host have one clock): its receiver waits until then.
+1. Every rank acts as a host of its own, with one line that sends transfers one after another.
+2. A transfer starts when the line is free. Its data arrive after the last byte has left and the latency has passed,
+   once per trip: a sum goes there and back.
+3. A rank joins an immediate operation in memory only after its own data have arrived, because no peer could have them
+   earlier. Collectives with equal bytes on all ranks, and blocking ones, take exactly the right time. A transfer that
+   started before a peer's may end too early; the next blocking one compensates.
+4. A message carries its arrival time (all ranks of a host share a clock), and its receiver waits until then.
 
-Computing goes on meanwhile, so what a step overlaps costs nothing here, either.
+Computation continues in the meantime, so overlapped transfers cost nothing, as on a real link.
 """
 
 from __future__ import annotations
@@ -29,20 +28,28 @@ from speedlab.comm.timeouts import wait_for
 from speedlab.network import LinkRate
 
 LINK = "SPEEDLAB_LINK"
-"""The link that an engine is to pretend, as `LinkRate.parse` reads it."""
+"""Environment variable with the link to simulate, in the form that `LinkRate.parse` reads."""
 
 _TRIPS = {"all_reduce": 2}
-"""Latencies in a collective; 1 in all others."""
+"""Latencies of a collective; 1 for all others."""
 
 
 def arrival(rate: LinkRate, *, now: float, free: float, nbytes: int, trips: int = 1) -> tuple[float, float]:
-    """(when `nbytes` that are sent `now` have arrived, when the line is free again), where it is busy until `free`."""
+    """Return when data arrive, and when the line is free again.
+
+    Args:
+        rate: Bandwidth and latency.
+        now: Time of the send, in seconds.
+        free: Time until which the line is busy.
+        nbytes: Bytes to send.
+        trips: Number of latencies.
+    """
     sent = max(now, free) + rate.seconds(nbytes)
     return sent + trips * rate.latency_seconds, sent
 
 
 class SimulatedLink:
-    """The line of this rank, for all of its groups. From any thread."""
+    """The line of this rank, for all of its groups. Thread-safe."""
 
     def __init__(
         self,
@@ -60,29 +67,57 @@ class SimulatedLink:
         return f"pretended {self.rate}"
 
     def book(self, name: str, nbytes: int) -> float:
-        """When `nbytes` of the collective `name`, which this rank begins to send, have arrived."""
+        """Reserve the line and return the arrival time.
+
+        Args:
+            name: Name of the collective.
+            nbytes: Bytes that this rank sends.
+        """
         with self._lock:
             trips = _TRIPS.get(name, 1)
             there, self._free = arrival(self.rate, now=self._clock(), free=self._free, nbytes=nbytes, trips=trips)
         return there
 
     def wait_until(self, there: float) -> None:
-        """Return when what was booked has arrived."""
+        """Wait until an arrival time.
+
+        Args:
+            there: Result of `book`.
+        """
         left = there - self._clock()
         if left > 0:
             self._sleep(left)
 
     def has_arrived(self, there: float) -> bool:
+        """Return whether an arrival time has passed.
+
+        Args:
+            there: Result of `book`.
+        """
         return self._clock() >= there
 
     def send(self, group: Any, tensor: Tensor, peer: int, tag: int) -> SimulatedMessage:
-        """Send `tensor` as `group.send` does, and with it when it arrives."""
+        """Send a tensor, and a second message with its arrival time.
+
+        Args:
+            group: Process group.
+            tensor: Contiguous tensor.
+            peer: Index of the receiver in the group.
+            tag: Tag of both messages.
+        """
         there = self.book("send", tensor.nbytes)
         works = [group.send([each], peer, tag) for each in (tensor, torch.tensor([there], dtype=torch.float64))]
         return SimulatedMessage(self, works, lambda: there)
 
     def receive(self, group: Any, tensor: Tensor, peer: int, tag: int) -> SimulatedMessage:
-        """Receive what `send` has sent."""
+        """Receive the messages of `send`.
+
+        Args:
+            group: Process group.
+            tensor: Contiguous tensor to fill.
+            peer: Index of the sender in the group.
+            tag: Tag of both messages.
+        """
         there = torch.zeros(1, dtype=torch.float64)
         works = [group.recv([each], peer, tag) for each in (tensor, there)]
         return SimulatedMessage(self, works, there.item)
@@ -90,23 +125,31 @@ class SimulatedLink:
 
 @dataclass(frozen=True)
 class SimulatedMessage:
-    """A message under way, with the interface of torch's works. `there`: when it arrives, once the works are over."""
+    """A message in flight, with the interface of torch's works.
+
+    Attributes:
+        line: The link.
+        works: Works of the process group.
+        there: Returns the arrival time, after the works have ended.
+    """
 
     line: SimulatedLink
     works: list[Any]
     there: Callable[[], float]
 
     def wait(self, timeout: Any = None) -> None:
+        """Wait until the message has arrived over the simulated link."""
         for work in self.works:
             wait_for(work)
         self.line.wait_until(self.there())
 
     def is_completed(self) -> bool:
+        """Return whether the message has arrived."""
         return all(work.is_completed() for work in self.works) and self.line.has_arrived(self.there())
 
 
 @functools.cache
 def own_link() -> SimulatedLink | None:
-    """The line that this process pretends; None where links are what they are."""
+    """Return the simulated link of this process; None without one."""
     text = os.environ.get(LINK)
     return SimulatedLink(LinkRate.parse(text)) if text else None

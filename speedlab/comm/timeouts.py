@@ -1,4 +1,4 @@
-"""How long collectives wait for peers that are there and do not come."""
+"""The timeout of collectives: where it comes from, and how it is suspended."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TIMEOUT_SECONDS = 1800.0
-"""How long a collective waits for its peers before it fails, unless the user gave a limit: torch's own, of gloo."""
+"""Default timeout of collectives; torch's default for gloo."""
 PATIENT_SECONDS = 30 * 86400.0
-"""The same while a person may think."""
+"""Timeout while a user may be at a breakpoint."""
 
 TIMEOUT_VARIABLE = "SPEEDLAB_TIMEOUT_SECONDS"
-"""In the environment of an engine: the limit that its cluster was given."""
+"""Environment variable of an engine: the timeout that its cluster was given."""
 
 _patient = 0
 _of_join: float | None = None
@@ -25,18 +25,26 @@ _of_world: float | None = None
 
 
 def count_patient(change: int) -> None:
-    """+1: from now on `limit_seconds` and `wait_for` know that a person may think; -1: once that is over."""
+    """Suspend timeouts (+1), or end one suspension (-1), for `limit_seconds` and `wait_for`.
+
+    Args:
+        change: +1 or -1.
+    """
     global _patient  # noqa: PLW0603  # a process has one set of groups
     _patient += change
 
 
 def limit_seconds(seconds: float) -> float:
-    """`seconds`, where no person is waited for."""
+    """Return `seconds`, or PATIENT_SECONDS while timeouts are suspended.
+
+    Args:
+        seconds: Usual timeout.
+    """
     return PATIENT_SECONDS if _patient else seconds
 
 
 class Timeout:
-    """A limit for the groups of this process, for as long as an engine holds this object."""
+    """A timeout for the groups of this process, valid as long as an engine holds this object."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -44,28 +52,36 @@ class Timeout:
 
 
 _held: list[weakref.ref[Timeout]] = []
-"""The limits of engines, oldest first."""
+"""Timeouts of engines, oldest first."""
 
 
 def give_timeout(seconds: float | None) -> None:
-    """What `join` was given; None: no limit."""
+    """Set the timeout that `join` was given; None for none.
+
+    Args:
+        seconds: Timeout.
+    """
     global _of_join  # noqa: PLW0603  # as above
     _of_join = seconds
 
 
 def inherit_timeout(seconds: float | None) -> None:
-    """The limit of a world that the user made, which counts where the user gave SpeedLab none; None: no such world."""
+    """Set the timeout of a world that the user made; None without such a world.
+
+    Args:
+        seconds: Timeout, used if the user gave SpeedLab none.
+    """
     global _of_world  # noqa: PLW0603  # as above
     _of_world = seconds
 
 
 def timeout_seconds() -> float:
-    """The limit of every group that SpeedLab makes.
+    """Return the timeout of every group that SpeedLab makes. The first available source counts:
 
-    1. What `initialize` or the configuration says; of several engines the newest with a limit counts.
-    2. What `join` was given.
-    3. What the environment says (`Cluster`).
-    4. The limit of the world, if the user made the world.
+    1. `initialize` or the configuration; with several engines, the newest one with a timeout.
+    2. The argument of `join`.
+    3. The environment (`Cluster`).
+    4. The timeout of the world, if the user made the world.
     5. TIMEOUT_SECONDS.
     """
     _held[:] = [reference for reference in _held if reference() is not None]
@@ -74,7 +90,11 @@ def timeout_seconds() -> float:
 
 
 def environment_seconds() -> float | None:
-    """What the environment says. Raises ValueError for something else than a positive number."""
+    """Return the timeout from the environment, or None.
+
+    Raises:
+        ValueError: If the variable is not a positive number.
+    """
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
         return None
@@ -82,7 +102,15 @@ def environment_seconds() -> float | None:
 
 
 def checked_seconds(value: Any, name: str) -> float:
-    """`value` as a positive number of seconds. Raises ValueError, with `name`, for anything else."""
+    """Return `value` as a positive number of seconds.
+
+    Args:
+        value: Number or text.
+        name: Name of the value in the error.
+
+    Raises:
+        ValueError: If `value` is not a number above 0 and at most PATIENT_SECONDS.
+    """
     try:
         seconds = float(value)
     except (TypeError, ValueError):
@@ -93,13 +121,17 @@ def checked_seconds(value: Any, name: str) -> float:
 
 
 def limit_of_a_group() -> datetime.timedelta:
-    """Of a group of some ranks that is made now."""
+    """Return the timeout of a group that is made now."""
     return datetime.timedelta(seconds=limit_seconds(timeout_seconds()))
 
 
 def wait_for(work: Any, tensor: Tensor | None = None) -> None:
-    """Wait for a message of `tensor`, by default one between CPU ranks: gloo gives each the limit that its group had
-    when it was made. To wait for one of NCCL is to put it into the device's order, and takes no time."""
+    """Wait for a message. gloo gives each message its group's timeout at the start, so a suspension passes its own.
+
+    Args:
+        work: Work of a process group.
+        tensor: Tensor of the message; None for a CPU tensor. Waiting for NCCL only orders streams and does not block.
+    """
     if _patient and (tensor is None or tensor.device.type == "cpu"):
         work.wait(datetime.timedelta(seconds=PATIENT_SECONDS))
     else:

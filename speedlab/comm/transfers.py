@@ -1,6 +1,7 @@
-"""What transfers cost: bytes by name and way, bytes of buffers, and the time a rank really waited.
+"""The cost of transfers: bytes by name and link, bytes of buffers, and the time that a rank really waits.
 
-Whatever moves a flat, a piece of one or a message: started, waited for once, and counted.
+- `BufferMeter` counts buffers, `CommStats` bytes and waits.
+- `Transfer` is any data in flight: started, awaited once, and counted.
 """
 
 from __future__ import annotations
@@ -18,81 +19,89 @@ import torch
 from speedlab.comm.errors import PeerLost, clear_frames, without_frames
 
 _Waited = tuple[str, bool]
-"""Phase of the step in which a rank waited, and whether for a place rather than for peers."""
+"""Phase of the step in which a rank waited, and whether for host memory or disk and not for peers."""
 
 
 @dataclass
 class BufferMeter:
-    """Bytes of communication buffers that are alive, and the most there were since the last `take_peak`. From any
-    thread."""
+    """Current bytes of communication buffers, and their peak since the last `take_peak`. Thread-safe."""
 
     live_bytes: int = 0
     peak_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, nbytes: int) -> None:
+        """Count new bytes.
+
+        Args:
+            nbytes: Bytes; negative for freed ones.
+        """
         with self._lock:
             self.live_bytes += nbytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def take_peak(self) -> int:
+        """Return the peak bytes and start a new peak."""
         with self._lock:
             peak, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak
 
 
 class CommCounts(NamedTuple):
-    """What was counted of one rank since the counters were last taken."""
+    """Counts of one rank since the last `take`."""
 
     sent_bytes: dict[str, int]
-    """By collective."""
+    """Bytes by collective."""
     sent_through: dict[str, dict[str, int]]
-    """Collective → what it went through → bytes."""
+    """Collective → link → bytes."""
     moved_bytes: dict[str, int]
-    """To and from the host's memory and the disk, by the way that it went."""
+    """Bytes to and from host memory and disk, by link."""
     peer_seconds: dict[str, float]
-    """Waited for peers, by phase of the step."""
+    """Waits for peers, by phase of the step."""
     place_seconds: dict[str, float]
-    """Waited for the host's memory and the disk, by phase; what happened in no phase is left out."""
+    """Waits for host memory and disk, by phase; waits outside of phases are left out."""
     compressed_bytes: int
-    """Sent by what sends less than it stands for."""
+    """Sent bytes of compressed transfers."""
     float32_bytes: int
-    """That would have been sent in its place."""
+    """Bytes of the same transfers in float32."""
 
 
 def leads_to_place(link: str) -> bool:
-    """Whether a way leads to the host's memory or to a disk, rather than to peers."""
+    """Return whether a link leads to host memory or a disk and not to peers.
+
+    Args:
+        link: Name of a link.
+    """
     return link == "host copy" or link.startswith("disk")
 
 
 @dataclass
 class CommStats:
-    """Bytes this rank sent, by collective, or moved between its own places, and the seconds it waited, by phase of the
-    step, since the last `take`. From any thread."""
+    """Bytes that this rank sent or moved, and seconds that it waited, since the last `take`. Thread-safe."""
 
     phase: str = ""
-    """The phase of the step that waits are counted in; set by whoever times phases."""
+    """Current phase of the step, set by the phase timer."""
     buffers: BufferMeter = field(default_factory=BufferMeter)
     sent_bytes: Counter[str] = field(default_factory=Counter)
     sent_through: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
-    """By collective, bytes by what they went through."""
+    """Collective → link → bytes."""
     link_bytes: Counter[str] = field(default_factory=Counter)
-    """Bytes since this object was made, by what they went through: shared memory, gloo, nccl, host copies."""
+    """Bytes by link since this object was made: shared memory, gloo, nccl, host copies."""
     moved_bytes: Counter[str] = field(default_factory=Counter)
-    """To and from the host's memory and the disk, by what they went through."""
+    """Bytes to and from host memory and disk, by link."""
     wait_seconds: defaultdict[_Waited, float] = field(default_factory=lambda: defaultdict(float))
     _events: list[tuple[_Waited, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
     compressed_bytes: int = 0
     float32_bytes: int = 0
     encoding: bool = False
-    """Whether what is allocated now are messages and their parts, and nothing of the model's."""
+    """Whether current allocations are messages and not activations of the model."""
     _beside: set[int] = field(default_factory=set)
-    """Threads that wait beside the step."""
+    """Threads whose waits do not delay the step."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
     def beside_the_step(self) -> Iterator[None]:
-        """Inside, what this thread waits holds no step up, and is in no phase."""
+        """Do not count waits of this thread in a phase, because they do not delay the step."""
         thread = threading.get_ident()
         self._beside.add(thread)
         try:
@@ -102,7 +111,7 @@ class CommStats:
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
-        """Inside, what the step's thread allocates is no activation: buffers are counted by who makes them."""
+        """Do not count allocations in this context as activations; buffers are counted by their owners."""
         before, self.encoding = self.encoding, True
         try:
             yield
@@ -110,7 +119,13 @@ class CommStats:
             self.encoding = before
 
     def sent(self, name: str, link: str, nbytes: int) -> None:
-        """Count what this rank sends: under the collective's name, and under what it goes through."""
+        """Count bytes that this rank sends.
+
+        Args:
+            name: Name of the collective, or "".
+            link: Name of the link.
+            nbytes: Bytes.
+        """
         if not nbytes:
             return
         with self._lock:
@@ -122,14 +137,24 @@ class CommStats:
                 self.moved_bytes[link] += nbytes
 
     def compressed(self, nbytes: int, float32_bytes: int) -> None:
-        """Of what this rank sends, so many bytes stand for so many of float32."""
+        """Count a compressed transfer.
+
+        Args:
+            nbytes: Bytes that are sent.
+            float32_bytes: Bytes of the same values in float32.
+        """
         with self._lock:
             self.compressed_bytes += nbytes
             self.float32_bytes += float32_bytes
 
     def waited(self, wait: Callable[[], Any], device: torch.device, link: str = "") -> None:
-        """Run `wait`, for what comes by `link`, and count its time: by the clock on CPUs, by a pair of events on a GPU,
-        which nothing waits for."""
+        """Run `wait` and count its time: by clock on CPUs, by two events on a GPU, without a sync.
+
+        Args:
+            wait: Waits for a transfer.
+            device: Device that waits.
+            link: Name of the link.
+        """
         kind = "" if threading.get_ident() in self._beside else self.phase, leads_to_place(link)
         if device.type != "cuda":
             start = time.perf_counter()
@@ -145,9 +170,9 @@ class CommStats:
             self._events.append((kind, before, after))
 
     def take(self) -> CommCounts:
-        """What was counted; the counters start again.
+        """Return the counts and reset them.
 
-        GPU times are added once their events have passed; those that have not are left for the next call.
+        GPU times are added after their events have passed; pending ones are left for the next call.
         """
         with self._lock:
             return self._take()
@@ -177,9 +202,9 @@ class CommStats:
 
 
 class Transfer:
-    """Bytes under way. When `wait` has returned, its result is where it was asked for.
+    """Data in flight. After `wait` the result is in its target.
 
-    On a GPU `wait` holds back the stream that is current then, not the host.
+    On a GPU, `wait` blocks the current stream, not the host.
     """
 
     def __init__(
@@ -194,12 +219,17 @@ class Transfer:
         stream: torch.cuda.Stream | None = None,
         over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """It has been started: its bytes are counted now.
+        """Count the bytes of a started transfer.
 
-        `finish`: what is left of it; None when nothing is. `device`: where the waiting happens, and so how it is timed.
-        `name`: of the collective, `link`: what it goes through; `nbytes` this rank sends are counted under both.
-        `stream`: the one on which its result is complete before later work; None on CPUs. `over`: whether it has ended
-        by itself already, where that can be told without waiting.
+        Args:
+            finish: Remaining work; None if there is none.
+            traffic: Counts bytes and waits.
+            device: Device that waits, which decides how waits are timed.
+            name: Name of the collective.
+            link: Name of the link.
+            nbytes: Bytes that this rank sends.
+            stream: Stream on which the result is complete; None on CPUs.
+            over: Returns without waiting whether the transfer has ended by itself.
         """
         self.name, self.link, self.nbytes, self.stream = name, link, nbytes, stream
         self._finish, self._traffic, self._device, self._over = finish, traffic, device, over
@@ -208,12 +238,14 @@ class Transfer:
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing left to wait for, as far as can be told without waiting."""
+        """Whether the transfer has ended, as far as known without waiting."""
         return self._finish is None or self._over()
 
     def cut(self) -> None:
-        """This rank has left the world: nothing comes any more. What is under way holds connections, which close only
-        when it is gone. (A GPU's are aborted, and its kernels may write until then.)"""
+        """Cancel a CPU transfer, because this rank has left the world. Its connections close only after it is released.
+
+        GPU transfers are aborted elsewhere, and kernels may write until then.
+        """
         if self._device.type != "cpu":
             return
         self._over = _is_over
@@ -222,7 +254,7 @@ class Transfer:
             self._error = PeerLost("this rank has left the world of ranks in which the transfer was started")
 
     def wait(self) -> None:
-        """Wait until it is over. A second time there is nothing to wait for; one that failed fails again."""
+        """Wait until the transfer has ended. A second call returns at once, or raises the same error again."""
         if self._error is not None:
             raise without_frames(self._error)
         if self._finish is not None:

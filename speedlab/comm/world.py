@@ -1,8 +1,8 @@
-"""Joining and leaving the world of ranks: under SpeedLab's engines, under torchrun, or alone.
+"""Join and leave the world of ranks: in SpeedLab's engines, under torchrun, or alone.
 
-Words that ranks leave for each other in the store in which they have met: that takes no group, and harms none.
-
-One small exchange of all ranks, by which they find out whether they are in the same call.
+- `join`, `leave`: create and destroy the world.
+- `StoreMailbox`: one word of each rank in the world's store, without a group.
+- `exchange_numbers`: one small exchange by which ranks check that they are in the same call.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from speedlab.comm.shared import BACKEND, leave_all, register
 from speedlab.comm.timeouts import checked_seconds, give_timeout, inherit_timeout, limit_of_a_group
 from speedlab.network import Endpoint
 
-# Its default arguments keep the world group of the moment of its import alive, whose connections would then never
-# close. torch imports it in the first optimizer step; here, no world exists yet.
+# Import torch.distributed.nn.functional before a world exists. Its default arguments keep the world group at import
+# time alive, whose connections would never close. torch itself imports it in the first optimizer step.
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Which rank this process is, of how many, on which device."""
+    """This process's rank, the number of ranks, and the device."""
 
     rank: int
     size: int
@@ -50,21 +50,23 @@ class World:
 def join(
     device: torch.device | str | None = None, *, backend: str | None = None, timeout_seconds: float | None = None
 ) -> World:
-    """Join the world of ranks, or return it when this process already did.
+    """Join the world of ranks, or return it if this process already joined.
 
-    `backend`: of CPU ranks, "shared" (shared memory within a host, gloo between hosts) or "gloo"; None takes
-    what SPEEDLAB_BACKEND says, else "shared". GPUs use NCCL.
-
-    `timeout_seconds`: how long the collectives of SpeedLab's groups wait for their peers; None leaves that as it is
-    (`limits.timeout_seconds`).
-
-    1. A default process group that exists is used as it is.
-    2. SPEEDLAB_RENDEZVOUS names a folder: engines meet in its file `store-<generation>`, or, where they are on several
-       hosts and SPEEDLAB_STORE says where rank 0 serves a store, there (`over_hosts.py`), each generation by itself.
+    1. Use an existing default process group.
+    2. SPEEDLAB_RENDEZVOUS names a folder: engines meet in its file `store-<generation>`. With SPEEDLAB_STORE they meet
+       in the store of rank 0 (`multi_host_rendezvous`). Each generation meets separately.
     3. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set (torchrun): ranks meet there.
     4. Otherwise the world is this process alone.
 
-    Raises MeetingFailed where ranks of several hosts cannot meet, with the hosts, the port and the direction.
+    Args:
+        device: Device of this rank; None for `own_device()`.
+        backend: For CPU ranks, "shared" (shared memory in a host, gloo between hosts) or "gloo". None uses
+            SPEEDLAB_BACKEND, otherwise "shared". GPUs use NCCL.
+        timeout_seconds: Timeout of the collectives of SpeedLab's groups; None keeps it (see `speedlab.comm.timeouts`).
+
+    Raises:
+        MeetingFailed: If ranks of several hosts cannot connect; names hosts, port and direction.
+        ValueError: If `backend` or `timeout_seconds` is invalid.
     """
     if timeout_seconds is not None:
         give_timeout(checked_seconds(timeout_seconds, "timeout_seconds"))
@@ -78,7 +80,7 @@ def join(
     else:
         inherit_timeout(None)
         timeout = limit_of_a_group()
-        forget_process_groups()  # Somebody else may have destroyed the world they belonged to.
+        forget_process_groups()  # The user may have destroyed the world of the old groups.
         backend = _choose_backend(device, backend)
         folder = os.environ.get("SPEEDLAB_RENDEZVOUS")
         if folder:
@@ -99,8 +101,10 @@ def join(
 
 
 def _limit_groups() -> None:
-    """The limit of today is that of all groups that SpeedLab has made. A world that the user made keeps its own, which
-    counts for SpeedLab's groups where the user gave none."""
+    """Set the current timeout for all groups that SpeedLab made.
+
+    A world of the user keeps its own timeout, which SpeedLab's groups inherit if the user gave none.
+    """
     if any(reference() is dist.group.WORLD for reference in _own_worlds):
         seconds = limit_of_a_group().total_seconds()
         limit_group(dist.group.WORLD, seconds)
@@ -111,17 +115,18 @@ def _limit_groups() -> None:
 
 
 _own_worlds: list[weakref.ref[Any]] = []
-"""The group of the world, if `join` has made it."""
+"""The world's group, if `join` made it."""
 
 
 def _look_out(rank: int, size: int) -> None:
-    # A store that serves several worlds, as torchrun's does, still holds who has left an earlier one.
+    # Use a new prefix: a store for several worlds, such as torchrun's, still has the keys of ranks that left an earlier
+    # one.
     store = dist.PrefixStore(f"watch-{next(_looks)}", distributed_c10d._get_default_store())
     _watches.append(PeerWatchdog(store, rank, size, _abort_communicators))
 
 
 _looks = itertools.count()
-"""How often this process has looked out; equally often on all ranks that share a store."""
+"""Number of watchdogs of this process; equal on all ranks that share a store."""
 
 
 def _choose_backend(device: torch.device, backend: str | None) -> str:
@@ -136,11 +141,12 @@ def _choose_backend(device: torch.device, backend: str | None) -> str:
 
 
 def leave(*, failed: bool = False) -> None:
-    """Leave the world; the next `join` makes a new one. Does nothing when this process is in none.
+    """Leave the world, if this process is in one. The next `join` makes a new one.
 
-    `failed`: this rank leaves in the middle of something. Peers that are blocked in a collective with it are told, and
-    communicators of NCCL are aborted; to destroy them would wait for what never ends. A lost peer is such a failure.
-    Exchanges under way are cut, so that connections close though an engine or an error is kept.
+    Args:
+        failed: Whether this rank leaves because of a failure. Blocked peers are notified, and NCCL communicators are
+            aborted, because destroying them would wait forever. Transfers in flight are cut, so that connections close
+            even if an engine or an error is kept. A lost peer counts as a failure, too.
     """
     watch = _watches.pop() if _watches else None
     if watch is not None:
@@ -157,33 +163,34 @@ def leave(*, failed: bool = False) -> None:
 
 
 _watches: list[PeerWatchdog] = []
-"""One in a world of GPUs, else none. CPU ranks see for themselves who has left, by connections that close and by the
-pages of shared memory."""
+"""One watchdog in a world of GPUs, otherwise none. CPU ranks detect lost peers by closed connections and by pages of
+shared memory.
+"""
 
 
 def check_peers() -> None:
-    """Raise PeerLost when a peer was lost in a world of GPUs: what came from a collective since then is garbage.
+    """Raise PeerLost if a peer was lost in a world of GPUs; results of collectives since then are invalid.
 
-    For whoever has waited for the device and is about to use what came. It looks at a field.
+    Call this after a device sync and before results are used. It only reads a field.
     """
     for watch in _watches:
         watch.check()
 
 
 def _abort_communicators() -> None:
-    """End what this rank's device is blocked in. The process groups stay, and refuse to work."""
+    """End the collectives that block this rank's device. The process groups remain, and refuse to work."""
     cuda = torch.device("cuda")
     for group in list(distributed_c10d._world.pg_map):
-        with contextlib.suppress(RuntimeError):  # A group of the host only has no backend for it.
+        with contextlib.suppress(RuntimeError):  # A CPU group has no CUDA backend.
             group._get_backend(cuda).abort()  # type: ignore[attr-defined]  # of ProcessGroupNCCL
 
 
 _joins: Counter[int] = Counter()
-"""How often this process has joined, by generation of the rendezvous."""
+"""How often this process has joined, by generation."""
 
 
 def own_device() -> torch.device:
-    """The device this rank is bound to: what SPEEDLAB_DEVICE says, else the local rank's GPU, else the CPU."""
+    """Return the device of this rank: SPEEDLAB_DEVICE, otherwise the local rank's GPU, otherwise the CPU."""
     described = os.environ.get("SPEEDLAB_DEVICE")
     if described:
         # An engine sees only its own GPU, through CUDA_VISIBLE_DEVICES.
@@ -194,11 +201,10 @@ def own_device() -> torch.device:
 
 
 def _engines_store(folder: Path, rank: int, size: int, timeout_seconds: float) -> dist.Store:
-    """Where the engines of a cluster meet this time.
+    """Return the store in which a cluster's engines meet this time.
 
-    Ranks that left meet in a new store: the old one holds keys of a group that is gone.
-
-    The cluster raises the generation whenever it cannot know that all ranks left equally often (interrupts, restarts).
+    Ranks that left meet in a new store, because the old one holds keys of a destroyed group. The cluster increases the
+    generation whenever ranks may have left different numbers of times (interrupts, restarts).
     """
     generation = folder / "generation"
     number = int(generation.read_text()) if generation.exists() else 0
@@ -214,21 +220,35 @@ def _engines_store(folder: Path, rank: int, size: int, timeout_seconds: float) -
 
 
 class StoreMailbox:
-    """One word of each rank of the present world. It can be read by who has left that world meanwhile."""
+    """One word of each rank of the current world. Ranks that have left that world can still read it."""
 
     def __init__(self, name: str) -> None:
-        """`name`: of its own in this world, and the same on all ranks."""
+        """Use the current world's store.
+
+        Args:
+            name: Unique in this world, and equal on all ranks.
+        """
         self._rank = dist.get_rank()
         self._keys = [f"speedlab/{name}/{rank}" for rank in range(dist.get_world_size())]
         self._store = distributed_c10d._get_default_store()
 
     def leave(self, word: str) -> None:
-        """This rank's word. Raises RuntimeError where the store is gone."""
+        """Write this rank's word.
+
+        Args:
+            word: Any text.
+
+        Raises:
+            RuntimeError: If the store is gone.
+        """
         self._store.set(self._keys[self._rank], word)
 
     def read(self) -> list[str] | None:
-        """Every rank's word, in rank order; None as long as one is missing. Waits for nobody. Raises RuntimeError where
-        the store is gone."""
+        """Return every rank's word, in rank order; None while one is missing. Does not wait.
+
+        Raises:
+            RuntimeError: If the store is gone.
+        """
         if not self._store.check(self._keys):
             return None
         return [self._store.get(key).decode() for key in self._keys]
@@ -238,18 +258,30 @@ _CHANNEL = "calls"
 
 
 def prepare_exchange(ranks: Sequence[int]) -> None:
-    """Make the connections of `exchange_numbers` where there are none. Collective over these ranks: to be called where
-    all of them come for sure. A rank that leaves is seen by the others on a connection, not while they make one."""
+    """Create the connections of `exchange_numbers` if there are none. Collective over these ranks.
+
+    Call this at a point that all ranks certainly reach. Lost ranks are detected on a connection, but not while it is
+    being created.
+
+    Args:
+        ranks: Global ranks.
+    """
     if len(ranks) > 1:
         groups_of_world(_CHANNEL, tuple(ranks))
 
 
 def exchange_numbers(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
-    """The numbers of all `ranks`, equally many of each, in their order.
+    """Return the numbers of all `ranks`, in their order. Collective over these ranks.
 
-    Collective over these ranks, on connections that serve nothing else: the numbers never meet the values of
-    another collective, so that a rank that is in another call leaves the others waiting, and spoils nothing. Raises
-    PeerLost where a rank does not come, with the call in which each rank is.
+    The connections serve nothing else, so the numbers never mix with another collective's values. A rank in a different
+    call only lets the others wait.
+
+    Args:
+        own: Numbers of this rank; the same count on all ranks.
+        ranks: Global ranks.
+
+    Raises:
+        PeerLost: If a rank does not arrive; names the call of each rank.
     """
     rows = torch.zeros(len(ranks), len(own), dtype=torch.int64)
     if len(ranks) > 1:
