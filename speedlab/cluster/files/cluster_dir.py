@@ -1,17 +1,17 @@
-"""Where a cluster keeps its files: a folder of its own under the IPython directory, readable by its owner only.
+"""The folder of a cluster, below the IPython directory, readable by its owner only.
 
-    <IPython directory>/profile_default/speedlab/<name>/    (<name>@<host>/ where another host has the name already)
-        host             the host that it is of
-        token            which cluster it is, from before its first process is started
+    <IPython directory>/profile_default/speedlab/<name>/    (<name>@<host>/ if another host has the name already)
+        host             name of the cluster's host
+        token            unique id of the cluster, written before its first process starts
         cluster.json     what runs: token, controller, engines and devices by rank
-        changing         is there while engines are bound to another number of them
-        interrupting     is there while ranks are interrupted and leave their process group
+        changing         exists while engines are bound to another number of ranks
+        interrupting     exists while ranks are interrupted and leave their process group
         security/ log/   connection files and logs of ipyparallel; the folder is the engines' IPython profile
         rendezvous/      file stores of the process group, and `generation`
     <IPython directory>/profile_default/speedlab/<name>.lock
 
-A home folder may be shared by several hosts: each has its own cluster of a name, and touches no other's. The profile is
-always the default one, so that every kernel, script and terminal of a person finds the same clusters.
+Several hosts may share a home folder. Each has its own cluster of a name, and never changes another host's. The profile
+is always the default one, so that every kernel, script and terminal of a user finds the same clusters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CHANGING, INTERRUPTING = "changing", "interrupting"
 
 
 def this_host() -> str:
-    """The name under which this machine knows itself."""
+    """Return the name of this machine."""
     return platform.node()
 
 
@@ -57,16 +57,16 @@ class EngineEntry:
     rank: int
     pid: int
     engine_id: int
-    """ipyparallel's number; another one after a restart."""
+    """ipyparallel's id; a restart changes it."""
     host: str = ""
-    """Of a cluster of several hosts: on which one it runs; there `pid` counts."""
+    """Name of the host in a cluster of several hosts; `pid` is a process id of that host."""
     started: float = 0.0
-    """When its process started, by its host's clock; 0 where nobody has asked."""
+    """Start time of the process, by its host's clock; 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterState:
-    """What runs, as written to cluster.json."""
+    """What runs, as stored in cluster.json."""
 
     name: str
     token: str
@@ -75,17 +75,17 @@ class ClusterState:
     devices: tuple[Device, ...]
     engines: tuple[EngineEntry, ...]
     backend: str
-    """How CPU engines reach each other: "shared" (memory) or "gloo"."""
+    """How CPU engines communicate: "shared" (memory) or "gloo"."""
     host: str = field(default_factory=this_host)
-    """Where its controller and supervisor are."""
+    """Host of the controller and the supervisor."""
     hosts: tuple[str, ...] = ()
-    """Where its engines are, when they are on several hosts."""
+    """Hosts of the engines, in a cluster of several hosts."""
     over: str = ""
-    """Why it has ended, where its supervisor came to know."""
+    """Why the cluster has ended, if its supervisor noticed."""
     timeout_seconds: float = 0.0
-    """How long collectives of its engines wait for a peer; 0 where the user gave no limit."""
+    """Timeout of collectives; 0 for the default."""
     link: str = ""
-    """Between engines that pretend to be hosts of their own: '1 Gbit/s 1 ms'; "" where they pretend nothing."""
+    """Simulated link between engines, such as '1 Gbit/s 1 ms'; "" for none."""
 
     @property
     def running(self) -> bool:
@@ -93,24 +93,37 @@ class ClusterState:
         return self.host == this_host() and is_alive(self.controller_pid, self.token)
 
     def to_json(self) -> str:
+        """Return the state as JSON."""
         return json.dumps(asdict(self), indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> ClusterState:
-        """Fields of a later version are passed over. Raises ValueError or RecursionError for what is none."""
+        """Return the state in `text`; ignore fields of a later version.
+
+        Raises:
+            ValueError: If the text is no state; RecursionError if it is nested too deeply.
+        """
         return msgspec.json.decode(text, type=cls)
 
 
 def timeout_environment(timeout_seconds: float) -> dict[str, str]:
-    """What the engines find of it in their environment (`comm.limits`); 0: the user gave no limit."""
+    """Return the variables that set the timeout of collectives (`comm.group_timeouts`); none for 0."""
     return {"SPEEDLAB_TIMEOUT_SECONDS": f"{timeout_seconds:g}"} if timeout_seconds else {}
 
 
 class ClusterDir:
-    """The folder of the cluster `name`. Raises ClusterError for a name that cannot be one of a folder."""
+    """The folder of the cluster `name`."""
 
     def __init__(self, name: str, at: Path | None = None) -> None:
-        """`at`: the folder of all clusters, where it is not that of this process."""
+        """Name the folder; nothing is made.
+
+        Args:
+            name: Name of the cluster.
+            at: Folder of all clusters; None for that of this process.
+
+        Raises:
+            ClusterError: If the name cannot be the name of a folder.
+        """
         if not _NAME.fullmatch(name):
             raise ClusterError(
                 f"{name!r} cannot name a cluster; use 1 to 60 letters, digits, '-', '_' or '.', first a letter or digit"
@@ -120,36 +133,44 @@ class ClusterDir:
 
     @property
     def path(self) -> Path:
-        """The folder: of this host alone where another one has, or had, a cluster of that name."""
+        """The folder. With a suffix for this host if another host has, or had, a cluster of this name."""
         common, own = self.root / self.name, self.root / f"{self.name}@{this_host()}"
         return common if not own.exists() and _host_of(common) in (None, this_host()) else own
 
     @property
     def rendezvous(self) -> Path:
+        """Folder of the process group's file stores."""
         return self.path / "rendezvous"
 
     @property
     def log(self) -> Path:
+        """Folder of the logs."""
         return self.path / "log"
 
     @property
     def supervisor_socket(self) -> Path:
-        """Where the cluster's supervisor listens."""
+        """Socket at which the supervisor listens."""
         return self.path / SUPERVISOR_SOCKET
 
     @property
     def supervisor_lock(self) -> Path:
-        """Held by the cluster's supervisor as long as it lives."""
+        """File that the supervisor locks as long as it lives."""
         return self.path / "supervisor.lock"
 
     @property
     def nursery_log(self) -> Path:
-        """What the process prints that engines are forked off."""
+        """Output of the fork server."""
         return self.log / "nursery.log"
 
     def environment(self, token: str, backend: str, link: str, timeout_seconds: float) -> dict[str, str]:
-        """What every process of the cluster finds in its environment. `timeout_seconds`: 0 for no limit of the
-        user's."""
+        """Return the environment variables of every process of the cluster.
+
+        Args:
+            token: Unique id of the cluster.
+            backend: Backend of the process group.
+            link: Simulated link; "" for none.
+            timeout_seconds: Timeout of collectives; 0 for the default.
+        """
         return {
             **timeout_environment(timeout_seconds),
             TOKEN: token,
@@ -160,7 +181,7 @@ class ClusterDir:
 
     @property
     def output(self) -> Path:
-        """What each rank has printed."""
+        """Folder of the output of each rank."""
         return self.path / OUTPUT
 
     @property
@@ -168,11 +189,11 @@ class ClusterDir:
         return self.path / "cluster.json"
 
     def connection_file(self, kind: str) -> Path:
-        """What the controller writes for `kind`, 'client' or 'engine'."""
+        """Return the connection file that the controller writes for `kind`, 'client' or 'engine'."""
         return self.path / "security" / f"ipcontroller-{self.name}-{kind}.json"
 
     def create(self, token: str) -> None:
-        """Make the folder anew, for the cluster with this token; nothing runs yet."""
+        """Make the folder for a new cluster with this token, and remove an old one; nothing runs yet."""
         self.remove()
         path = self.path
         draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -180,51 +201,61 @@ class ClusterDir:
             folder.mkdir(mode=0o700, parents=True)
         write_private(draft / _HOST, this_host())
         write_private(draft / _TOKEN, token)
-        draft.rename(path)  # It says whose it is before another host can see it.
+        draft.rename(path)  # The draft names its owner before another host can see the folder.
         host_rendezvous.set_generation(self.rendezvous, 0)
 
     @property
     def token(self) -> str | None:
-        """Which cluster was begun here last, also one that never became ready; None where none was."""
+        """Id of the last cluster that was started here, even if it never became ready; None without one."""
         try:
             return (self.path / _TOKEN).read_text()
         except OSError:
             return None
 
     def remove(self) -> None:
-        path = self.path  # Once it is gone, the name may stand for another host's.
+        """Remove the folder."""
+        path = self.path  # After the removal, `path` may be the folder of another host.
         shutil.rmtree(path, ignore_errors=True)
         if path.exists():
             # A process that is ending may have written a file between the listing and the removal.
             shutil.rmtree(path)
 
     def read(self) -> ClusterState | None:
-        """What was written last; None when nothing was. Raises ClusterError for a damaged file, with its name."""
+        """Return the stored state; None if there is none.
+
+        Raises:
+            ClusterError: If the file is damaged; names the file.
+        """
         return _read(self.path)
 
     def stamp(self) -> int:
-        """Changes whenever the state is written; 0 without one."""
+        """Return a number that changes whenever the state is written; 0 without a state."""
         try:
             return self._state_file.stat().st_mtime_ns
         except FileNotFoundError:
             return 0
 
     def write(self, state: ClusterState) -> None:
+        """Store the state."""
         write_private(self._state_file, state.to_json())
 
     @property
     def generation(self) -> int:
-        """Number of the process group that ranks join next; `speedlab.comm.join` reads it."""
+        """Generation of the process group that ranks join next; `speedlab.comm.join` reads it."""
         return host_rendezvous.generation(self.rendezvous)
 
     def next_generation(self) -> None:
-        """Ranks that join from now on meet in a new store."""
+        """Let ranks that join from now on use a new store."""
         host_rendezvous.next_generation(self.rendezvous)
 
     @contextlib.contextmanager
     def amid(self, what: str) -> Iterator[None]:
-        """What is done meanwhile must not stay half done: CHANGING, engines may be bound to something else than what is
-        written here; INTERRUPTING, some ranks may have left their process group and others not."""
+        """Mark an operation that must not stay incomplete; a crash leaves the mark.
+
+        Args:
+            what: CHANGING: engines may be bound to another state than the stored one. INTERRUPTING: some ranks may have
+                left their process group and others not.
+        """
         file = self.path / what
         file.touch(mode=0o600)
         try:
@@ -233,13 +264,14 @@ class ClusterDir:
             file.unlink(missing_ok=True)
 
     def was_amid(self, what: str) -> bool:
-        """Whether whoever was `amid` it has ended before it was done."""
+        """Return whether an earlier process ended inside `amid`."""
         return (self.path / what).exists()
 
     def break_stores(self) -> None:
-        """Let ranks that wait in native code in a store, for a rank that will not come, fail.
+        """Let ranks fail that wait in native code in a store for a missing rank.
 
-        Who waits opens the file again and again, and a link to itself cannot be opened. `next_generation` must follow.
+        A waiting rank opens the file again and again, and a symbolic link to itself cannot be opened. Call
+        `next_generation` afterwards.
         """
         for store in self.rendezvous.glob("store-*"):
             broken = store.with_name(f"broken-{store.name}")
@@ -248,7 +280,11 @@ class ClusterDir:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Only one process at a time starts, restarts or stops this cluster."""
+        """Hold the lock of the cluster: only one process at a time starts, restarts or stops it.
+
+        Raises:
+            ClusterError: If another process holds it for 120 s.
+        """
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             descriptor = hold(self.path.parent / f"{self.name}.lock", _LOCK_SECONDS)
@@ -264,17 +300,17 @@ class ClusterDir:
 
 
 def root() -> Path:
-    """The folder of all clusters; IPYTHONDIR moves it."""
+    """Return the folder of all clusters; IPYTHONDIR changes it."""
     from IPython.paths import get_ipython_dir
 
     return Path(get_ipython_dir()) / "profile_default" / "speedlab"
 
 
 def running_clusters() -> list[ClusterState]:
-    """Every cluster of this person that runs, the newest first."""
+    """Return every running cluster of this user, the newest first."""
     states = []
     for _, state in known_clusters():
-        if isinstance(state, ClusterError):  # The others can be used all the same.
+        if isinstance(state, ClusterError):  # The other clusters are not affected.
             warnings.warn(str(state), stacklevel=2)
         elif state is not None and state.running:
             states.append(state)
@@ -282,8 +318,13 @@ def running_clusters() -> list[ClusterState]:
 
 
 def known_clusters() -> Iterator[tuple[Path, ClusterState | ClusterError | None]]:
-    """The folder of every cluster of this person with what is written of it: None where it has not become ready yet,
-    an error where that is damaged, or may not be read. Raises OSError where the folder of all may not be."""
+    """Yield (folder, state) of every cluster of this user.
+
+    The state is None if the cluster is not ready yet, and an error if it is damaged or must not be read.
+
+    Raises:
+        OSError: If the folder of all clusters must not be read.
+    """
     try:
         names = sorted(os.listdir(root()))
     except (FileNotFoundError, NotADirectoryError):
@@ -317,7 +358,7 @@ def _forbidden(folder: Path, error: PermissionError) -> ClusterError:
 
 
 def _host_of(folder: Path) -> str | None:
-    """The host whose cluster a folder is; None where nobody has one there."""
+    """Return the host of the cluster in a folder; None if there is none."""
     try:
         return (folder / _HOST).read_text()
     except OSError:
@@ -325,7 +366,12 @@ def _host_of(folder: Path) -> str | None:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file at once, so that no reader sees half of it; mode 0600."""
+    """Replace a file atomically; mode 0600.
+
+    Args:
+        path: File.
+        text: New text.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:

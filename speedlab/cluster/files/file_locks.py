@@ -1,4 +1,4 @@
-"""Locks of files: for what one process at a time may do. A process that ends loses its own."""
+"""File locks between processes. A process that ends releases its locks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,18 @@ _POLL_SECONDS = 0.02
 
 
 def hold(path: Path, seconds: float) -> int:
-    """A descriptor that holds the lock of this file until it is closed; the file is made where there is none. Raises
-    TimeoutError where others hold it for `seconds`."""
+    """Lock a file, which is made if needed.
+
+    Args:
+        path: File.
+        seconds: Longest time to wait.
+
+    Returns:
+        A descriptor; closing it releases the lock.
+
+    Raises:
+        TimeoutError: If other processes hold the lock for `seconds`.
+    """
     deadline = time.monotonic() + seconds
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -23,7 +33,7 @@ def hold(path: Path, seconds: float) -> int:
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{path}: another process has held it for {seconds:g} s") from None
-                time.sleep(_POLL_SECONDS)  # So that an interrupt is heard.
+                time.sleep(_POLL_SECONDS)  # Poll instead of blocking, so that an interrupt arrives.
     except BaseException:
         os.close(descriptor)
         raise

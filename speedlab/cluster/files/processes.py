@@ -1,6 +1,7 @@
-"""Processes of a cluster, known by the cluster's token in their environment, which whatever they start inherits.
+"""Find and end the processes of a cluster, by the cluster's token in their environment, which child processes inherit.
 
-A process is found, checked and ended by that mark, never by its name alone."""
+A process is never identified by its name alone.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ TOKEN = "SPEEDLAB_CLUSTER_TOKEN"
 """Environment variable with the token."""
 
 ENGINE_MODULE = "speedlab.cluster.worker.process"
-"""What an engine's process runs, unless it is a fork of the next one."""
+"""Module of an engine's process, unless the engine is a fork of the fork server."""
 NURSERY_MODULE = "speedlab.cluster.worker.fork_server"
 SUPERVISOR_MODULE = "speedlab.cluster.supervisor"
 
@@ -28,25 +29,30 @@ _Result = TypeVar("_Result")
 
 _ENGINE_NAME, _NURSERY_NAME, _NANNY_NAME = "sl-rank-", "sl-nursery", "sl-nanny"
 _PR_SET_NAME, _NAME_BYTES = 15, 15
-"""Of prctl(2), and how long the name of a process may be."""
+"""Constants of prctl(2): the option, and the maximum length of a process name."""
 
 _KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 _YOUNG_SECONDS = 3.0
 _LOADING_SECONDS = 0.1
-"""How long the environment of a young process is waited for: while its program is being loaded it has none."""
+"""How long to wait for the environment of a young process: it has none while its program is loaded."""
 _KERNEL_THREADS = 2
-"""The process whose children are threads of the kernel, which never have an environment."""
+"""Parent of kernel threads, which never have an environment."""
 
 
 def is_alive(pid: int, token: str) -> bool:
-    """Whether `pid` is a running process of the cluster with this token; a zombie or a reused number is not."""
+    """Return whether `pid` is a running process of the cluster; a zombie or a reused id is not.
+
+    Args:
+        pid: Process id.
+        token: Unique id of the cluster.
+    """
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
         environment = process.environ()
-        if not environment:  # It has only just been started, and its environment cannot be read yet.
+        if not environment:  # The process has just started, and its environment cannot be read yet.
             return time.time() - process.create_time() < _YOUNG_SECONDS
         return environment.get(TOKEN) == token
     except (psutil.NoSuchProcess, psutil.AccessDenied):
@@ -54,7 +60,7 @@ def is_alive(pid: int, token: str) -> bool:
 
 
 def is_suspended(pid: int) -> bool:
-    """Whether the process was stopped by a signal, and not ended."""
+    """Return whether the process was stopped by a signal and not ended."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_STOPPED
     except psutil.NoSuchProcess:
@@ -62,7 +68,7 @@ def is_suspended(pid: int) -> bool:
 
 
 def marked(token: str) -> list[psutil.Process]:
-    """Every process of the cluster with this token, children and their children included."""
+    """Return every process of the cluster with this token, and all descendants."""
     found = {process.pid: process for process in _with_mark(token)}
     for process in list(found.values()):
         found.update({child.pid: child for child in descendants(process)})
@@ -76,7 +82,7 @@ def _with_mark(token: str) -> list[psutil.Process]:
             if _environment(process).get(TOKEN) == token:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
-            continue  # Gone meanwhile, or somebody else's: not ours either way.
+            continue  # The process has ended or belongs to another user.
     return found
 
 
@@ -91,17 +97,17 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def name_engine(rank: int) -> None:
-    """Let this process be listed as the engine of `rank`: a fork has the command of what it was forked off."""
+    """Name this process as the engine of `rank`, because a fork keeps the command of the fork server."""
     _name(f"{_ENGINE_NAME}{rank}")
 
 
 def name_fork_server() -> None:
-    """Let this process be listed as what engines are forked off; its forks have the name until they have their own."""
+    """Name this process as the fork server; its forks keep the name until they have their own."""
     _name(_NURSERY_NAME)
 
 
 def name_nanny() -> None:
-    """Let this process be listed as what watches an engine that it was forked off."""
+    """Name this process as the nanny of an engine."""
     _name(_NANNY_NAME)
 
 
@@ -111,24 +117,37 @@ def _name(name: str) -> None:
 
 
 def engines(token: str) -> list[psutil.Process]:
-    """The engines' processes of the cluster with this token. Whatever they started is marked as they are; what was
-    forked from one also has its command and name, and is left out as long as its parent lives."""
+    """Return the engine processes of the cluster.
+
+    A child of an engine has the same token, and a fork also the same command and name. It is left out while its parent
+    lives.
+
+    Args:
+        token: Unique id of the cluster.
+    """
     found = {process.pid: process for process in _with_mark(token) if _is_engine(process)}
     return [process for process in found.values() if _parent_of(process) not in found]
 
 
 def rank_of(engine: psutil.Process) -> int | None:
-    """As which rank it was started; None where a program that it runs has taken its name. Raises
-    psutil.NoSuchProcess."""
+    """Return the rank as which an engine was started; None if a program has changed the name.
+
+    Raises:
+        psutil.NoSuchProcess: If the engine has ended.
+    """
     named, _, rank = engine.name().rpartition("-")
     if named == _ENGINE_NAME[:-1] and rank.isdigit():
         return int(rank)
-    own = engine.environ().get("RANK")  # It was started by itself, a moment ago.
+    own = engine.environ().get("RANK")  # An engine without a fork server has no name in its first moments.
     return int(own) if own is not None else None
 
 
 def fork_servers(token: str) -> list[psutil.Process]:
-    """What engines of the cluster with this token are forked off, and forks that have not taken their place yet."""
+    """Return the fork servers of the cluster, and forks that are not engines yet.
+
+    Args:
+        token: Unique id of the cluster.
+    """
     found = []
     for process in _with_mark(token):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -138,11 +157,13 @@ def fork_servers(token: str) -> list[psutil.Process]:
 
 
 def _is_engine(process: psutil.Process) -> bool:
-    """By its name, or its command and its own session: workers of a DataLoader are in that of the engine that they were
-    forked off, and any program may change the name that it runs under."""
+    """Return whether a process is an engine: by its command, or by its name and its own session.
+
+    DataLoader workers are in the session of the engine that forked them, and any program can change its name.
+    """
     try:
         command = process.cmdline()
-        # In this order: a nanny has its name before it has its session.
+        # Check in this order: a nanny gets its name before its session.
         leads = os.getsid(process.pid) == process.pid
         is_fork = NURSERY_MODULE in command and process.name() not in (_NURSERY_NAME, _NANNY_NAME)
         return ENGINE_MODULE in command or (is_fork and leads)
@@ -151,8 +172,14 @@ def _is_engine(process: psutil.Process) -> bool:
 
 
 def of_host(token: str, started_by: Iterable[str]) -> list[psutil.Process]:
-    """What runs of the cluster on a host of its engines: all that is marked; but where the cluster's own side
-    (supervisor and controller) is on the same host, only what processes of these modules have started."""
+    """Return the processes of the cluster on a host of its engines.
+
+    If supervisor and controller run on the same host, only what processes of `started_by` have started.
+
+    Args:
+        token: Unique id of the cluster.
+        started_by: Modules of the processes.
+    """
     found = marked(token)
     if not any(_command_has(process, SUPERVISOR_MODULE) for process in found):
         return found
@@ -176,7 +203,7 @@ def _parent_of(process: psutil.Process) -> int | None:
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:
-    """Children of `process` and theirs, also those with another environment."""
+    """Return all descendants of a process, even with another environment."""
     try:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:
@@ -184,9 +211,16 @@ def descendants(process: psutil.Process) -> list[psutil.Process]:
 
 
 def end(found: Iterable[psutil.Process], *, patience_seconds: float) -> list[psutil.Process]:
-    """End processes: ask, wait `patience_seconds`, then kill. Returns those that are still there, normally none.
+    """End processes: SIGTERM, wait, then SIGKILL.
 
-    A zombie counts as ended: its memory and devices are free, and only its parent, or init, can take it off the list.
+    A zombie counts as ended: its memory and devices are free, and only its parent can reap it.
+
+    Args:
+        found: Processes.
+        patience_seconds: Time between SIGTERM and SIGKILL; 0 for SIGKILL at once.
+
+    Returns:
+        Processes that still run; normally none.
     """
     left = list(found)
     if patience_seconds > 0:
@@ -197,8 +231,16 @@ def end(found: Iterable[psutil.Process], *, patience_seconds: float) -> list[psu
 
 
 def uninterrupted(work: Callable[[], _Result]) -> _Result:
-    """Run `work` to its end, on a thread of its own. A KeyboardInterrupt that comes meanwhile is raised afterwards, so
-    that no process is started, changed or ended without being counted."""
+    """Run `work` to its end on a separate thread; raise a KeyboardInterrupt afterwards.
+
+    So no process is started, changed or ended without being recorded.
+
+    Args:
+        work: Function without arguments.
+
+    Returns:
+        The result of `work`.
+    """
     results: list[_Result] = []
     errors: list[BaseException] = []
 
@@ -228,7 +270,7 @@ def _signal(found: list[psutil.Process], number: signal.Signals) -> None:
         try:
             process.send_signal(number)
         except psutil.NoSuchProcess:
-            continue  # It ended by itself.
+            continue  # The process has ended already.
 
 
 def _wait_for_end(found: list[psutil.Process], seconds: float) -> list[psutil.Process]:
@@ -240,7 +282,7 @@ def _wait_for_end(found: list[psutil.Process], seconds: float) -> list[psutil.Pr
 
 def _is_running(process: psutil.Process) -> bool:
     try:
-        # is_running() also tells a process from a later one of the same number.
+        # is_running() also detects a reused process id.
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -1,8 +1,7 @@
-"""Files that hold code, or what a notebook shows: signed with a key that only this user can read, and never opened when
-somebody else wrote them.
+"""Signed files for code, and for output that a notebook shows. A file is refused unless this user has signed it.
 
-A run folder may come from anywhere, and nothing in it is trusted. What this user's engines are to execute lies there
-sealed, and what they said in a cell between two steps.
+A run folder may come from anywhere, so nothing in it is trusted. What engines execute, and what they print in cells
+between two steps, is signed with a key that only this user can read.
 """
 
 from __future__ import annotations
@@ -21,7 +20,15 @@ _SIGNATURE_BYTES = 32
 
 
 def write_signed(path: Path, data: bytes) -> None:
-    """A new file, 0600, of `data` and its signature: whole, or not there. Raises FileExistsError."""
+    """Write a new file, mode 0600, of a signature and `data`, atomically.
+
+    Args:
+        path: File.
+        data: Contents.
+
+    Raises:
+        FileExistsError: If the file exists.
+    """
     _write_new(path, _sign(data) + data)
 
 
@@ -37,7 +44,15 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def read_signed(path: Path, what_to_do: str) -> bytes:
-    """The data of a file. Raises ClusterError, with `what_to_do`, for one that this user did not write."""
+    """Return the data of a signed file.
+
+    Args:
+        path: File.
+        what_to_do: Advice for the error message.
+
+    Raises:
+        ClusterError: If this user did not sign the file.
+    """
     found = path.read_bytes()
     signature, data = found[:_SIGNATURE_BYTES], found[_SIGNATURE_BYTES:]
     if not hmac.compare_digest(signature, _sign(data)):
@@ -52,11 +67,11 @@ def _sign(data: bytes) -> bytes:
 
 
 def _key() -> bytes:
-    """This user's key, made when it is asked for first."""
+    """Return the key of this user; make it at the first use."""
     path = home.root() / "model-key"
     with contextlib.suppress(FileNotFoundError):
         return bytes.fromhex(path.read_text())
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):  # Another process was faster: its key counts.
+    with contextlib.suppress(FileExistsError):  # Another process made the key at the same moment: use that one.
         _write_new(path, secrets.token_hex(_SIGNATURE_BYTES).encode())
     return bytes.fromhex(path.read_text())

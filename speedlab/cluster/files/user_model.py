@@ -1,7 +1,7 @@
-"""A run's own model: what the user gave to `cluster.train` beside the configuration, kept in the run folder.
+"""The user's own model: what `cluster.train` got in addition to the configuration, stored in the run folder.
 
-`model`, `loss` and `tp_plan` travel by value, as a pickle, because a notebook's classes are nowhere else. A pickle can
-run any code when it is read. So it is sealed.
+`model`, `loss` and `tp_plan` are pickled by value, because classes of a notebook cannot be imported. Reading a pickle
+can run any code, so the file is signed.
 """
 
 from __future__ import annotations
@@ -20,20 +20,33 @@ if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
 
 OWN_MODEL = "model.pickle"
-"""In the run folder, where the user gave something of their own."""
+"""File in the run folder, if the user gave a model or loss."""
 
 
 def read_own_model(path: Path) -> dict[str, Any]:
-    """The `model`, `loss` and `tp_plan` that were given, made anew at every call. Raises ClusterError for a file that
-    this user did not write."""
+    """Return the stored `model`, `loss` and `tp_plan`; every call makes new objects.
+
+    Args:
+        path: File.
+
+    Raises:
+        ClusterError: If this user did not write the file.
+    """
     again = "Start a run with the same model by cluster.train(config, model=...), and load the checkpoint that you want"
     return unpack(read_signed(path, again))
 
 
 @contextlib.contextmanager
 def packed_model(cluster: Cluster, given: Mapping[str, Any]) -> Iterator[Path | None]:
-    """A file, outside of any run, of what was given; None when nothing was. Raises ClusterError for what cannot
-    travel."""
+    """Yield a file with what the user gave, outside of any run folder; None if nothing was given.
+
+    Args:
+        cluster: Cluster that will train.
+        given: `model`, `loss` and `tp_plan`.
+
+    Raises:
+        ClusterError: If something cannot be pickled.
+    """
     if not given:
         yield None
         return
@@ -44,6 +57,11 @@ def packed_model(cluster: Cluster, given: Mapping[str, Any]) -> Iterator[Path | 
 
 
 def keep(path: Path | None, folder: Path) -> None:
-    """Move the file into the run folder."""
+    """Move the file into the run folder.
+
+    Args:
+        path: File; None for none.
+        folder: Folder of the run.
+    """
     if path is not None:
         shutil.move(path, folder / OWN_MODEL)

@@ -1,4 +1,6 @@
-"""Getting hosts: one object for each way, which starts the agents, tells how that goes, and gives the hosts back."""
+"""Allocate hosts: one class per launcher (SSH, Slurm, MPI) that starts the agents, reports progress, and releases the
+hosts.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,12 @@ from speedlab.cluster.launch.ipyparallel_launchers import (
 from speedlab.cluster.launch.slurm import slurm_cancel, slurm_state
 
 _AT_ONCE = 16
-"""ssh connections at the same time: an sshd takes 10 that have not logged in, and one host is often the way to all."""
+"""Simultaneous ssh connections. An sshd accepts 10 that have not logged in, and one host is often the gateway
+to all.
+"""
 _SLURM_POLL_SECONDS = 1.0
 _MOST_UNANSWERED = 60
-"""Looks at a job in a row that may fail before its start is given up."""
+"""Number of failed job queries in a row after which a start is given up."""
 _MPIEXEC_SECONDS = 3.0
 _STEPS_LOG = "slurm-steps.log"
 _STEP_END_SECONDS = 5.0
@@ -39,59 +43,83 @@ log = logging.getLogger("speedlab.cluster.ipyparallel")
 
 
 class Launching(Protocol):
-    """The agents of one cluster, from being asked for to being given back."""
+    """The agents of one cluster, from the request to the release of the hosts."""
 
     names: tuple[str, ...]
-    """Of the hosts, where they are known before they come."""
+    """Names of the hosts, if they are known before the agents register."""
     count: int
-    """Of hosts."""
+    """Number of hosts."""
 
     def engines_of(self, number: int) -> int | None:
-        """How many engines host `number` was asked to have; None: one for each of its devices."""
+        """Return the number of engines that host `number` was asked for; None for one per device."""
         ...
 
     def prepare(self) -> None:
-        """What can be done while there is no order yet: no agent is begun on any host. Raises ClusterError."""
+        """Do what is possible without an order, such as connecting; start no agent. Raises ClusterError."""
         ...
 
     def abandon(self) -> None:
-        """There will be no order for what was prepared."""
+        """Undo `prepare`: there will be no order."""
         ...
 
     def start(self, order: Order) -> None:
-        """Ask for the agents. Raises ClusterError with what to do; then nothing was started."""
+        """Start the agents.
+
+        Args:
+            order: Order for every agent.
+
+        Raises:
+            ClusterError: With what to do; nothing was started then.
+        """
         ...
 
     def progress(self) -> str:
-        """What the agents wait for, in words; "" when they may come at any moment. Raises ClusterError when they will
-        not come."""
+        """Return what the agents wait for, as text; "" if they may register at any moment.
+
+        Raises:
+            ClusterError: If they will not register.
+        """
         ...
 
     def again(self, host: str, order: Order) -> None:
-        """Start the agent of one host once more. Raises ClusterError."""
+        """Start the agent of one host again. Raises ClusterError.
+
+        Args:
+            host: Name of the host.
+            order: Order for the agent.
+        """
         ...
 
     def said(self) -> str:
-        """What the agent that was started `again` left behind where it does not come, in lines; "" for nothing."""
+        """Return the log of an agent that `again` started and that did not register; "" if there is none."""
         ...
 
     def why_over(self) -> str | None:
-        """Why whoever lent the hosts has taken them back; None where that did not happen."""
+        """Return why the provider of the hosts took them away; None if it did not."""
         ...
 
     def stop(self, order: Order, ended: Collection[str]) -> list[str]:
-        """Give back what was taken, and end what runs on hosts that are not among the `ended`; returns those where that
-        could not be done. `order`: as for the start."""
+        """Release the hosts, and end what runs on hosts that have not ended.
+
+        Args:
+            order: Order as for the start.
+            ended: Hosts that have ended.
+
+        Returns:
+            Hosts on which this failed.
+        """
         ...
 
     def to_fields(self) -> dict[str, Any]:
-        """What a later process needs to know to stop it."""
+        """Return what a later process needs to stop the agents."""
         ...
 
 
 class OverSSH:
-    """The first host alone is given its order, since what is wrong there is mostly wrong everywhere; then all others at
-    once. The connections are made before."""
+    """Agents over SSH, with connections made in advance.
+
+    The first host gets its order alone, because an error there usually occurs on all hosts; then all others at once.
+    """
 
     def __init__(self, home: ClusterDir, spec: SshHosts) -> None:
         self._home, self._spec = home, spec
@@ -99,20 +127,24 @@ class OverSSH:
         self.began: list[str] = []
         """Hosts on which something may run."""
         self._connected: dict[str, AgentSSHLauncher] = {}
-        """Hosts that wait for an order."""
+        """Connections that wait for an order, by host."""
 
     def engines_of(self, number: int) -> int | None:
+        """Return the number of engines that the user named for host `number`; None for one per device."""
         return self._spec.engines[number]
 
     def prepare(self) -> None:
+        """Connect to the first hosts."""
         for host in self.names[:_AT_ONCE]:
             self._connected[host] = self._connection(host)
 
     def abandon(self) -> None:
+        """Close the connections."""
         while self._connected:
             self._connected.popitem()[1].hang_up()
 
     def start(self, order: Order) -> None:
+        """Start all agents; see `Launching.start`."""
         try:
             self.again(self.names[0], order)
             problems = self._on_all(self.names[1:], order)
@@ -122,7 +154,7 @@ class OverSSH:
             raise ClusterError("\n".join(problems.values()))
 
     def _on_all(self, hosts: Sequence[str], order: Order) -> dict[str, str]:
-        """Give the order to these hosts, all at once; returns what went wrong, by host."""
+        """Give the order to these hosts at once; return errors by host."""
         problems: dict[str, str] = {}
 
         def begin(host: str) -> None:
@@ -136,11 +168,13 @@ class OverSSH:
         return {host: problems[host] for host in hosts if host in problems}
 
     def progress(self) -> str:
+        """Return "": agents register at once."""
         return ""
 
     def again(self, host: str, order: Order) -> None:
+        """Start the agent of one host; see `Launching.again`."""
         launcher = self._connected.pop(host, None)
-        if launcher is None or not launcher.connects:  # It may have waited longer than the network allows.
+        if launcher is None or not launcher.connects:  # The network may have closed an idle connection.
             launcher = self._connection(host)
         if host not in self.began:
             self.began.append(host)
@@ -154,20 +188,26 @@ class OverSSH:
         return launcher
 
     def said(self) -> str:
+        """Return "": errors are raised at the start."""
         return ""
 
     def why_over(self) -> str | None:
+        """Return None: no provider takes these hosts away."""
         return None
 
     def stop(self, order: Order, ended: Collection[str]) -> list[str]:
+        """End agents over SSH; see `Launching.stop`."""
         left = [host for host in self.began if host not in ended]
         return list(self._on_all(left, replace(order, end=True)))
 
     def to_fields(self) -> dict[str, Any]:
+        """Return the hosts on which something may run."""
         return {"kind": "ssh", "began": self.began}
 
 
 class InSlurm:
+    """Agents in a Slurm job, one per node."""
+
     def __init__(self, home: ClusterDir, spec: SlurmJob) -> None:
         self._home, self._spec = home, spec
         self.names: tuple[str, ...] = ()
@@ -177,9 +217,10 @@ class InSlurm:
         self._unanswered = 0
         self._said = ""
         self._steps: list[subprocess.Popen[bytes]] = []
-        """Of agents that were started once more; the last one is waited for."""
+        """Job steps of agents that were started again; the last one is awaited."""
 
     def engines_of(self, number: int) -> int | None:
+        """Return the number of engines per node; None for one per device."""
         del number
         return self._spec.per_host
 
@@ -190,6 +231,7 @@ class InSlurm:
         pass
 
     def start(self, order: Order) -> None:
+        """Submit the job; see `Launching.start`."""
         launcher = AgentSlurmLauncher(
             work_dir=str(_agents_folder(self._home)),
             profile_dir=str(self._home.path),
@@ -201,6 +243,7 @@ class InSlurm:
         self.job = launcher.submit(self._spec)
 
     def progress(self) -> str:
+        """Return the position of the job in the queue; see `Launching.progress`."""
         if self._steps and self._steps[-1].poll() is not None:
             raise ClusterError(f"the step of job {self.job} ended before its agent came:\n{self.said()}")
         if time.monotonic() - self._asked < _SLURM_POLL_SECONDS:
@@ -212,7 +255,8 @@ class InSlurm:
             self._unanswered += 1
             if self._unanswered > _MOST_UNANSWERED:
                 raise
-            return self._said  # A scheduler that is restarted must not cost a place in its queue.
+            # A restart of the scheduler must not end the start, which would lose the position in the queue.
+            return self._said
         self._unanswered = 0
         if state not in _RUNS:
             raise ClusterError(self.ended(state, words))
@@ -221,7 +265,12 @@ class InSlurm:
         return self._said
 
     def ended(self, state: str, reason: str) -> str:
-        """A sentence for a job that is no more."""
+        """Return a sentence about a job that has ended.
+
+        Args:
+            state: Slurm's state of the job.
+            reason: Slurm's reason.
+        """
         match state:
             case "TIMEOUT":
                 limit = f" of {self._spec.time}" if self._spec.time else ""
@@ -234,22 +283,26 @@ class InSlurm:
         return f"job {self.job} ended before its agents came: {state}, {reason}\n{tail}"
 
     def said(self) -> str:
+        """Return the end of the log of the job steps."""
         return _tail(self._home.log / _STEPS_LOG)
 
     def _for_each(self, order: Order) -> Order:
         return replace(order, engines=self._spec.per_host or 0)
 
     def why_over(self) -> str | None:
+        """Return why the job has ended; None while it runs."""
         state, reason = slurm_state(self.job)
         return None if state in _RUNS else self.ended(state, reason)
 
     def again(self, host: str, order: Order) -> None:
+        """Start the agent of one node in a new job step; see `Launching.again`."""
         (_agents_folder(self._home) / f"problem-{host}").unlink(missing_ok=True)
         file = _write_order(self._home, self._for_each(order))
         self._steps = [step for step in self._steps if step.poll() is None]
         self._steps.append(slurm_step(self._spec, self.job, host, file, str(self._home.log / _STEPS_LOG)))
 
     def stop(self, order: Order, ended: Collection[str]) -> list[str]:
+        """Cancel the job; see `Launching.stop`."""
         if self.job:
             slurm_cancel(self.job)
         for step in self._steps:
@@ -261,20 +314,24 @@ class InSlurm:
         return []
 
     def to_fields(self) -> dict[str, Any]:
+        """Return the number of the job."""
         return {"kind": "slurm", "job": self.job}
 
 
 class UnderMPI:
+    """Agents under one mpiexec, one per host."""
+
     def __init__(self, home: ClusterDir, spec: MpiHosts) -> None:
         self._home, self._spec = home, spec
-        self.names: tuple[str, ...] = ()  # It may give addresses.
+        self.names: tuple[str, ...] = ()  # mpiexec may report addresses.
         self.count = len(spec.names)
         self.pid = 0
         self._ssh = OverSSH(home, SshHosts(names=(), engines=(), python=spec.python))
         self._alike = (spec.engines[0] or 0) if len(set(spec.engines)) == 1 else 0
-        """How many engines each host has; 0 where they differ, or it is not known here."""
+        """Number of engines per host; 0 if it differs or is not known yet."""
 
     def engines_of(self, number: int) -> int | None:
+        """Return the number of engines of host `number` in the host file; None for one per device."""
         return self._spec.engines[number]
 
     def prepare(self) -> None:
@@ -284,6 +341,7 @@ class UnderMPI:
         pass
 
     def start(self, order: Order) -> None:
+        """Start mpiexec; see `Launching.start`."""
         launcher = AgentMPILauncher(
             work_dir=".",
             profile_dir=str(self._home.path),
@@ -295,6 +353,7 @@ class UnderMPI:
         self.pid = launcher.launch(self._spec)
 
     def progress(self) -> str:
+        """Return ""; raise ClusterError if mpiexec has ended."""
         _raise_problems(self._home)
         if not self._runs():
             raise ClusterError(f"mpiexec ended before its agents came:\n{_tail(self._home.log / 'mpiexec.log')}")
@@ -307,19 +366,22 @@ class UnderMPI:
             return False
 
     def again(self, host: str, order: Order) -> None:
+        """Start the agent of one host over SSH, because mpiexec cannot start an agent again."""
         try:
             self._ssh.again(host, order)
         except ClusterError as error:
             raise ClusterError(f"mpiexec cannot start an agent a second time, and over SSH: {error}") from None
 
     def said(self) -> str:
+        """Return "": errors are raised at the start."""
         return ""
 
     def why_over(self) -> str | None:
+        """Return the end of mpiexec's log if it has ended; None while it runs."""
         return None if self._runs() else f"mpiexec has ended:\n{_tail(self._home.log / 'mpiexec.log')}"
 
     def stop(self, order: Order, ended: Collection[str]) -> list[str]:
-        """mpiexec ends when its agents have; where they do not answer it is ended, and they with it."""
+        """Wait for mpiexec, which ends after its agents; end it if an agent does not answer. See `Launching.stop`."""
         if not self.pid:
             return []
         try:
@@ -341,6 +403,7 @@ class UnderMPI:
         self._ssh.began = hosts
 
     def to_fields(self) -> dict[str, Any]:
+        """Return mpiexec's process id, and the hosts with agents over SSH."""
         return {"kind": "mpi", "pid": self.pid, "began": self.began}
 
 
@@ -353,6 +416,12 @@ def _ends_within(process: psutil.Process, seconds: float) -> bool:
 
 
 def launching_for(home: ClusterDir, spec: Spec) -> OverSSH | InSlurm | UnderMPI:
+    """Return the launcher for the hosts of `spec`.
+
+    Args:
+        home: Folder of the cluster.
+        spec: Hosts of the cluster.
+    """
     match spec:
         case SshHosts():
             return OverSSH(home, spec)

@@ -1,5 +1,7 @@
-"""What the process of an engine must have before torch is imported: the devices it sees, threads, rendezvous. It is put
-into its environment here; its CPU affinity is set by the process itself, from that environment.
+"""Environment variables of an engine: visible devices, threads and rendezvous, which must be set before torch is
+imported.
+
+The engine sets its CPU affinity itself, from these variables.
 """
 
 from __future__ import annotations
@@ -21,25 +23,34 @@ ENGINE_COMMAND = [sys.executable, "-m", ENGINE_MODULE]
 ENGINE_ARGUMENTS = [
     "--log-level=WARN",
     "--HistoryManager.enabled=False",
-    # Each value in the cache of outputs would keep its tensors alive.
+    # Values in the output cache would keep their tensors alive.
     "--InteractiveShell.cache_size=0",
     "--InteractiveShell.colors=nocolor",
 ]
 
 HEARTBEAT_SECONDS = 0.2
-"""Between two heartbeats of the controller. A new engine joins with the next one: that is most of what starting would
-take otherwise."""
+"""Interval of the controller's heartbeats. A new engine joins at the next heartbeat, so a long interval would dominate
+the start.
+"""
 SILENT_SECONDS = 30.0
-"""How long the controller and an engine of several hosts bear to hear nothing of each other, and the controller on one
-host, where an engine that computed on a busy machine was silent for 13 s. That an engine has ended its nanny tells. An
-agent bears twice as much, and ends all engines of its host then, also those that are too busy to look."""
+"""Time without heartbeat after which the controller drops an engine; on several hosts also after which an engine ends.
+
+An engine that computed on a busy machine was silent for 13 s. The nanny of an engine reports the end of its process at
+once. An agent waits twice as long; then it ends all engines of its host, even those that are too busy to check.
+"""
 
 UNSUPERVISED_FILE = "unsupervised"
-"""In the rendezvous folder of a host of several: there while its agent does not hear of the supervisor."""
+"""File in a host's rendezvous folder that exists while its agent does not hear from the supervisor."""
 
 
 def rank_environment(rank: int, devices: list[dict[str, Any]], rendezvous: str) -> dict[str, str]:
-    """What the engine of `rank` finds in its environment; `devices` are the fields of hardware.Device, by rank."""
+    """Return the environment variables of a rank.
+
+    Args:
+        rank: The rank.
+        devices: Fields of hardware.Device, by rank.
+        rendezvous: Rendezvous folder.
+    """
     device = devices[rank]
     return {
         "RANK": str(rank),
@@ -55,8 +66,14 @@ def rank_environment(rank: int, devices: list[dict[str, Any]], rendezvous: str) 
 
 
 def host_environment(rank: int, hosts: Sequence[Host], rendezvous: str, store: Endpoint) -> dict[str, str]:
-    """As `rank_environment`, for a cluster of several hosts. `rendezvous`: the folder, on the rank's host, with
-    `generation`; `store`: where rank 0 serves what all ranks meet in (`speedlab.comm.multi_host_rendezvous`)."""
+    """Return the environment variables of a rank in a cluster of several hosts.
+
+    Args:
+        rank: The rank.
+        hosts: Hosts in the order of ranks.
+        rendezvous: Rendezvous folder on the rank's host, with the file `generation`.
+        store: Address at which rank 0 serves the store (`speedlab.comm.multi_host_rendezvous`).
+    """
     place = rank_hosts(hosts)[rank]
     host = hosts[place.host]
     devices = device_fields(device for each in hosts for device in each.devices)
@@ -74,5 +91,5 @@ def host_environment(rank: int, hosts: Sequence[Host], rendezvous: str, store: E
 
 
 def device_fields(devices: Iterable[Device]) -> list[dict[str, Any]]:
-    """Devices as plain data for JSON."""
+    """Return devices as plain data for JSON."""
     return [{**asdict(device), "cores": list(device.cores)} for device in devices]

@@ -1,4 +1,4 @@
-"""What a person says of the hosts of a cluster: names for SSH, a request to Slurm, or a host file for MPI.
+"""Parse what the user says about hosts: names for SSH, a request to Slurm, or a host file for MPI.
 
 parse(hosts=["gpu-1:8", "gpu-2:8"])
 parse(slurm={"nodes": 4, "gpus_per_node": 8, "partition": "a100", "time": "8:00:00"})
@@ -23,8 +23,14 @@ _TIME = re.compile(r"\d+|\d+:\d+|\d+:\d+:\d+|\d+-\d+(:\d+){0,2}")
 
 @dataclass(frozen=True, kw_only=True)
 class SshHosts:
-    """Hosts that the user reaches by ssh without a password. `engines`: how many each gets, None: one for each of its
-    devices. `config`: a file for `ssh -F`; `python`: the interpreter there, by default this one's path."""
+    """Hosts that the user reaches by ssh without a password.
+
+    Attributes:
+        names: Names as ssh accepts them.
+        engines: Number of engines by host; None for one per device.
+        config: File for `ssh -F`; "" for the default.
+        python: Interpreter on the hosts; by default the path of this one.
+    """
 
     names: tuple[str, ...]
     engines: tuple[int | None, ...]
@@ -34,8 +40,11 @@ class SshHosts:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmJob:
-    """A job of so many nodes. `time` as sbatch takes it; `engines_per_node` where nodes have no GPUs; `options`:
-    further words for sbatch, such as "--reservation=spring"."""
+    """Resources of a Slurm job.
+
+    `time` is in sbatch's format. `engines_per_node` is for nodes without GPUs. `options` are further arguments of
+    sbatch, such as "--reservation=spring".
+    """
 
     nodes: int
     gpus_per_node: int | None = None
@@ -49,12 +58,13 @@ class SlurmJob:
 
     @property
     def per_host(self) -> int | None:
+        """Number of engines per node; None for one per device."""
         return self.gpus_per_node if self.engines_per_node is None else self.engines_per_node
 
 
 @dataclass(frozen=True, kw_only=True)
 class MpiHosts:
-    """The hosts of an mpiexec host file: a name a line, with ':8' or 'slots=8' for the number of engines."""
+    """The hosts of an mpiexec host file: one name per line, with ':8' or 'slots=8' for the number of engines."""
 
     hostfile: str
     names: tuple[str, ...]
@@ -70,9 +80,15 @@ def parse(
     slurm: Mapping[str, Any] | None = None,
     mpi: Mapping[str, Any] | None = None,
 ) -> Spec | None:
-    """The hosts that were asked for; None where nothing was, which means this machine.
+    """Return the hosts that the user asked for; None for this machine.
 
-    Raises ClusterError for more than one way, unknown keys and values that cannot be.
+    Args:
+        hosts: Names for SSH, such as 'gpu-1:8'.
+        slurm: Fields of `SlurmJob`.
+        mpi: Host file and interpreter for MPI.
+
+    Raises:
+        ClusterError: If more than one is given, or a key or value is not valid.
     """
     given = [name for name, value in (("hosts", hosts), ("slurm", slurm), ("mpi", mpi)) if value is not None]
     if len(given) > 1:
@@ -87,13 +103,23 @@ def parse(
 
 
 def of_line(line: str) -> dict[str, Any]:
-    """What `Cluster` takes, from one line: 'gpu-1:8, gpu-2:8', 'slurm nodes=4, gpus_per_node=8', 'mpi HOSTFILE'; of an
-    empty one nothing, which means this machine. Raises ClusterError for words that are none."""
+    """Return the arguments of `Cluster` for one line of text; {} for an empty line, which means this machine.
+
+    Args:
+        line: 'gpu-1:8, gpu-2:8', 'slurm nodes=4, gpus_per_node=8' or 'mpi HOSTFILE'.
+
+    Raises:
+        ClusterError: If the line is not valid.
+    """
     return of_words(**words_of_line(line))
 
 
 def words_of_line(line: str) -> dict[str, str]:
-    """The same as a command line's words, for `of_words`. Raises ClusterError where nothing follows the first one."""
+    """Return the arguments of `of_words` for one line of text.
+
+    Raises:
+        ClusterError: If nothing follows 'slurm' or 'mpi'.
+    """
     way, _, rest = line.strip().partition(" ")
     if way in ("slurm", "mpi"):
         if not rest.strip():
@@ -106,8 +132,13 @@ _EXAMPLES = {"slurm": "slurm nodes=4, gpus_per_node=8", "mpi": "mpi hostfile"}
 
 
 def may_be(spec: Spec | None, hosts: Sequence[str]) -> bool:
-    """Whether a cluster that runs on `hosts` (none: on one machine) may be the one that was asked for; None asks for
-    any. A cluster may have lost hosts since, and Slurm chooses its own."""
+    """Return whether a running cluster can be the one that was asked for. It may have lost hosts, and Slurm chooses its
+    own.
+
+    Args:
+        spec: Hosts that were asked for; None for any.
+        hosts: Hosts of the running cluster; empty for one machine.
+    """
     if spec is None:
         return True
     named = None if isinstance(spec, SlurmJob) else {name.rpartition("@")[2] for name in spec.names}
@@ -115,15 +146,22 @@ def may_be(spec: Spec | None, hosts: Sequence[str]) -> bool:
 
 
 def engines_asked(spec: Spec) -> int | None:
-    """How many engines there will be; None where that is as many as the hosts have devices."""
+    """Return the number of engines; None if it depends on the devices of the hosts."""
     counts = [spec.per_host] * spec.nodes if isinstance(spec, SlurmJob) else list(spec.engines)
     return None if None in counts else sum(count for count in counts if count is not None)
 
 
 def of_words(hosts: str | None = None, slurm: str | None = None, mpi: str | None = None) -> dict[str, Any]:
-    """What `Cluster` takes, from a command line's words: 'gpu-1:8,gpu-2:8', 'nodes=4,gpus_per_node=8', a host file.
+    """Return the arguments of `Cluster` for command-line options.
 
-    Raises ClusterError for a word that is none."""
+    Args:
+        hosts: 'gpu-1:8,gpu-2:8'.
+        slurm: 'nodes=4,gpus_per_node=8'.
+        mpi: Path of a host file.
+
+    Raises:
+        ClusterError: If a part is not valid.
+    """
     given: dict[str, Any] = {}
     if hosts is not None:
         given["hosts"] = [part.strip() for part in hosts.split(",")]
@@ -140,12 +178,12 @@ def of_words(hosts: str | None = None, slurm: str | None = None, mpi: str | None
 
 
 def fields_of(spec: Spec) -> dict[str, Any]:
-    """As plain data for JSON."""
+    """Return a spec as plain data for JSON."""
     return {"kind": type(spec).__name__, **asdict(spec)}
 
 
 def of_fields(fields: Mapping[str, Any]) -> Spec:
-    """What `fields_of` gave; fields that are not known are left out."""
+    """Return the spec of `fields_of`; ignore unknown fields."""
     kind = {kind.__name__: kind for kind in (SshHosts, SlurmJob, MpiHosts)}[fields["kind"]]
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
@@ -154,7 +192,16 @@ def of_fields(fields: Mapping[str, Any]) -> Spec:
 
 
 def parse_hosts(hosts: Sequence[str], *, config: str = "", python: str = sys.executable) -> SshHosts:
-    """'gpu-1:8', 'me@gpu-2' (an engine for each device): names as ssh takes them."""
+    """Return hosts for SSH.
+
+    Args:
+        hosts: Names as ssh accepts them: 'gpu-1:8', or 'me@gpu-2' for one engine per device.
+        config: File for `ssh -F`.
+        python: Interpreter on the hosts.
+
+    Raises:
+        ClusterError: If a name is not valid or occurs twice.
+    """
     if isinstance(hosts, str):
         hosts = [part.strip() for part in hosts.split(",")]
     if not hosts:

@@ -1,15 +1,15 @@
-"""ipyparallel's launchers for SSH, Slurm and MPI, starting agents: one process on each host, whatever it has to run.
+"""ipyparallel launchers that start agents over SSH, Slurm and MPI, and engines on devices of this machine.
 
-| launcher            | what stands for the hosts afterwards             | to give them back         |
-|---------------------|--------------------------------------------------|---------------------------|
-| AgentSSHLauncher    | nothing here: agents are detached                | agents end themselves     |
-| AgentSlurmLauncher  | the job, by its number                           | scancel                   |
-| AgentMPILauncher    | mpiexec, a process of this machine               | agents end, mpiexec after |
+| launcher            | what holds the hosts afterwards             | how to release them        |
+|---------------------|---------------------------------------------|----------------------------|
+| AgentSSHLauncher    | nothing here: agents are detached           | agents end themselves      |
+| AgentSlurmLauncher  | the job, by its number                      | scancel                    |
+| AgentMPILauncher    | mpiexec, a process of this machine          | agents end, mpiexec after  |
 
-None of them copies files. Over SSH an agent's order travels on stdin; Slurm's and MPI's read it from the cluster's
-folder, because what these pass on by themselves (environments, command lines) others may read.
+No launcher copies files. Over SSH, an agent reads its order from stdin. In Slurm and MPI, it reads the order from the
+cluster's folder, because other users may read the environments and command lines that these transmit.
 
-ipyparallel launchers that bind each engine to a device: `ipyparallel.Cluster(engines="speedlab")`.
+`ipyparallel.Cluster(engines="speedlab")` uses `DeviceEngineSetLauncher`, which binds each engine to a device.
 """
 
 from __future__ import annotations
@@ -43,20 +43,30 @@ from speedlab.cluster.launch.placement import choose_devices
 from speedlab.cluster.launch.slurm import error_lines
 
 CONNECT_SECONDS = 10
-"""How long ssh may take to reach a host."""
+"""Time limit of ssh for reaching a host."""
 _BEGIN_SECONDS = 60.0
 _STEP_SECONDS = 60
-"""How long a job without agents waits for the step of one."""
+"""How long a job without agents waits for a new step of an agent."""
 _MODULE = ["-m", "speedlab.cluster.agents.process"]
 
 
 class AgentSSHLauncher(SSHEngineLauncher):
-    """One agent over one connection: ipyparallel's own launcher makes about eight for each engine, in series, and
-    copies the connection file."""
+    """One agent over one ssh connection.
+
+    ipyparallel's own launcher makes about eight connections per engine, one after the other, and copies the connection
+    file.
+    """
 
     def connect(self, hostname: str, python: str) -> None:
-        """Begin to connect to `hostname`, where `python` then waits for an order; nothing runs there before. Raises
-        ClusterError where there is no ssh."""
+        """Connect to a host and start a Python that waits for an order; no agent runs before `give`.
+
+        Args:
+            hostname: Host, as ssh accepts it.
+            python: Interpreter on the host.
+
+        Raises:
+            ClusterError: If there is no ssh.
+        """
         self.hostname, self._python = hostname, python
         path = os.environ.get("PYTHONPATH")
         begin = [*(["env", f"PYTHONPATH={path}"] if path else []), python, *_MODULE, "--detach"]
@@ -71,7 +81,14 @@ class AgentSSHLauncher(SSHEngineLauncher):
             raise ClusterError("no ssh on this machine; install the OpenSSH client") from None
 
     def give(self, order: str) -> int:
-        """Start the agent; returns its process id there. Raises ClusterError that says what to do."""
+        """Send the order; return the process id of the agent on its host.
+
+        Args:
+            order: Order as JSON.
+
+        Raises:
+            ClusterError: If the agent does not start; with what to do.
+        """
         try:
             said, complained = self._connection.communicate(order, timeout=_BEGIN_SECONDS)
         except subprocess.TimeoutExpired:
@@ -92,12 +109,14 @@ class AgentSSHLauncher(SSHEngineLauncher):
 
     @property
     def connects(self) -> bool:
-        """Whether the connection, or the attempt, is still there."""
+        """Whether ssh still runs."""
         return self._connection.poll() is None
 
     def hang_up(self) -> None:
-        """End the connection, without an order. What it says is not read: a proxy of ssh's, which outlives it, could
-        keep its end of the pipes for as long as it likes."""
+        """Close the connection without an order.
+
+        Its output is not read: a proxy of ssh can outlive ssh and keep the pipes open.
+        """
         self._connection.kill()
         self._connection.wait()
         for pipe in (self._connection.stdin, self._connection.stdout, self._connection.stderr):
@@ -107,7 +126,14 @@ class AgentSSHLauncher(SSHEngineLauncher):
 
 
 def ssh_problem(host: str, python: str, status: int, said: str) -> str:
-    """A sentence for what ssh, or the shell behind it, said."""
+    """Return a sentence about a failure of ssh or of the remote shell.
+
+    Args:
+        host: Host, as ssh accepts it.
+        python: Interpreter on the host.
+        status: Exit status of ssh.
+        said: Its stderr.
+    """
     said = said.strip()
     last = said.splitlines()[-1] if said else f"status {status}"
     if status == 255:
@@ -131,7 +157,14 @@ class AgentSlurmLauncher(SlurmEngineSetLauncher):
     order_file = Unicode(help="The order, in a folder that all nodes see")
 
     def submit(self, job: SlurmJob) -> str:
-        """Hand the job in; returns its number. Raises ClusterError with what sbatch said."""
+        """Submit the job; return its number.
+
+        Args:
+            job: Resources of the job.
+
+        Raises:
+            ClusterError: If there is no Slurm or it refuses the job.
+        """
         self.batch_template = slurm_script(job, self.cluster_id, self.order_file, self.output_file)
         try:
             return str(self.start(job.nodes))
@@ -143,7 +176,7 @@ class AgentSlurmLauncher(SlurmEngineSetLauncher):
             raise ClusterError(f"Slurm refuses the job: {error_lines(error.output)}") from None
 
     def _run_command(self, command: Sequence[str], **options: Any) -> str:
-        # What sbatch says of a job that it refuses comes on stderr.
+        # sbatch prints the reason of a refusal on stderr.
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **options)
         if done.returncode:
             raise subprocess.CalledProcessError(done.returncode, list(command), output=done.stderr or done.stdout)
@@ -151,13 +184,20 @@ class AgentSlurmLauncher(SlurmEngineSetLauncher):
 
 
 def slurm_script(job: SlurmJob, cluster: str, order_file: str, output_file: str) -> str:
-    """The batch script; it holds no secret."""
+    """Return the batch script. It contains no secret.
+
+    Args:
+        job: Resources of the job.
+        cluster: Name of the cluster.
+        order_file: File with the order.
+        output_file: File for the output.
+    """
     words = [f"--job-name=speedlab-{cluster}", f"--nodes={job.nodes}", "--ntasks-per-node=1", f"--output={output_file}"]
     words += [f"--{name}={value}" for name in ("partition", "time", "account", "qos") if (value := getattr(job, name))]
     if job.gpus_per_node is not None:
         words.append(f"--gres=gpu:{job.gpus_per_node}")
     directives = [f"#SBATCH {word}" for word in [*words, "--export=ALL", *job.options]]
-    # An agent that ends, because its host fails, must not take the others with it.
+    # If one agent ends, for example because its host fails, the others must continue.
     step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", "--wait=0"]
     agent = [job.python, *_MODULE, "--order", order_file]
     return "\n".join(["#!/bin/sh", *directives, shlex.join([*step, *agent]), *_OUTLIVE_KILLED_AGENTS, ""])
@@ -175,8 +215,21 @@ _OUTLIVE_KILLED_AGENTS = (
 
 
 def slurm_step(job: SlurmJob, number: str, host: str, order_file: str, output_file: str) -> subprocess.Popen[bytes]:
-    """Start an agent on a node of job `number` once more, in a step that shares what the job has there; returns srun,
-    which lasts as long as the agent. Raises ClusterError where there is no srun."""
+    """Start an agent on a node of a running job again, in a step that shares the node's resources.
+
+    Args:
+        job: Resources of the job.
+        number: Number of the job.
+        host: Node.
+        order_file: File with the order.
+        output_file: File for the output.
+
+    Returns:
+        The process of srun, which runs as long as the agent.
+
+    Raises:
+        ClusterError: If there is no srun.
+    """
     node = host.partition(".")[0]
     words = [f"--jobid={number}", "--overlap", f"--nodelist={node}", "--nodes=1", "--ntasks=1", "--kill-on-bad-exit=0"]
     words += [f"--output={output_file}", "--open-mode=append", "--chdir=/"]
@@ -196,20 +249,29 @@ def slurm_step(job: SlurmJob, number: str, host: str, order_file: str, output_fi
 
 
 class AgentMPILauncher(MPIEngineSetLauncher):
-    """One mpiexec with an agent on each host. The agents do not use MPI."""
+    """One mpiexec with an agent on each host. Agents do not use MPI."""
 
     order_file = Unicode(help="The order, in a folder that all hosts see")
 
     @property
     def program(self) -> list[str]:
+        """Command of an agent."""
         return list(self.engine_cmd)
 
     @property
     def program_args(self) -> list[str]:
+        """Arguments of an agent."""
         return ["--order", self.order_file]
 
     def launch(self, hosts: MpiHosts) -> int:
-        """Start mpiexec; returns its process id here. Raises ClusterError where there is none."""
+        """Start mpiexec; return its process id on this machine.
+
+        Args:
+            hosts: Hosts of the host file.
+
+        Raises:
+            ClusterError: If there is no mpiexec.
+        """
         self.engine_cmd = [hosts.python, *_MODULE]
         self.mpi_args = self._one_each(hosts)
         self.start(len(hosts.names))
@@ -228,12 +290,12 @@ class AgentMPILauncher(MPIEngineSetLauncher):
         plain.write_text("\n".join(hosts.names) + "\n")
         if "Open MPI" in version.stdout:
             return ["--hostfile", str(plain), "--map-by", "ppr:1:node"]
-        # An agent that ends must not take the others with it.
+        # If one agent ends, the others must continue.
         return ["-f", str(plain), "-ppn", "1", "-disable-auto-cleanup"]
 
 
 def _last_json(text: str) -> dict[str, Any]:
-    """Login scripts may have printed something before."""
+    """Return the last line of JSON; {} if there is none. Login scripts may print text before it."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             try:
@@ -244,11 +306,11 @@ def _last_json(text: str) -> dict[str, Any]:
 
 
 Fork = Callable[[dict[str, str], list[str], str], int]
-"""fork(environment, arguments, log): an engine's process id (`nursery.py`)."""
+"""fork(environment, arguments, log): start an engine and return its process id (`fork_server_client.py`)."""
 
 
 class DeviceEngineLauncher(LocalEngineLauncher):
-    """One engine on its device. The identifier is the rank."""
+    """Launcher of one engine on its device; the identifier is the rank."""
 
     devices = List(Dict(), help="Fields of hardware.Device, by rank").tag(to_dict=True)
     rendezvous = Unicode(help="Folder of the process group's file stores").tag(to_dict=True)
@@ -275,20 +337,22 @@ class DeviceEngineLauncher(LocalEngineLauncher):
         return list(ENGINE_ARGUMENTS)
 
     def get_env(self) -> dict[str, str]:
+        """Return the environment of the engine, with the variables of its rank."""
         return {**super().get_env(), **rank_environment(int(self.identifier), self.devices, self.rendezvous)}
 
     def start(self) -> None:
+        """Fork the engine, or start it as a separate process without a fork server."""
         if self.fork is None:
             super().start()
             return
         self.pid = self.fork(self.get_env(), [*self.cluster_args, *self.engine_args], self.output_file)
-        with contextlib.suppress(psutil.NoSuchProcess):  # Who waits for it says how it ended.
+        with contextlib.suppress(psutil.NoSuchProcess):  # The code that waits for the engine reports how it ended.
             self.process = psutil.Process(self.pid)
         self.notify_start(self.pid)
 
 
 class DeviceEngineSetLauncher(LocalEngineSetLauncher):
-    """One engine per device of this machine; `devices` are chosen when none are given."""
+    """Launcher of one engine per device of this machine; chooses the devices if none are given."""
 
     launcher_class = DeviceEngineLauncher
     devices = List(Dict(), help="Fields of hardware.Device, by rank").tag(to_dict=True)
@@ -312,6 +376,7 @@ class DeviceEngineSetLauncher(LocalEngineSetLauncher):
         return list(ENGINE_ARGUMENTS)
 
     def start(self, n: int) -> list[int]:
+        """Start `n` engines; return the result of ipyparallel's launcher."""
         if not self.devices:
             self.devices = device_fields(choose_devices(n, "auto"))
         os.makedirs(self.rendezvous, mode=0o700, exist_ok=True)

@@ -1,9 +1,7 @@
-"""Hosts beside devices: which rank runs where.
+"""Placement: which devices the engines of a cluster get, and which rank runs on which host.
 
-Ranks go through the hosts in order, and through the devices of each: ranks that follow each other share a host, as the
-layout wants it, whose fastest axis is tp.
-
-Which devices a cluster's engines get.
+Ranks are numbered host by host, and within a host by device. So neighbouring ranks share a host, as the layout needs
+for its fastest axis, tp.
 """
 
 from __future__ import annotations
@@ -23,21 +21,21 @@ class Host:
     """A machine on which an agent runs."""
 
     name: str
-    """What people call it, and errors."""
+    """Name for users and errors."""
     address: str
-    """At which other hosts reach its ranks."""
+    """Address at which other hosts reach its ranks."""
     interface: str
-    """The network interface with that address."""
+    """Network interface with that address."""
     devices: tuple[Device, ...]
-    """Of its ranks, by local rank."""
+    """Devices of its ranks, by local rank."""
 
     def to_fields(self) -> dict[str, Any]:
-        """As plain data for JSON."""
+        """Return the host as plain data for JSON."""
         return asdict(self)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Host:
-        """What `to_fields` gave; fields that are not known are left out."""
+        """Return the host of `to_fields`; ignore unknown fields."""
         known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
         devices = ({name: d[name] for name in Device.__dataclass_fields__ if name in d} for d in known["devices"])
         known["devices"] = tuple(Device(**{**device, "cores": tuple(device["cores"])}) for device in devices)
@@ -46,7 +44,7 @@ class Host:
 
 @dataclass(frozen=True, kw_only=True)
 class RankHost:
-    """Where a rank runs: on which of the hosts, and which of that host's ranks it is."""
+    """Where a rank runs: the index of its host, and its local rank there."""
 
     rank: int
     host: int
@@ -54,18 +52,27 @@ class RankHost:
 
 
 def rank_hosts(hosts: Sequence[Host]) -> list[RankHost]:
-    """The place of each rank, by rank."""
+    """Return the place of each rank, by rank."""
     pairs = [(number, local) for number, host in enumerate(hosts) for local in range(len(host.devices))]
     return [RankHost(rank=rank, host=number, local_rank=local) for rank, (number, local) in enumerate(pairs)]
 
 
 def hosts_for(size: int, used: Mapping[str, int], aside: Mapping[str, int], lost: Collection[str]) -> list[str]:
-    """Which hosts, in the order of ranks, give `size` engines.
+    """Choose the hosts for `size` engines. Hosts are added and removed as a whole.
 
-    `used`: engines by host, in that order; `aside`: of hosts that were left out. Hosts come and go whole: `lost` ones
-    go first, then the last of those that are left; those that were left out come back behind all others.
+    Lost hosts are removed first, then the last of the others. Hosts that were left out are added after all others.
 
-    Raises ClusterError for a number that they cannot give, with those that they can.
+    Args:
+        size: Number of engines.
+        used: Number of engines by host, in the order of ranks.
+        aside: Number of engines by host, for hosts that were left out.
+        lost: Hosts that cannot be reached.
+
+    Returns:
+        Names of hosts in the order of ranks.
+
+    Raises:
+        ClusterError: If the hosts cannot provide this number; names the possible numbers.
     """
     there = {name: count for name, count in used.items() if name not in lost} | dict(aside)
     sums, chosen = [0], []
@@ -86,22 +93,32 @@ def hosts_for(size: int, used: Mapping[str, int], aside: Mapping[str, int], lost
 
 
 CPU_ENGINES = 4
-"""How many engines a machine without GPUs gets when nobody says."""
+"""Default number of engines on a machine without GPUs."""
 MOST_ENGINES = 1024
-"""Of one machine."""
+"""Maximum number of engines of one machine."""
 
 
 def thread_limits(threads: int) -> dict[str, str]:
-    """What libraries read from the environment when they are imported. Ranks that share cores must sleep while they
-    wait: two pools that spin halve each other's bandwidth."""
+    """Return variables that libraries read at their import.
+
+    Ranks that share cores must sleep while they wait: two spinning pools halve each other's bandwidth.
+
+    Args:
+        threads: Number of threads per rank.
+    """
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
     return {**dict.fromkeys(names, str(threads)), "OMP_WAIT_POLICY": "passive"}
 
 
 def choose_devices(engines: int | None, device: str) -> list[Device]:
-    """Devices by rank: one GPU each, those with most free memory first, or equal shares of the CPU cores.
+    """Return devices by rank: one GPU each, with the most free memory first, or equal shares of the CPU cores.
 
-    `device`: 'cuda', 'cpu', or 'auto' for GPUs where there are any. Raises ClusterError when there are not enough.
+    Args:
+        engines: Number of engines; None for one per GPU, or the default on CPU.
+        device: 'cuda', 'cpu', or 'auto' for GPUs if there are any.
+
+    Raises:
+        ClusterError: If there are not enough devices.
     """
     if device not in ("auto", "cuda", "cpu"):
         raise ClusterError(f"device is {device!r}; 'auto', 'cuda' and 'cpu' are known")
@@ -123,9 +140,15 @@ def choose_devices(engines: int | None, device: str) -> list[Device]:
 
 
 def devices_for(engines: int, present: Sequence[Device]) -> list[Device]:
-    """Devices by rank for another number of engines than the `present` ones are for.
+    """Return devices by rank for another number of engines. Ranks that stay keep their GPU; CPU cores are divided
+    again.
 
-    Ranks that stay keep their GPU; CPU cores are shared out anew. Raises ClusterError as `choose_devices` does.
+    Args:
+        engines: New number of engines.
+        present: Current devices by rank.
+
+    Raises:
+        ClusterError: If there are not enough devices.
     """
     if engines < 1 or present[0].kind == "cpu":
         return choose_devices(engines, "cpu")

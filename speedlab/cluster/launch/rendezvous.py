@@ -1,9 +1,9 @@
-"""What a cluster's processes leave each other in the folder in which ranks meet, or, in a cluster of several hosts, in
-the host's own: the generation of the process group, and what an engine works on.
+"""Files in the rendezvous folder: the generation of the process group, and what each engine works on.
 
-The generation has several writers, threads and processes: a lock lets one at a time read and replace it.
+In a cluster of several hosts, each host has its own folder. The generation has several writers (threads and processes);
+a lock lets one at a time read and replace it.
 
-Where the controller of a cluster of several hosts listens, so that they reach it and nobody else understands it.
+`controller_address` chooses where the controller of a cluster of several hosts listens, so that the hosts reach it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,19 @@ from speedlab.network import address_of, interface_towards
 _LOCK_SECONDS = 5.0
 
 _message = ""
-"""On which this process works, as an engine."""
+"""Id of the ipyparallel message that this engine works on."""
 
 
 def set_generation(rendezvous: Path, number: int) -> None:
-    """Ranks that join from now on meet in that generation, or in a later one of which somebody has heard. Raises
-    OSError."""
+    """Let ranks that join from now on use this generation, or keep a later one.
+
+    Args:
+        rendezvous: Rendezvous folder.
+        number: Generation.
+
+    Raises:
+        OSError: If the file cannot be written.
+    """
     with _only_writer(rendezvous):
         with contextlib.suppress(FileNotFoundError, ValueError):
             if generation(rendezvous) >= number:
@@ -39,13 +46,17 @@ def set_generation(rendezvous: Path, number: int) -> None:
 
 
 def next_generation(rendezvous: Path) -> None:
-    """Ranks that join from now on meet in a generation of which nobody has heard. Raises OSError."""
+    """Let ranks that join from now on use a new generation. Raises OSError.
+
+    Args:
+        rendezvous: Rendezvous folder.
+    """
     with _only_writer(rendezvous):
         _write_generation(rendezvous, generation(rendezvous) + 1)
 
 
 def generation(rendezvous: Path) -> int:
-    """The number of the process group that ranks join next; `speedlab.comm.join` reads it, too."""
+    """Return the generation that ranks join next; `speedlab.comm.join` reads it, too."""
     return int((rendezvous / "generation").read_text())
 
 
@@ -66,11 +77,15 @@ def _only_writer(rendezvous: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def at_work(message: str) -> Iterator[None]:
-    """Inside, this engine works on ipyparallel's message of that id, and its agent finds that it does."""
+    """Record, inside the block, that this engine works on a message; its agent reads the record.
+
+    Args:
+        message: Id of the ipyparallel message.
+    """
     global _message  # noqa: PLW0603  # an engine works on one at a time
     file = _work_file(Path(os.environ["SPEEDLAB_RENDEZVOUS"]), os.getpid())
     _message = message
-    with contextlib.suppress(OSError):  # On a full disk it works all the same, and cannot be interrupted.
+    with contextlib.suppress(OSError):  # With a full disk, the engine works but cannot be interrupted.
         file.write_text(message)
     try:
         yield
@@ -81,19 +96,27 @@ def at_work(message: str) -> Iterator[None]:
 
 
 def mean(rendezvous: Path, pid: int, message: str) -> None:
-    """The signal that comes next to this engine is for its work on that message."""
+    """Record that the next signal to an engine is for its work on a message.
+
+    Args:
+        rendezvous: Rendezvous folder.
+        pid: Process id of the engine.
+        message: Id of the ipyparallel message.
+    """
     file, draft = _meant_file(rendezvous, pid), rendezvous / f".meant-{pid}"
     try:
         draft.write_text(message)
         draft.replace(file)
-    except OSError:  # On a full disk nothing is said, rather than what was meant before.
+    except OSError:  # With a full disk, remove the record of an earlier signal.
         with contextlib.suppress(OSError):
             file.unlink()
 
 
 def is_meant() -> bool:
-    """Whether the signal that came last is for what this engine works on now: where all cores compute, it may be long
-    on its way to the thread that waits for it. True where nobody has said what it is for."""
+    """Return whether the last signal is for the current work of this engine; True without a record.
+
+    On a busy machine, a signal may take long to reach the thread that waits for it.
+    """
     try:
         return _meant_file(Path(os.environ["SPEEDLAB_RENDEZVOUS"]), os.getpid()).read_text() == _message
     except OSError:
@@ -101,7 +124,12 @@ def is_meant() -> bool:
 
 
 def works_on(rendezvous: Path, pid: int) -> str:
-    """The message on which an engine of this host works; "" where it works on none."""
+    """Return the message that an engine of this host works on; "" if it works on none.
+
+    Args:
+        rendezvous: Rendezvous folder.
+        pid: Process id of the engine.
+    """
     try:
         return _work_file(rendezvous, pid).read_text()
     except OSError:
@@ -117,8 +145,15 @@ def _work_file(rendezvous: Path, pid: int) -> Path:
 
 
 def controller_address(spec: Spec, interface: str = "") -> str:
-    """The address of this machine at which the hosts of `spec` reach the controller: that of `interface`, else of the
-    one that leads to them. Raises ClusterError for a host that is not known here."""
+    """Return the address of this machine at which the hosts reach the controller.
+
+    Args:
+        spec: Hosts of the cluster.
+        interface: Network interface; "" for the one that leads to the hosts.
+
+    Raises:
+        ClusterError: If a host or the interface is unknown.
+    """
     if interface:
         try:
             return address_of(interface)
@@ -133,7 +168,7 @@ def controller_address(spec: Spec, interface: str = "") -> str:
             shown = subprocess.run(words, capture_output=True, text=True, check=False, timeout=30).stdout
         except FileNotFoundError:
             raise ClusterError("no ssh on this machine; install the OpenSSH client") from None
-        # What the user's settings make of the name.
+        # Resolve the name with the user's ssh configuration.
         host = dict(line.split(" ", 1) for line in shown.splitlines() if " " in line).get("hostname", host)
     try:
         return interface_towards(socket.getaddrinfo(host, None)[0][4][0])[1]  # type: ignore[arg-type]  # of IP families
@@ -145,7 +180,7 @@ def controller_address(spec: Spec, interface: str = "") -> str:
 
 
 def _slurm_controller() -> str:
-    """Slurm's own controller is on the network that its nodes are on."""
+    """Return the address of Slurm's controller, which shares a network with the nodes."""
     shown = ask_slurm("scontrol", "show", "config")
     found = re.search(r"^SlurmctldHost\S*\s*=\s*([^(\s]+)(?:\(([^)]+)\))?", shown, re.MULTILINE)
     if found is None:

@@ -1,4 +1,4 @@
-"""Ask Slurm about jobs and cancel them, by Slurm's own commands. Jupyter's server imports this without ipyparallel."""
+"""Query and cancel Slurm jobs, by Slurm's commands. The Jupyter server imports this module without ipyparallel."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ from speedlab.cluster.errors import ClusterError
 
 
 def slurm_state(number: str) -> tuple[str, str]:
-    """(state, in words) of a job: ("PENDING", "is queued, 3rd of 7 in a100 (Resources)"). Raises ClusterError where
-    Slurm does not answer."""
+    """Return the state of a job.
+
+    Args:
+        number: Number of the job.
+
+    Returns:
+        (state, description), such as ("PENDING", "is queued, 3rd of 7 in a100 (Resources)").
+
+    Raises:
+        ClusterError: If Slurm does not answer.
+    """
     known = ask_slurm("squeue", "-h", "-j", number, "-t", "all", "-o", "%T|%r|%P|%S")
     if not known:
         shown = dict(re.findall(r"(\w+)=(\S*)", ask_slurm("scontrol", "-o", "show", "job", number)))
@@ -18,7 +27,7 @@ def slurm_state(number: str) -> tuple[str, str]:
     state, reason, partition, start = known.splitlines()[0].split("|")
     if state != "PENDING":
         return state, reason
-    # Highest priority first, as the scheduler takes them.
+    # Highest priority first, the order of the scheduler.
     waiting = ask_slurm("squeue", "-h", "-t", "PENDING", "-p", partition, "--sort=-p,i", "-o", "%i").split()
     place = f", {ordinal(waiting.index(number) + 1)} of {len(waiting)}" if number in waiting else ""
     expected = f", expected to start {start}" if start not in ("N/A", "") else ""
@@ -26,18 +35,25 @@ def slurm_state(number: str) -> tuple[str, str]:
 
 
 def ordinal(number: int) -> str:
-    """'1st', '2nd', '3rd', '4th', '11th', '21st'."""
+    """Return '1st', '2nd', '3rd', '4th', '11th', '21st'."""
     ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
 
 
 def slurm_cancel(number: str) -> None:
-    """Give the job back, whether it waits or runs; one that has ended is no error."""
+    """Cancel a job that waits or runs; an ended job is no error."""
     ask_slurm("scancel", number)
 
 
 def ask_slurm(*command: str) -> str:
-    """What one of Slurm's commands prints. Raises ClusterError where it fails; a job that is gone is no failure."""
+    """Run a Slurm command and return its output; an unknown job is no error.
+
+    Args:
+        *command: Command and arguments.
+
+    Raises:
+        ClusterError: If the command fails or does not answer within 30 s.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
     except FileNotFoundError:
@@ -50,5 +66,5 @@ def ask_slurm(*command: str) -> str:
 
 
 def error_lines(text: str | None) -> str:
-    """Return the output of a command that failed in one line."""
+    """Return the error output of a command as one line."""
     return " ".join(line.strip() for line in (text or "").splitlines() if line.strip()) or "(it says nothing)"

@@ -1,6 +1,7 @@
-"""Starting processes: a controller with its engines, or engines of a cluster that runs, until they are ready.
+"""Start processes on this machine and wait until they are ready: a controller with engines, or engines of a running
+cluster.
 
-Everything starts at once: torch is imported, which takes most of the time, while the controller comes up.
+All processes start at once, so that importing torch, the slowest part, overlaps with the start of the controller.
 """
 
 from __future__ import annotations
@@ -34,12 +35,17 @@ _POLL_SECONDS = 0.02
 _LOG_LINES = 12
 
 log = logging.getLogger("speedlab.cluster.ipyparallel")
-log.setLevel(logging.CRITICAL)  # ipyparallel reports every process that ends, also those we end ourselves.
+log.setLevel(logging.CRITICAL)  # ipyparallel logs the end of every process, even if SpeedLab ended it.
 
 
 def controller_arguments(address: str, ports: Iterable[int]) -> list[str]:
-    """Arguments of a controller that listens at `address`, on the first of `ports`, some twenty. They must be free
-    until it does: where the port of a scheduler is taken, its thread ends, and the controller goes on without it."""
+    """Return the command-line arguments of a controller.
+
+    Args:
+        address: Address to listen at.
+        ports: About twenty ports; the controller uses the first ones. They must be free until it listens: if a
+            scheduler's port is taken, its thread ends and the controller continues without it.
+    """
     return [
         f"--HeartMonitor.period={round(1000 * HEARTBEAT_SECONDS)}",
         f"--HeartMonitor.max_heartmonitor_misses={round(SILENT_SECONDS / HEARTBEAT_SECONDS)}",
@@ -65,11 +71,24 @@ def start_cluster(
     nursery: ForkServer,
     cancelled: Callable[[], bool],
 ) -> tuple[ClusterState, ipyparallel.Client]:
-    """Start a controller and one engine per device; returns when all are ready, torch imported. `link`: what engines
-    pretend to have between them. `timeout_seconds`: how long collectives wait for a peer; 0 for no limit of the user's.
+    """Start a controller and one engine per device; return after all are ready and have imported torch.
 
-    Raises ClusterError with the end of the logs when a process does not come up, and once `cancelled()`. Then no engine
-    is left.
+    Args:
+        home: Folder of the cluster.
+        token: Unique id of the cluster.
+        devices: Devices by rank.
+        backend: Backend of the process group.
+        link: Simulated link between engines; "" for none.
+        timeout_seconds: Timeout of collectives; 0 for the default.
+        nursery: Fork server for CPU engines.
+        cancelled: Polled during the start.
+
+    Returns:
+        The state of the cluster and a client of its controller.
+
+    Raises:
+        ClusterError: If a process does not start (with the end of the logs), or the start was cancelled. No engine is
+            left then.
     """
     client = None
     try:
@@ -100,8 +119,9 @@ def start_cluster(
 
 
 def _fork(nursery: ForkServer, devices: Sequence[Device], cancelled: Callable[[], bool]) -> Fork | None:
-    """How engines of these devices are made, which begins to import torch; None where they are started by
-    themselves."""
+    """Return the function that forks engines, and let the fork server import torch; None if these devices need own
+    processes.
+    """
     if not can_fork(device.kind for device in devices):
         return None
     nursery.begin(devices[0].threads)
@@ -116,15 +136,24 @@ def start_engines(
     nursery: ForkServer,
     cancelled: Callable[[], bool],
 ) -> tuple[EngineEntry, ...]:
-    """Start engines for these ranks of `state.devices`; returns when all are ready.
+    """Start engines for these ranks; return after all are ready.
 
-    Raises ClusterError as `start_cluster` does, and once `cancelled()`. Then none of them is left.
+    Args:
+        home: Folder of the cluster.
+        state: State of the cluster.
+        client: Client of the controller.
+        ranks: Ranks to start.
+        nursery: Fork server for CPU engines.
+        cancelled: Polled during the start.
+
+    Raises:
+        ClusterError: As for `start_cluster`. None of these engines is left then.
     """
     pids: dict[int, int] = {}
     fork = _fork(nursery, state.devices, cancelled)
 
     async def launch() -> None:
-        # Made inside the coroutine, because a launcher takes hold of the loop that runs.
+        # Inside the coroutine, because a launcher binds to the running event loop.
         for rank in ranks:
             launcher = DeviceEngineLauncher(
                 parent=None,
@@ -151,17 +180,27 @@ def start_engines(
 
 
 def connect(home: ClusterDir, state: ClusterState) -> ipyparallel.Client:
-    """A client of the running cluster."""
+    """Return a client of the running cluster.
+
+    Args:
+        home: Folder of the cluster.
+        state: State of the cluster.
+    """
     return connect_to(home, state.controller_pid, state.token)
 
 
 def read_connection(home: ClusterDir) -> dict[str, Any]:
-    """What a client has to know to connect: addresses, ports and the key that signs messages."""
+    """Return what a client needs to connect: addresses, ports and the key that signs messages."""
     return json.loads(home.connection_file("client").read_text())
 
 
 def tree(pid: int, token: str) -> list[Any]:
-    """The process `pid`, if it is one of this cluster, and everything it started."""
+    """Return the process `pid`, if it belongs to this cluster, and its descendants.
+
+    Args:
+        pid: Process id.
+        token: Unique id of the cluster.
+    """
     found = [process for process in processes.marked(token) if process.pid == pid]
     return [*found, *(child for process in found for child in processes.descendants(process))]
 
@@ -169,7 +208,7 @@ def tree(pid: int, token: str) -> list[Any]:
 async def _launch_all(
     home: ClusterDir, devices: Sequence[Device], environment: dict[str, str], fork: Fork | None, ports: Iterable[int]
 ) -> tuple[int, dict[int, int]]:
-    """Start all processes; returns (pid of the controller, pids of the engines by rank)."""
+    """Start all processes; return (process id of the controller, process ids of the engines by rank)."""
     cluster = ipyparallel.Cluster(
         engines=DeviceEngineSetLauncher,
         profile_dir=str(home.path),
@@ -191,7 +230,8 @@ async def _launch_all(
         environment=dict(environment),
         fork=fork,
     )
-    # ipyparallel.Cluster.from_file finds the cluster, too. It is written once, and no more when processes end.
+    # Keep this file, so that ipyparallel.Cluster.from_file works. Clear its name, so that ipyparallel does not rewrite
+    # it when a process ends.
     os.chmod(cluster.cluster_file, 0o600)
     cluster.cluster_file = ""
     launchers = cluster.engine_set.launchers  # pyright: ignore[reportOptionalMemberAccess]  # they were just started
@@ -200,7 +240,14 @@ async def _launch_all(
 
 
 async def launch_controller(home: ClusterDir, environment: dict[str, str], address: str, ports: Iterable[int]) -> int:
-    """Start a controller alone, which listens as `controller_arguments` has it; returns its process id."""
+    """Start a controller without engines; return its process id.
+
+    Args:
+        home: Folder of the cluster.
+        environment: Environment of the controller.
+        address: Address to listen at.
+        ports: Free ports, see `controller_arguments`.
+    """
     cluster = ipyparallel.Cluster(
         profile_dir=str(home.path),
         cluster_id=home.name,
@@ -217,6 +264,17 @@ async def launch_controller(home: ClusterDir, environment: dict[str, str], addre
 
 
 def connect_to(home: ClusterDir, controller_pid: int, token: str) -> ipyparallel.Client:
+    """Wait for a controller and return a client of it.
+
+    Args:
+        home: Folder of the cluster.
+        controller_pid: Process id of the controller.
+        token: Unique id of the cluster.
+
+    Raises:
+        ClusterError: If the controller ended or does not answer.
+    """
+
     def read() -> dict[str, Any] | None:
         try:
             return read_connection(home)
@@ -227,7 +285,7 @@ def connect_to(home: ClusterDir, controller_pid: int, token: str) -> ipyparallel
                 ) from None
             return None
 
-    # ipyparallel would import numpy with its first message, for arrays, of which ours have none.
+    # ipyparallel would import numpy at its first message, for arrays. Our messages have none.
     can_map.pop("numpy.ndarray", None)
     connection = _poll(read, START_SECONDS, lambda: f"the controller of {home.name!r} is not ready\n{_logs(home)}")
     try:
@@ -243,7 +301,7 @@ def _await_engines(
     token: str,
     cancelled: Callable[[], bool],
 ) -> list[EngineEntry]:
-    """Wait until the engine of each of these ranks has answered which rank it is."""
+    """Wait until the engine of each of these ranks has answered."""
     roll, register = EngineRegistration(Calls(client)), EngineWatch(client)
     asked = _busy_elsewhere(home)
     found: dict[int, EngineEntry] = {}
@@ -270,7 +328,7 @@ def _await_engines(
 
 
 def _busy_elsewhere(home: ClusterDir) -> set[int]:
-    """Engines that are known already; they may be busy for long, so they are not asked."""
+    """Return the ids of known engines. They may be busy for long, so they are not asked."""
     state = home.read()
     return {engine.engine_id for engine in state.engines} if state is not None else set()
 
@@ -285,7 +343,7 @@ def _poll(check: Callable[[], Any], seconds: float, what: Callable[[], str]) -> 
 
 
 def _logs(home: ClusterDir) -> str:
-    """The last lines of every log, and where to read on."""
+    """Return the last lines of every log, and where to read more."""
     parts = []
     for path in sorted(home.log.glob("*.log")):
         lines = path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
