@@ -1,7 +1,7 @@
 """Shared memory between the CPU ranks of one host: a torch.distributed backend, and tensors that peers read in place.
 
-segments (files), memory (tensors in them) → meeting (numbers on which ranks wait) → rounds, messages (collectives of
-any tensors) → hierarchy (the same over several hosts) → process_group (the backend).
+memfd (files), shared_tensors (tensors in them) → sync_page (numbers on which ranks wait) → staged_collectives, p2p
+(collectives and messages of any tensors) → hierarchical (the same over several hosts) → process_group (the backend).
 """
 
 from speedlab.comm.shared.process_group import BACKEND, SharedGroup, SpanningGroup, leave_all, register

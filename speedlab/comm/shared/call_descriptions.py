@@ -1,11 +1,10 @@
-"""How a rank describes a call to its peers: as numbers that all compare, and as a sentence for errors.
+"""Descriptions of collective calls: as integers that ranks compare, and as sentences for errors.
 
-1. `call` packs (operation, dtype, reduction, root) and the number of elements into two words; `with_sizes` adds a
-   digest of the sizes of a list of tensors. Equal words mean the same call.
-2. The words are unpacked into a sentence (`described`), and the source line is searched (`source_line`), only for an
-   error.
-3. Asynchronous calls run on a thread whose stack says nothing about the caller. So `origin` keeps the code and the
-   instruction of the caller when such a call is started; its line, too, is searched only for an error.
+1. `call` packs (operation, dtype, reduction, root) and the number of elements into two words. `call_of` adds a digest
+   of the sizes of several tensors. Equal words mean the same call.
+2. Only errors unpack the words into a sentence (`described`) and search the source line (`source_line`).
+3. Asynchronous calls run on a thread whose stack does not show the caller. So `origin` keeps code and instruction of
+   the caller when the call starts. Only errors search the line.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import cuda_ops
 
 
 class Op(IntEnum):
-    """What a rank may call."""
+    """Operations of a group."""
 
     BARRIER = 1
     ALL_REDUCE = 2
@@ -45,13 +44,13 @@ class Call(NamedTuple):
     """One call, as the ranks compare it."""
 
     kind: int
-    """Operation, dtype, reduction and root, 8, 8, 8 and 32 bits from the lowest on."""
+    """Operation, dtype, reduction and root, in 8, 8, 8 and 32 bits from the lowest on."""
     elements: int
-    """Of all its tensors; what "elements" means for each operation is in `described`."""
+    """Elements of all tensors of the call; `described` shows what they mean for each operation."""
     digest: int = 0
-    """32 bits of the sizes and dtypes of its tensors, if there are several."""
+    """32-bit digest of the sizes and dtypes of several tensors; 0 for one."""
     note: str = ""
-    """Why the arguments of this rank were refused; not compared. The kind is negative then."""
+    """Why this rank refused its arguments; not compared. Then `kind` is negative."""
 
 
 _DTYPES: list[torch.dtype] = sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str)
@@ -69,7 +68,15 @@ def call(
     reduction: dist.ReduceOp.RedOpType | None = None,
     root: int = -1,
 ) -> Call:
-    """A call of one tensor, or of equal ones. `root`: an index in the group, -1 for operations without one."""
+    """Return the description of a call with one tensor, or with equal ones.
+
+    Args:
+        op: Operation.
+        dtype: Type of the elements.
+        elements: Number of elements.
+        reduction: Kind of the reduction.
+        root: Index in the group; -1 for operations without a root.
+    """
     code = op if dtype is None else op | _CODES[dtype] << 8
     if reduction is not None:
         code |= _OPERATORS[reduction] << 16
@@ -83,7 +90,14 @@ def call_of(
     reduction: dist.ReduceOp.RedOpType | None = None,
     root: int = -1,
 ) -> Call:
-    """A call of `tensors`, which are carried out one after the other."""
+    """Return the description of a call with several tensors, which are processed one after another.
+
+    Args:
+        op: Operation.
+        tensors: At least one tensor.
+        reduction: Kind of the reduction.
+        root: Index in the group; -1 for operations without a root.
+    """
     if len(tensors) == 1:
         return call(op, tensors[0].dtype, tensors[0].numel(), reduction=reduction, root=root)
     sizes = [(str(tensor.dtype), tensor.numel()) for tensor in tensors]
@@ -93,12 +107,24 @@ def call_of(
 
 
 def refused(op: Op, error: ValueError) -> Call:
-    """A call whose arguments this rank has refused."""
+    """Return the description of a call whose arguments this rank refused.
+
+    Args:
+        op: Operation.
+        error: Reason.
+    """
     return Call(-int(op), 0, 0, str(error))
 
 
 def described(kind: int, elements: int, digest: int, ranks: Sequence[int]) -> str:
-    """'all_reduce (sum) of 4 float32'. `ranks`: the names of the ranks of the group."""
+    """Return a sentence such as 'all_reduce (sum) of 4 float32'.
+
+    Args:
+        kind: See `Call`.
+        elements: See `Call`.
+        digest: See `Call`.
+        ranks: Names of the group's ranks.
+    """
     if kind == 0:
         return "no call yet"
     if kind < 0:
@@ -116,11 +142,20 @@ def described(kind: int, elements: int, digest: int, ranks: Sequence[int]) -> st
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """The number of a dtype in a word, at most 8 bits."""
+    """Return the number of a dtype, at most 8 bits.
+
+    Args:
+        dtype: Any dtype.
+    """
     return _CODES[dtype]
 
 
 def dtype_name(code: int) -> str:
+    """Return the name of a dtype without 'torch.'.
+
+    Args:
+        code: Result of `dtype_code`.
+    """
     return str(_DTYPES[code - 1]).removeprefix("torch.")
 
 
@@ -132,25 +167,24 @@ Frames = list[tuple[CodeType, int]]
 _OWN = (
     *(str(Path(each).parent) + "/" for each in (torch.__file__, cuda_ops.__file__)),
     str(Path(__file__).parents[2]) + "/",
-    str(Path(torch.__file__).parents[1] / "typing_extensions.py"),  # Its decorator is around deprecated collectives.
+    str(Path(torch.__file__).parents[1] / "typing_extensions.py"),  # Its decorator wraps deprecated collectives.
     "<frozen",
 )
-"""Files that are not the user's: torch's and SpeedLab's; Python's own are those of `_LIBRARY`."""
+"""Files of torch and SpeedLab, which are skipped in a search for the user's line. `_LIBRARY` has Python's own files."""
 
 _LIBRARY = str(Path(threading.__file__).parent) + "/"
 
 _MOST_FRAMES = 64
 
 _own_code: dict[CodeType, bool] = {}
-"""Whether code is from one of these files. Filled by asynchronous calls, which look at a few frames each."""
+"""Whether code is from one of these files. A cache, because asynchronous calls check some frames each."""
 
 _started = threading.local()
-"""`frames`: of the caller whose asynchronous call this thread carries out."""
+"""`frames`: the caller of the asynchronous call that this thread executes."""
 
 
 def origin() -> Frames:
-    """Where the caller of an asynchronous collective is, up to the first frame of the user's. Formatting waits until
-    there is an error."""
+    """Return the frames from the caller of an asynchronous collective to the user's first frame, without formatting."""
     frames: Frames = []
     frame = sys._getframe(1)
     while frame is not None and len(frames) < _MOST_FRAMES:
@@ -163,13 +197,20 @@ def origin() -> Frames:
 
 
 def carrying_out(frames: Frames | None) -> None:
-    """This thread now carries out what was started at `frames`."""
+    """Set the frames of the call that this thread now executes.
+
+    Args:
+        frames: Result of `origin`, or None.
+    """
     _started.frames = frames
 
 
 def source_line() -> str:
-    """'train.py:12 in main: dist.all_reduce(x)': the innermost line that is not torch's or SpeedLab's; else SpeedLab's
-    innermost line outside of this package."""
+    """Return a line such as 'train.py:12 in main: dist.all_reduce(x)'.
+
+    This is the innermost line outside of torch and SpeedLab; otherwise SpeedLab's innermost line outside of this
+    package.
+    """
     frames = getattr(_started, "frames", None) or origin()
     for code, instruction in frames:
         if not _is_own(code):

@@ -1,9 +1,9 @@
-"""Collectives of a group whose ranks are on several hosts: shared memory within a host, gloo between hosts.
+"""Collectives of a group over several hosts: shared memory inside a host, gloo between hosts.
 
-The first rank of each host is its leader. Only leaders speak to other hosts, so nothing crosses the network more often
-than it must, however many ranks a host has. L ranks a host, H hosts, N elements in all:
+The first rank of each host is its leader. Only leaders send to other hosts, so no value crosses the network more often
+than necessary, for any number of ranks per host. L ranks per host, H hosts, N elements in all:
 
-| collective     | 1. within each host            | 2. between leaders, elements each sends           | 3. within    |
+| collective     | 1. inside each host            | 2. between leaders, elements each sends           | 3. inside    |
 |----------------|--------------------------------|---------------------------------------------------|--------------|
 | all_reduce     | all-reduce                     | reduce a block each, spread them: 2 N (H - 1) / H | broadcast    |
 | reduce_scatter | all-reduce of all slices       | reduce the slices of the own host: N (H - 1) / H  | broadcast    |
@@ -11,11 +11,12 @@ than it must, however many ranks a host has. L ranks a host, H hosts, N elements
 | broadcast      | broadcast on the source's host | broadcast                                         | broadcast    |
 | barrier        | barrier                        | barrier                                           | barrier      |
 
-Before that, the ranks of each host compare the call in shared memory, then the leaders compare it (`meet`): 24 bytes to
-each other host, in their own trip. The ranks of a host whose leader finds a mismatch hear of it when they wait for it.
+First, the ranks of each host compare the call in shared memory, then leaders compare it (`meet`): 24 bytes to each
+other host, as a separate message. If a leader finds a mismatch, the ranks of its host see it when they wait for the
+leader.
 
-Sums are taken in rank order within a host, then in the order of hosts: all ranks get the same bits, and so do an
-all-reduce and a reduce-scatter. 16-bit floats are rounded after each of the two.
+Sums are taken in rank order inside a host, then in the order of hosts. So all ranks get the same bits, and an
+all-reduce equals a reduce-scatter. 16-bit floats are rounded after each of the two sums.
 """
 
 from __future__ import annotations
@@ -38,19 +39,22 @@ from speedlab.comm.shared.staged_collectives import PAIRWISE, StagedCollectives
 from speedlab.comm.timeouts import wait_for
 
 _MISMATCH = (0, 0, 0)
-"""The words of a leader whose host has found a mismatch inside."""
+"""Words of a leader whose host has found a mismatch inside."""
 
 _TEXT_BYTES = 1200
-"""Of what a leader sends about its call to the other hosts, after a mismatch."""
+"""Bytes of the text about its call that a leader sends to other hosts after a mismatch."""
 
 
 class Hierarchy:
-    """The collectives of one group. They must be called in the same order on all ranks, each after `announce` and
-    `meet`.
+    """The collectives of one group. All ranks call them in the same order, each after `announce` and `meet`.
 
-    `hosts`: the ranks of each host (indices in the group), leader first; `names`: what errors call the group's ranks.
-    `inside`: the collectives of this rank's host. `between`: of a leader, a gloo group of the leaders in the order of
-    `hosts`; None on other ranks. `host_names`: what errors call the hosts.
+    Args:
+        hosts: Ranks of each host (indices in the group), leader first.
+        index: Index of this rank in the group.
+        names: Names of the ranks in errors.
+        inside: Collectives of this rank's host.
+        between: On leaders, a gloo group of the leaders in the order of `hosts`; None on other ranks.
+        host_names: Names of the hosts in errors.
     """
 
     def __init__(
@@ -75,23 +79,37 @@ class Hierarchy:
         return self._place == 0
 
     def limit(self, seconds: float) -> None:
-        """How long collectives from now on wait for peers of other hosts."""
+        """Set the timeout for peers on other hosts.
+
+        Args:
+            seconds: Timeout of later collectives.
+        """
         if self._between is not None:
             self._between._set_default_timeout(timedelta(seconds=seconds))
 
     def leave(self) -> None:
-        """Close the connections to other hosts: leaders that wait for this one fail at once."""
+        """Close the connections to other hosts, so that waiting leaders fail at once."""
         self._between = None
 
     # ---- the same call on all ranks ----------------------------------------------------------------------------------
 
     def announce(self, call: Call) -> None:
-        """The next collective is this call. Raises the earlier error of the group, if there was one."""
+        """Set the call of the next collective.
+
+        Args:
+            call: Description of the call.
+
+        Raises:
+            PeerLost: The earlier error of this group, if there was one.
+        """
         self._inside.announce(call)
 
     def meet(self) -> None:
-        """Compare the call with those of all ranks. Raises CollectiveMismatch, on other ranks of this host than the
-        leader at their next wait for it."""
+        """Compare the call with those of all ranks.
+
+        Raises:
+            CollectiveMismatch: If calls differ. Other ranks of this host raise it at their next wait for the leader.
+        """
         try:
             self._inside.agree()
         except CollectiveMismatch as error:
@@ -104,15 +122,21 @@ class Hierarchy:
                 raise self._inside.mismatch(problem)
 
     def mismatch(self, reason: str) -> PeerLost:
-        """The error of the call, for a `reason` that all ranks have found."""
+        """Return the error of the call.
+
+        Args:
+            reason: Found by all ranks.
+        """
         return self._inside.mismatch(reason)
 
     def agree(self) -> None:
-        """Let the other ranks of this host wait until its leader has compared the call with the other hosts."""
+        """Let this host's ranks wait until their leader has compared the call with other hosts."""
         self._inside.barrier()
 
     def _compare(self, words: tuple[int, int, int], problem: str = "") -> str:
-        """What is wrong if another leader has other `words`, else ''. `problem`: the mismatch inside this host."""
+        """Return the mismatch if another leader has other `words`, otherwise ''. `problem`: a mismatch inside this
+        host.
+        """
         own = torch.tensor(words)
         others = [torch.empty_like(own) for _ in self._hosts]
         others[self._host] = own
@@ -134,7 +158,7 @@ class Hierarchy:
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank arrives."""
         self._inside.barrier()
         if self._leads:
             with self._naming_lost_hosts():
@@ -142,7 +166,12 @@ class Hierarchy:
         self._inside.barrier()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Reduce contiguous `tensor` over the ranks, in place."""
+        """Reduce a tensor over the ranks, in place.
+
+        Args:
+            tensor: Contiguous.
+            op: Kind of the reduction.
+        """
         flat = tensor.view(-1)
         if flat.numel() == 0:
             self.agree()
@@ -162,8 +191,13 @@ class Hierarchy:
     def reduce_scatter(
         self, out: Tensor, slices: Sequence[Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
-        """`out` = the reduction of what every rank has as slice number `index`. All slices contiguous and equally
-        long."""
+        """Reduce slice number `index` of every rank into `out`.
+
+        Args:
+            out: Contiguous.
+            slices: One contiguous tensor per rank, each of the size of `out`.
+            op: Kind of the reduction.
+        """
         if out.numel() == 0:
             self.agree()
             return
@@ -181,7 +215,12 @@ class Hierarchy:
         out.view(-1).copy_(_divided(summed, self._size) if average else summed)
 
     def all_gather(self, outs: Sequence[Tensor], part: Tensor) -> None:
-        """outs[k] = rank k's `part`; all contiguous and of the same size. `part` may be its own place in `outs`."""
+        """Gather every rank's `part`: outs[k] comes from rank k.
+
+        Args:
+            outs: One contiguous tensor per rank.
+            part: Contiguous, same size; may be this rank's tensor in `outs`.
+        """
         if part.numel() == 0:
             self.agree()
             return
@@ -196,7 +235,12 @@ class Hierarchy:
                 outs[k].view(-1).copy_(row)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copy contiguous `tensor` from rank `source` (an index in the group) to all, in place."""
+        """Copy a tensor from one rank to all, in place.
+
+        Args:
+            tensor: Contiguous.
+            source: Index of the sender in the group.
+        """
         if tensor.numel() == 0:
             self.agree()
             return
@@ -214,7 +258,7 @@ class Hierarchy:
     # ---- between leaders ---------------------------------------------------------------------------------------------
 
     def _reduce(self, blocks: Sequence[Tensor], op: dist.ReduceOp.RedOpType) -> None:
-        """Reduce this host's block, blocks[host] (n,), over what all leaders have there, in place."""
+        """Reduce this host's block, blocks[host] (n,), over the leaders, in place."""
         own = blocks[self._host]
         terms = [own if host == self._host else torch.empty_like(own) for host in range(len(blocks))]
         self._exchange(blocks, terms)
@@ -224,11 +268,11 @@ class Hierarchy:
             own.copy_(functools.reduce(PAIRWISE[op], terms))
 
     def _spread(self, blocks: Sequence[Tensor]) -> None:
-        """Fill each host's block, blocks[h] (n_h,), with what its leader has there."""
+        """Copy each host's block, blocks[h] (n_h,), from its leader."""
         self._exchange([blocks[self._host]] * len(blocks), blocks)
 
     def _exchange(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> None:
-        """Send sent[h] to the leader of host h, and take received[h] from it. (Both sides know what is empty.)"""
+        """Send sent[h] to the leader of host h, and receive received[h]. Both sides skip empty tensors."""
         gloo, works = self._gloo(), []
         with self._naming_lost_hosts():
             for host in range(len(self._hosts)):
@@ -246,8 +290,7 @@ class Hierarchy:
 
     @contextlib.contextmanager
     def _naming_lost_hosts(self) -> Iterator[None]:
-        """Around the start of what goes between hosts, too: gloo raises there where it knows by then that a connection
-        was closed, and while it is waited for otherwise."""
+        """Name the waiting leaders in errors of gloo, which may already be raised when a transfer starts."""
         try:
             yield
         except RuntimeError as error:
@@ -262,17 +305,22 @@ class Hierarchy:
 
 
 def host_of(index: int, hosts: Sequence[Sequence[int]]) -> int:
-    """The number of the host on which a rank is."""
+    """Return the number of a rank's host.
+
+    Args:
+        index: Index of the rank in the group.
+        hosts: Ranks of each host.
+    """
     return next(host for host, ranks in enumerate(hosts) if index in ranks)
 
 
 def _bytes(flat: Tensor) -> Tensor:
-    """gloo knows fewer dtypes than torch; copies need none."""
+    """Return the tensor as bytes: gloo supports fewer dtypes than torch, and copies need no dtype."""
     return flat.detach().view(torch.uint8)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What a mean is taken in, so that its sum neither overflows nor wraps around."""
+    """Return the dtype in which a mean is computed, so that its sum neither overflows nor wraps."""
     if not dtype.is_floating_point:
         return torch.int64
     return torch.float32 if dtype.itemsize == 2 else dtype

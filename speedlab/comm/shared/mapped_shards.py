@@ -1,13 +1,12 @@
-"""A tensor in equal pieces that lie with the ranks of one host: every rank maps the pieces of all where they are, so
-that it has the whole without copying it.
+"""A tensor whose shards are owned by the ranks of one host. Every rank maps all shards, so it has the whole without a
+copy.
 
-1. A rank's piece begins at the same place of a page in its own memory as in the whole. So all pages that are of one
-   rank alone are mapped; of those in which two pieces meet each rank has its own, and copies those few bytes.
-2. Pages are mapped privately: who writes into the whole writes into a copy of the page, which nobody else sees. The
-   system tells which pages are such copies (pagemap); they are dropped when the whole comes again, so that it has the
-   owners' values each time.
-3. Values are those that the pieces' owners have there. None of them writes while a peer has the whole
-   (`SyncPage.hold`).
+1. A shard begins at the same offset of a page in its owner's memory as in the whole. So all pages of one rank only are
+   mapped. Pages with parts of two shards are private, and their few bytes are copied.
+2. Pages are mapped privately: a write to the whole goes to a copy of the page that no other rank sees. The system
+   reports which pages are such copies (pagemap). They are dropped when the whole is gathered again, so that it has the
+   owners' values.
+3. Values are those in the owners' memory. No owner writes while a peer holds the whole (`SyncPage.hold`).
 """
 
 from __future__ import annotations
@@ -28,34 +27,36 @@ from speedlab.comm.shared.sync_page import SyncPage
 
 _PAGE = mmap.PAGESIZE
 _ENTRY = 8
-"""Bytes that pagemap has for a page."""
+"""Bytes of a pagemap entry, one per page."""
 
 _KIND, _FROM_FILE = 61, 1
-"""Of such an entry: bits 63 to 61 are "present", "swapped" and "of a file, or shared"."""
+"""Bits 63 to 61 of such an entry: "present", "swapped", and "of a file, or shared"."""
 
 
 class MappedArena(Protocol):
-    """An arena, of this process or of another one."""
+    """An arena of this process or of another one."""
 
     def address(self, extent: int, offset: int) -> int: ...
     def map_at(self, address: int, nbytes: int, extent: int, offset: int) -> None: ...
 
 
 class _ShardPages:
-    """Where the piece of one rank stands in the whole: [start, end), of which [low, high) are pages of it alone."""
+    """One rank's shard in the whole, at [start, end); [low, high) are pages of this shard only."""
 
     def __init__(self, start: int, nbytes: int) -> None:
         self.start, self.end = start, start + nbytes
         self.low = min(-(-self.start // _PAGE) * _PAGE, self.end)
         self.high = max(self.end // _PAGE * _PAGE, self.low)
         self.mapped: tuple[MappedArena, int, int] | None = None
-        """What is mapped there: (memory, extent, offset)."""
+        """What is mapped here: (memory, extent, offset)."""
         self._torn = False
-        """Whether nothing may be mapped there at all."""
+        """Whether the pages may be unmapped after an interrupted change."""
 
     def take(self, memory: MappedArena, extent: int, offset: int, *, mapping: bool) -> None:
-        """Have the values that stand there, by `mapping` where that can be done. Raises OSError when they are gone with
-        their process."""
+        """Get the shard's values: map them if `mapping` and possible, otherwise copy them.
+
+        Raises OSError if the memory is gone with its process.
+        """
         source = memory.address(extent, offset)
         if not mapping or self.mapped != (memory, extent, offset):
             self.separate()
@@ -71,32 +72,42 @@ class _ShardPages:
         try:
             memory.map_at(self.low, self.high - self.low, extent, offset + self.low - self.start)
             self.mapped = memory, extent, offset
-        except (MemoryError, OSError):  # Too many mappings or files, say: it is copied.
+        except (MemoryError, OSError):  # For instance too many mappings or files: copy the shard.
             self._torn = True
             self.separate()
 
     def separate(self) -> None:
-        """Memory of its own, with any values."""
+        """Replace mapped pages by private memory with undefined values."""
         if self._torn or self.mapped is not None:
-            self.mapped, self._torn = None, True  # First: what follows may be cut off, or fail.
+            self.mapped, self._torn = None, True  # Set the flags first: the next line may be interrupted, or fail.
             map_anew(self.low, self.high - self.low)
             self._torn = False
 
     def drop_copies(self) -> None:
-        """Pages that were written here show their owner's values again."""
+        """Drop local copies of written pages, so that the owner's values are visible again."""
         if not drop_copies(self.low, self.high - self.low):
             self.separate()
 
 
 class MappedShards:
-    """`tensor` (n × m,), with the values of all pieces while it is `here`. Whoever reads it at other times finds the
-    present values of some, or others."""
+    """A tensor (n × m,) of mapped shards. `tensor` has all values while `here` is true; otherwise its values are
+    undefined.
+    """
 
     _all_mappings = 0
-    """That those of this process may take."""
+    """Upper bound for the mappings of this process."""
 
     def __init__(self, numel: int, dtype: torch.dtype, size: int) -> None:
-        """Raises OSError where there are no addresses for it."""
+        """Reserve addresses.
+
+        Args:
+            numel: Number of elements over all ranks.
+            dtype: Type of the elements.
+            size: Number of ranks.
+
+        Raises:
+            OSError: If there are no free addresses.
+        """
         nbytes = numel * dtype.itemsize
         pages = -(-nbytes // _PAGE)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
@@ -107,21 +118,35 @@ class MappedShards:
         self._start, self._pages = whole.data_ptr(), pages
         self._pieces = [_ShardPages(self._start + k * nbytes // size, nbytes // size) for k in range(size)]
         self._used: tuple[SyncPage, int] | None = None
-        """The offer whose memory is in use here."""
+        """The offer whose memory this tensor maps."""
         self._mappings = _mappings_of(size)
         MappedShards._all_mappings += self._mappings
 
     @classmethod
     def fits(cls, size: int) -> bool:
-        """Whether the system maps as this needs, and allows this process the mappings of one more, of so many ranks,
-        beside as many for others."""
+        """Return whether the system supports such mappings and allows this process another one.
+
+        At most half of the allowed mappings are used.
+
+        Args:
+            size: Number of ranks.
+        """
         return cls._all_mappings + _mappings_of(size) <= _most_mappings() // 2 and _pages_follow()
 
     def materialize(self) -> None:
+        """Mark the values as present."""
         self.here = True
 
     def take(self, meeting: SyncPage, offer: int) -> None:
-        """Have the values of an offer of all ranks; waits until all are offered. Raises as `SyncPage.addresses`."""
+        """Wait until all ranks have offered, and get the values of an offer.
+
+        Args:
+            meeting: Pages of the group's ranks.
+            offer: Number of the offer.
+
+        Raises:
+            PeerLost: If a peer's memory is gone; see also `SyncPage.addresses`.
+        """
         places = meeting.places(offer)
         mapping = meeting.can_hold(offer)
         self._drop_copies()
@@ -131,15 +156,16 @@ class MappedShards:
             except OSError as error:
                 raise meeting.gone(k, error) from error
         if mapping:
-            self._used = meeting, offer  # First: Ctrl-C may come between the two.
+            self._used = meeting, offer  # Set this first: an interrupt may arrive between the two lines.
             meeting.hold(offer)
 
     def separate(self) -> None:
-        """Nothing is mapped any more: whoever fills it writes into memory of this rank."""
+        """Replace all mapped pages by private memory, which the caller then fills."""
         for piece in self._pieces:
             piece.separate()
 
     def free(self) -> None:
+        """Release the shards, so that peers may change theirs."""
         self.here = False
         self._let_go()
 
@@ -151,11 +177,11 @@ class MappedShards:
 
     def __del__(self) -> None:
         MappedShards._all_mappings -= self._mappings
-        with suppress(Exception):  # At the end of the process, where nothing is left of what this needs.
+        with suppress(Exception):  # At the end of the process, the modules used here may be gone.
             self._let_go()
 
     def _drop_copies(self) -> None:
-        """Of the pages that were written here since they were mapped."""
+        """Drop pages that were written since they were mapped."""
         mapped = [piece for piece in self._pieces if piece.mapped is not None]
         kinds = None if not mapped else _kinds_of_pages(self._start, self._pages)
         for piece in mapped:
@@ -167,14 +193,16 @@ class MappedShards:
 
 
 def _mappings_of(size: int) -> int:
-    """A piece of each rank, and what stands around each."""
+    """Return the largest number of mappings: one per shard, and one around each."""
     return 2 * size + 1
 
 
 @cache
 def _pages_follow() -> bool:
-    """Whether private pages of a file that were read show what is written there later, as Linux's do: what mmap(2)
-    promises leaves that open."""
+    """Return whether private pages of a file show later writes to the file after they were read.
+
+    Linux does this; mmap(2) leaves it unspecified.
+    """
     file = create_file(_PAGE)
     try:
         written = Mapping(file.descriptor, _PAGE)
@@ -194,12 +222,14 @@ def _most_mappings() -> int:
     try:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
-        return 65_530  # Linux's own choice.
+        return 65_530  # Linux's default.
 
 
 def _kinds_of_pages(address: int, count: int) -> np.ndarray | None:
-    """(count,) of the pages from `address` on: 0 where nothing is there yet, else `_FROM_FILE` or not. None where the
-    system does not tell."""
+    """Return (count,) for the pages from `address` on: 0 for untouched pages, otherwise with or without `_FROM_FILE`.
+
+    None if the system does not report it.
+    """
     descriptor = _pagemap()
     if descriptor is None:
         return None
@@ -218,6 +248,6 @@ def _pagemap() -> int | None:
         return None
 
 
-# What a forked child inherits tells of its parent's memory.
+# An inherited descriptor would describe the memory of the parent process.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_pagemap.cache_clear)

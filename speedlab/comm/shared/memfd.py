@@ -1,7 +1,7 @@
-"""Anonymous files that the ranks of one host map: memory that has no name in any folder.
+"""Anonymous files that the ranks of one host map: memory without a name in any folder.
 
-A file lives as long as some process has it mapped, so nothing is left behind however a process ends, and it is not
-limited by the size of /dev/shm. A peer opens it through /proc, which the kernel allows to processes of the same user.
+A file lives as long as a process maps it. So nothing is left when processes end, and the size of /dev/shm is no limit.
+A peer opens the file through /proc, which the kernel allows to processes of the same user.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 import numpy as np
 
 _DROP_PAGES = 4
-"""MADV_DONTNEED of madvise(2): this process's view of them goes. What was written into private pages is lost."""
+"""MADV_DONTNEED of madvise(2): drop this process's view of the pages. Writes to private pages are lost."""
 
 _FIXED, NORESERVE = 0x10, 0x4000
-"""Flags of mmap(2): at this address, whatever is there; without counting it as memory that was promised."""
+"""Flags of mmap(2): map at this address and replace what is there; do not reserve swap space."""
 
 _ASYNC = 1
-"""MS_ASYNC of msync(2), which does nothing but look whether all pages are mapped."""
+"""MS_ASYNC of msync(2), which only checks whether all pages are mapped."""
 
 _FREE_PAGES = 9
-"""MADV_REMOVE of madvise(2): the file's pages go, from the memory of all who have mapped them; they read as zeros."""
+"""MADV_REMOVE of madvise(2): free the file's pages in all mappings; they then read as zeros."""
 
 
 def host_identity() -> str:
-    """Equal in two processes exactly when they can share memory: same kernel, same process numbers, same user.
+    """Return a text that is equal in two processes if and only if they can share memory.
 
-    SPEEDLAB_HOST, where it is set, is added: tests tell ranks of one machine apart with it.
+    It contains kernel, process namespace and user, and SPEEDLAB_HOST if set, with which tests simulate several hosts.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -55,9 +55,17 @@ def _library() -> Any:
 
 
 class Mapping:
-    """`nbytes` of a file from `offset` on, in this process's memory. Python's own mmap would keep a descriptor for it.
+    """A mapped part of a file. Python's own mmap would keep a descriptor open.
 
-    `bytes` (nbytes,) uint8 and every view of it keep it mapped. Raises MemoryError where that does not fit.
+    `bytes` (nbytes,) uint8 and all its views keep the memory mapped.
+
+    Args:
+        descriptor: File to map.
+        nbytes: Bytes to map.
+        offset: First byte in the file.
+
+    Raises:
+        MemoryError: If there is no room.
     """
 
     def __init__(self, descriptor: int, nbytes: int, offset: int = 0) -> None:
@@ -67,12 +75,12 @@ class Mapping:
 
 
 class _Mapped:
-    """What the arrays of a mapping rest on: it unmaps when the last of them is gone."""
+    """Base of the arrays of a mapping; unmaps after the last of them is gone."""
 
     _address = 0
 
     def __init__(self, descriptor: int, nbytes: int, offset: int) -> None:
-        self._unmap = _library().munmap  # Found now: at the end of the process modules are empty before objects go.
+        self._unmap = _library().munmap  # Look up munmap now: at exit, modules are cleared before objects are deleted.
         address = _map(None, nbytes, mmap.MAP_SHARED, descriptor, offset)
         self._address, self._nbytes = address, nbytes
         self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (nbytes,), "data": (address, False)}
@@ -83,17 +91,34 @@ class _Mapped:
 
 
 def map_over(address: int, nbytes: int, descriptor: int, offset: int) -> None:
-    """Map `nbytes` of a file from `offset` on privately in place of the whole pages at `address`: what is written there
-    stays with this process. Raises OSError, or MemoryError where that does not fit; then nothing may be there."""
+    """Map a part of a file privately over whole pages; writes stay in this process.
+
+    Args:
+        address: Address of the first page.
+        nbytes: Bytes to map.
+        descriptor: File to map.
+        offset: First byte in the file.
+
+    Raises:
+        OSError: If mapping fails; then the pages may be unmapped.
+        MemoryError: If there is no room; then the pages may be unmapped.
+    """
     _map(address, nbytes, mmap.MAP_PRIVATE | _FIXED | NORESERVE, descriptor, offset)
 
 
 def map_anew(address: int, nbytes: int) -> None:
-    """Memory of this process, with any values, in place of the whole private pages at `address`. Raises MemoryError
-    where there is none."""
+    """Replace whole private pages by memory of this process, with undefined values.
+
+    Args:
+        address: Address of the first page.
+        nbytes: Bytes to replace.
+
+    Raises:
+        MemoryError: If there is no memory.
+    """
     try:
         _map(address, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | NORESERVE, -1, 0)
-    except MemoryError:  # Where there are too many mappings, what was there still is, and will do.
+    except MemoryError:  # With too many mappings, the old pages are still mapped and can be used.
         if _library().msync(address, nbytes, _ASYNC) != 0:
             raise
 
@@ -104,24 +129,40 @@ def _map(address: int | None, nbytes: int, flags: int, descriptor: int, offset: 
     if mapped != ctypes.c_void_p(-1).value:
         return mapped
     code = ctypes.get_errno()
-    if code == errno.ENOMEM:  # No peer's fault, which an OSError is taken for.
+    if code == errno.ENOMEM:  # Not an OSError, which callers would attribute to a peer.
         raise MemoryError(f"{os.strerror(code)}: tried to allocate {nbytes} bytes")
     raise OSError(code, os.strerror(code))
 
 
 def drop_copies(address: int, nbytes: int) -> bool:
-    """Pages of `map_over` that were written show their file again. Whether that was possible: not of locked memory."""
+    """Drop written pages of `map_over`, so that they show their file again.
+
+    Args:
+        address: Address of the first page.
+        nbytes: Bytes.
+
+    Returns:
+        Whether it was possible; locked memory does not allow it.
+    """
     return _library().madvise(address, nbytes, _DROP_PAGES) == 0
 
 
 def free_pages(address: int, nbytes: int) -> bool:
-    """Give the memory of whole mapped pages back to the system; they read as zeros then. Whether that was possible."""
+    """Return the memory of whole mapped pages to the system; they then read as zeros.
+
+    Args:
+        address: Address of the first page.
+        nbytes: Bytes.
+
+    Returns:
+        Whether it was possible.
+    """
     return _library().madvise(address, nbytes, _FREE_PAGES) == 0
 
 
 @dataclass(frozen=True)
 class FileHandle:
-    """What a peer needs to open a file of another process's."""
+    """What a peer needs to open a file of another process."""
 
     pid: int
     descriptor: int
@@ -129,8 +170,11 @@ class FileHandle:
     inode: int
 
     def open(self) -> int:
-        """A descriptor of it, to be closed. Raises OSError when that process has ended, has closed it, or belongs to
-        another user."""
+        """Return a descriptor, which the caller closes.
+
+        Raises:
+            OSError: If that process has ended, has closed the file, or belongs to another user.
+        """
         descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(descriptor).st_ino != self.inode:
             os.close(descriptor)
@@ -138,29 +182,44 @@ class FileHandle:
         return descriptor
 
     def close(self) -> None:
-        """From now on no peer can open it; those that have it keep it. For the process that made it."""
+        """Close the file in the process that made it. Peers that have mapped it keep it."""
         os.close(self.descriptor)
 
 
 def create_file(nbytes: int) -> FileHandle:
-    """A new anonymous file of zeros."""
+    """Create an anonymous file of zeros.
+
+    Args:
+        nbytes: Size.
+    """
     descriptor = os.memfd_create("speedlab", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, nbytes)
     return FileHandle(os.getpid(), descriptor, nbytes, os.fstat(descriptor).st_ino)
 
 
 class AnonymousSegment(Mapping):
-    """The whole of an anonymous file."""
+    """A mapping of a whole anonymous file."""
 
     @classmethod
     def create(cls, nbytes: int) -> tuple[AnonymousSegment, FileHandle]:
-        """A new one, zeroed. The caller closes the handle when no peer shall open it any more."""
+        """Create a zeroed segment. The caller closes the handle when no more peers may open it.
+
+        Args:
+            nbytes: Size.
+        """
         handle = create_file(nbytes)
         return cls(handle.descriptor, nbytes), handle
 
     @classmethod
     def open(cls, handle: FileHandle) -> AnonymousSegment:
-        """A peer's. Raises OSError as `FileHandle.open` does."""
+        """Open a peer's segment.
+
+        Args:
+            handle: From the peer.
+
+        Raises:
+            OSError: See `FileHandle.open`.
+        """
         descriptor = handle.open()
         try:
             return cls(descriptor, handle.nbytes)

@@ -1,11 +1,11 @@
-"""How all ranks of a group on one host raise together when one of them has found a mismatch.
+"""How all ranks of a group on one host raise the same error after one of them finds a mismatch.
 
-1. The rank that finds it writes what it asked for, and from which source line, to its page, and raises FAULT.
-2. The others find the same mismatch by themselves, or see FAULT when they wait (within 30 ms), and do the same.
-3. Each reads what the others wrote and raises an error that names all of them. A rank that does not answer, because it
-   computes, is described by what its peers know about its last call; it raises at its next wait.
-4. The group stays broken: every later call raises the same error at once. The ranks must leave the group and meet in
-   a new one.
+1. The rank that finds the mismatch writes its call and source line to its page, and raises FAULT.
+2. The others find the same mismatch, or see FAULT while they wait (within 30 ms), and do the same.
+3. Each rank reads the texts of the others and raises an error that names all calls. A rank that does not answer,
+   because it computes, is described by what its peers know of its last call; it raises at its next wait.
+4. The group stays broken: every later call raises the same error at once. The ranks must leave the group and meet in a
+   new one.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from speedlab.comm.own_note import own_note
 from speedlab.comm.shared.call_descriptions import source_line
 
 TEXT_BYTES = 16384
-"""Of a rank's page: its length (8 bytes) and what the rank asked for, as JSON."""
+"""Bytes for a rank's text in its page: its length (8 bytes), and the call as JSON."""
 
 _ANSWER_SECONDS = 5.0
+"""Longest wait for the texts of other ranks if they find the same mismatch."""
 _LATE_SECONDS = 2.0
-"""Longest wait for what the others asked for: if they found the same mismatch, and if they may not wait at all."""
+"""Longest wait for the texts of other ranks if they may not be waiting at all."""
 
 _POLL_SECONDS = 1e-3
 _MOST_OF_REASON, _MOST_OF_CALL, _MOST_OF_LINE = 1200, 500, 350
-"""Characters of what a rank writes. As JSON, with six bytes for a character, they fit into TEXT_BYTES."""
+"""Most characters of a rank's texts. As JSON, with up to six bytes per character, they fit into TEXT_BYTES."""
 
 ADVICE = (
     "All ranks of the group must make the same calls with the same arguments, in the same order. "
@@ -41,14 +42,14 @@ ADVICE = (
 
 
 class GroupFault:
-    """The fault of one group, as one of its ranks sees it.
+    """The fault state of one group, as one of its ranks sees it.
 
     Args:
-        index: of this rank in the group.
-        ranks: names of the ranks in errors.
-        texts: address of each rank's text in this process.
-        flags: address of each rank's FAULT.
-        is_gone: whether a rank has left or its process has ended.
+        index: Index of this rank in the group.
+        ranks: Names of the ranks in errors.
+        texts: Address of each rank's text in this process.
+        flags: Address of each rank's FAULT.
+        is_gone: Returns whether a rank has left or its process has ended.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class GroupFault:
         self._flags, self._is_gone = [np.array([flag], dtype=np.int64) for flag in flags], is_gone
         self._lock = threading.Lock()
         self._problem: tuple[type[PeerLost], str] | None = None
-        """What every call raises from now on; no exception, which would keep frames and their tensors."""
+        """What every call raises from now on. Not an exception, which would keep frames and their tensors alive."""
 
     @property
     def is_open(self) -> bool:
@@ -71,7 +72,9 @@ class GroupFault:
         return any(self._has_answered(k) for k in range(len(self._flags)))
 
     def _has_answered(self, k: int) -> bool:
-        """Whether the text of rank k is there. No plain read: what k wrote before must be visible, too."""
+        """Return whether the text of rank k is complete. A plain read would not guarantee that its earlier writes are
+        visible.
+        """
         return wait_for_flags(self._flags[k], 1, 0, 0, False) < 0
 
     def check(self) -> None:
@@ -80,23 +83,32 @@ class GroupFault:
             raise self._again()
 
     def mismatch(self, reason: str, asked: str, known: Mapping[int, str], *, together: bool = True) -> PeerLost:
-        """The error of a mismatch.
+        """Return the error of a mismatch.
 
         Args:
-            reason: one sentence.
-            asked: what this rank asked for; its source line is added here.
-            known: what is known of other ranks, by index, for those that do not answer.
-            together: the others find the same mismatch now, so that they answer.
+            reason: One sentence.
+            asked: Call of this rank; its source line is added here.
+            known: Known calls of other ranks, by index, for ranks that do not answer.
+            together: Whether the others find the same mismatch now, so that they answer.
         """
         return self._settle(reason, asked, known, _ANSWER_SECONDS if together else _LATE_SECONDS, late=False)
 
     def late(self, reason: str, asked: str, limit_seconds: float) -> PeerLost:
-        """The error of a wait that took longer than its limit: a mismatch if all ranks wait, for different things; else
-        a lost peer."""
+        """Return the error of a timeout: a mismatch if all ranks wait, for different calls; otherwise a lost peer.
+
+        Args:
+            reason: One sentence.
+            asked: Call of this rank.
+            limit_seconds: Timeout of the wait.
+        """
         return self._settle(reason, asked, {}, min(limit_seconds, _LATE_SECONDS), late=True)
 
     def join(self, asked: str) -> PeerLost:
-        """The error of a rank that waits while another one has found a mismatch."""
+        """Return the error of a rank that waits while another rank has found a mismatch.
+
+        Args:
+            asked: Call of this rank.
+        """
         return self._settle("", asked, {}, _ANSWER_SECONDS, late=False)
 
     def _again(self) -> PeerLost:
@@ -105,7 +117,7 @@ class GroupFault:
         return kind(f"This group of ranks is closed since an earlier error. {text}")
 
     def _settle(self, reason: str, asked: str, known: Mapping[int, str], seconds: float, *, late: bool) -> PeerLost:
-        with self._lock:  # A thread of this rank may find the same mismatch at the same time.
+        with self._lock:  # Another thread of this rank may find the same mismatch concurrently.
             if self._problem is not None:
                 return self._again()
             own = {"reason": reason[:_MOST_OF_REASON], "asked": _asked_here(asked), "late": late}
@@ -150,7 +162,7 @@ class GroupFault:
         lines = "".join(f"\n  {named(ranks)}: {text}" for text, ranks in ranks_by_text.items())
         missing = [self._ranks[k] for k, answer in enumerate(answers) if answer is None]
         if found is not None and found["late"] and missing:
-            # These ranks compute, or are lost; no call is known to differ.
+            # Missing ranks compute, or are lost; no call is known to differ.
             own = answers[self._index]
             assert own is not None
             waited = f"rank {self._ranks[self._index]} waited for {named(missing)} in a collective"
@@ -164,7 +176,11 @@ def _asked_here(asked: str) -> str:
 
 
 def named(ranks: Sequence[int]) -> str:
-    """'rank 0', or 'ranks 1-3, 5'."""
+    """Return 'rank 0', or 'ranks 1-3, 5'.
+
+    Args:
+        ranks: Numbers of ranks.
+    """
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

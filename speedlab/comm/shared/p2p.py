@@ -1,5 +1,8 @@
-"""Messages between two ranks of a host: receives match by tag, first come first served. A send waits for its receiver
-only where many are on their way, and takes what comes meanwhile, so that any number may cross."""
+"""Messages between two ranks of a host. Receives match by tag, first come, first served.
+
+A send waits for its receiver only if many messages are in flight. While it waits, it takes incoming messages, so that
+any number may cross.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +25,15 @@ _POLL_SECONDS = 2e-4
 
 
 class Receive:
-    """A message that is expected: from whom (None: from anybody), with which tag, and where it goes."""
+    """An expected message: its tag and target."""
 
     def __init__(self, tensor: Tensor, tag: int) -> None:
         self.tensor, self.tag = tensor, tag
         self.dtype = dtype_code(tensor.dtype)
         self.source: int | None = None
-        """The peer it came from, once it is there."""
+        """The peer that sent it, after arrival."""
         self.unfit: tuple[int, int] | None = None
-        """(bytes, code of the dtype) of what came, if it does not fit."""
+        """(bytes, code of the dtype) of an arrived message that does not fit."""
 
 
 class P2PMailbox:
@@ -39,15 +42,21 @@ class P2PMailbox:
     def __init__(self, meeting: SyncPage) -> None:
         self._meeting = meeting
         self._free: list[Tensor] = []
-        """Buffers of messages that were copied."""
+        """Reusable buffers of delivered messages."""
         self._next = dict.fromkeys(meeting.peers, 0)
         """Number of the next message to take from each peer."""
         self._expected: dict[int, list[Receive]] = {peer: [] for peer in meeting.peers}
         self._early: dict[int, list[tuple[int, Tensor, int]]] = {peer: [] for peer in meeting.peers}
-        """Messages that came before anybody expected their tag: (tag, bytes, code of the dtype)."""
+        """Messages that arrived before a receive with their tag: (tag, bytes, code of the dtype)."""
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> None:
-        """Copy contiguous `tensor` and tell `peer`; it may change when this returns."""
+        """Copy a tensor and notify the receiver. The tensor may change after this call.
+
+        Args:
+            tensor: Contiguous.
+            peer: Index of the receiver in the group.
+            tag: Tag of the matching receive.
+        """
         self._meeting.faults.check()
         dtype = dtype_code(tensor.dtype)
         self._make_room(peer, lambda: f"send of {_described(tensor.nbytes, dtype)} to {self._name(peer)}, tag {tag}")
@@ -57,7 +66,13 @@ class P2PMailbox:
         self._meeting.send(peer, buffer, tensor.nbytes, tag, dtype)
 
     def expect(self, tensor: Tensor, peer: int | None, tag: int) -> Receive:
-        """Note that a message for contiguous `tensor` will come; call `finish` with what this returns."""
+        """Register a receive. Pass the result to `finish`.
+
+        Args:
+            tensor: Contiguous target.
+            peer: Index of the sender; None for any sender.
+            tag: Tag of the matching send.
+        """
         self._meeting.faults.check()
         receive = Receive(tensor, tag)
         for k in self._meeting.peers if peer is None else [peer]:
@@ -65,8 +80,15 @@ class P2PMailbox:
         return receive
 
     def finish(self, receive: Receive) -> None:
-        """Wait until the message is there. Raises PeerLost, naming the rank that did not send it; CollectiveMismatch
-        for a message of another size or dtype."""
+        """Wait until the message has arrived.
+
+        Args:
+            receive: Result of `expect`.
+
+        Raises:
+            PeerLost: If the message does not arrive; names the sender.
+            CollectiveMismatch: If the message has another size or dtype.
+        """
         deadline = time.monotonic() + self._meeting.timeout_seconds
         while not self.poll(receive):
             waiting = [peer for peer, expected in self._expected.items() if receive in expected]
@@ -74,7 +96,7 @@ class P2PMailbox:
             if len(waiting) == 1:
                 self._meeting.wait_message(waiting[0], self._next[waiting[0]], asked)
             else:
-                time.sleep(_POLL_SECONDS)  # From anybody: there is no one flag to wait for.
+                time.sleep(_POLL_SECONDS)  # With any sender, there is no single flag to wait for.
                 for peer in waiting:
                     self._meeting.look(peer, lambda: self.poll(receive), deadline, asked)
         if receive.unfit is not None:
@@ -85,7 +107,7 @@ class P2PMailbox:
         return f"recv of {_described(receive.tensor.nbytes, receive.dtype)} from {names}, tag {receive.tag}"
 
     def _mismatch(self, receive: Receive, nbytes: int, dtype: int) -> PeerLost:
-        assert receive.source is not None  # It has come.
+        assert receive.source is not None  # The message has arrived.
         asked, sent, source = self._asked(receive, [receive.source]), _described(nbytes, dtype), receive.source
         own = self._name(self._meeting.index)
         return self._meeting.faults.mismatch(
@@ -100,19 +122,30 @@ class P2PMailbox:
         return f"rank {self._meeting.ranks[peer]}"
 
     def is_over(self, receive: Receive) -> bool:
-        """Whether `finish` would not wait: the message is there, or the group was closed."""
+        """Return whether `finish` would not wait: the message has arrived, or the group is closed.
+
+        Args:
+            receive: Result of `expect`.
+        """
         return self.poll(receive) or self._meeting.faults.is_open
 
     def poll(self, receive: Receive) -> bool:
-        """Take what has come; whether `receive` is there now."""
+        """Take arrived messages and return whether `receive` is complete.
+
+        Args:
+            receive: Result of `expect`.
+        """
         for peer in [peer for peer, expected in self._expected.items() if receive in expected]:
             if receive.source is None:
                 self._take_from(peer)
         return receive.source is not None
 
     def _make_room(self, peer: int, asked: Callable[[], str]) -> None:
-        """Wait until one more message to `peer` can be told. It may itself wait for this rank, or for one that does, to
-        take what was sent: so that is done."""
+        """Wait until one more message to `peer` fits.
+
+        The peer may itself wait, directly or indirectly, for this rank to take messages. So this takes all incoming
+        messages.
+        """
         deadline = time.monotonic() + self._meeting.timeout_seconds
         while not self._meeting.has_room(peer):
             for other in self._meeting.peers:
@@ -121,7 +154,7 @@ class P2PMailbox:
             self._meeting.look(peer, lambda: self._meeting.has_room(peer), deadline, asked)
 
     def _take_from(self, peer: int, *, also_early: bool = False) -> None:
-        """Take what is expected from `peer`, or, `also_early`, everything that it has sent."""
+        """Take expected messages of `peer` or, with `also_early`, all its messages."""
         for receive in list(self._expected[peer]):
             for place, (tag, data, dtype) in enumerate(self._early[peer]):
                 if tag == receive.tag:
@@ -149,11 +182,11 @@ class P2PMailbox:
         if nbytes == receive.tensor.nbytes and dtype == receive.dtype:
             memmove(receive.tensor.data_ptr(), address, nbytes)
         else:
-            # The caller may wait for another message; this is the error of the receive that the message belongs to.
+            # Keep the error for this receive: the caller may be waiting for another message.
             receive.unfit = nbytes, dtype
 
     def _collect(self) -> None:
-        """Buffers whose messages were fetched are free again."""
+        """Reuse the buffers of messages that peers have fetched."""
         for peer, buffers in self._meeting.under_way.items():
             fetched = self._meeting.fetched_by(peer)
             while buffers and buffers[0][0] < fetched:
@@ -168,6 +201,6 @@ class P2PMailbox:
 
 
 def _described(nbytes: int, dtype: int) -> str:
-    """'4 float32'. `dtype`: its code (`calls`)."""
+    """Return '4 float32'. `dtype`: see `call_descriptions.dtype_code`."""
     name = dtype_name(dtype)
     return f"{nbytes // getattr(torch, name).itemsize:,} {name}"

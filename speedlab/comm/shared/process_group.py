@@ -1,16 +1,16 @@
 """The shared-memory backend of torch.distributed for CPU ranks: `init_process_group("shared")`.
 
-| the ranks of a group are …                       | the group is                                                      |
+| ranks of a group                                 | class                                                             |
 |--------------------------------------------------|-------------------------------------------------------------------|
-| on one host                                      | a SharedGroup                                                     |
-| on several hosts, on some of them more than one  | a SpanningGroup: shared memory within a host, gloo between hosts  |
-| each on a host of its own, or cannot share memory| gloo's                                                            |
+| on one host                                      | SharedGroup                                                       |
+| on several hosts, on some of them more than one  | SpanningGroup: shared memory inside a host, gloo between hosts    |
+| one per host, or without shared memory           | gloo's                                                            |
 
-What a group does not do itself (gather, scatter, reduce; of a SpanningGroup also all-to-all and messages) goes to gloo,
-which it carries along, after its ranks have compared the call in shared memory.
+Operations that a group does not implement (gather, scatter, reduce; in a SpanningGroup also all-to-all and messages)
+use the group's own gloo group, after its ranks have compared the call in shared memory.
 
-Every collective carries a description of the call (`calls.Call`), which all ranks compare before data moves. If a rank
-calls something else, all ranks raise CollectiveMismatch (`faults`).
+Every collective carries a description of its call (`call_descriptions.Call`), which all ranks compare before data are
+moved. If a rank makes another call, all ranks raise CollectiveMismatch (`mismatch`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from speedlab.comm.shared.work import Work, Worker
 from speedlab.comm.timeouts import wait_for
 
 BACKEND = "shared"
-"""The name under which torch.distributed knows it."""
+"""Name of the backend in torch.distributed."""
 
 _groups: weakref.WeakSet[StagedGroup] = weakref.WeakSet()
 
 
 class Collectives(Protocol):
-    """What carries out a group's collectives, on contiguous CPU tensors: Rounds or a Hierarchy."""
+    """The collectives of a group on contiguous CPU tensors: StagedCollectives or a Hierarchy."""
 
     def announce(self, call: Call) -> None: ...
     def agree(self) -> None: ...
@@ -60,9 +60,10 @@ class Collectives(Protocol):
 
 
 class StagedGroup(dist.ProcessGroup):
-    """The collectives of one group, as torch calls them; asynchronous ones are carried out by a thread.
+    """The collectives of one group, with torch's interface. A thread executes asynchronous ones.
 
-    `meeting` is that of this rank's host, which is the whole group or a part of it.
+    Attributes:
+        meeting: Pages of this rank's host, which has all ranks of the group or some of them.
     """
 
     def __init__(self, index: int, size: int, meeting: SyncPage, collectives: Collectives, gloo: Any) -> None:
@@ -75,26 +76,34 @@ class StagedGroup(dist.ProcessGroup):
         _groups.add(self)
 
     def getBackendName(self) -> str:  # noqa: N802
+        """Return the name of the backend."""
         return BACKEND
 
     def limit(self, seconds: float) -> None:
-        """How long collectives from now on wait for peers of this host."""
+        """Set the timeout for peers on this host.
+
+        Args:
+            seconds: Timeout of later collectives.
+        """
         self.meeting.timeout_seconds = seconds
 
     def leave(self) -> None:
-        """Take part no more: peers that wait for this rank fail at once."""
+        """Leave the group: peers that wait for this rank fail at once."""
         self._worker.stop()
         self.meeting.leave()
 
     def abort(self) -> None:
+        """Leave the group."""
         self.leave()
 
     def shutdown(self) -> None:
+        """Leave the group."""
         self.leave()
 
     # ---- reductions --------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """Reduce tensors over the ranks, in place."""
         opts = opts or dist.AllreduceOptions()
         asked = call_of(Op.ALL_REDUCE, tensors, reduction=opts.reduceOp.op)
         if not self._reduces(tensors, opts):
@@ -102,6 +111,7 @@ class StagedGroup(dist.ProcessGroup):
         return self._carry_out(asked, lambda: self._all_reduce_each(tensors, opts.reduceOp.op), opts, tensors)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """Reduce several tensors over the ranks, in place."""
         opts = opts or dist.AllreduceCoalescedOptions()
         asked = call_of(Op.ALL_REDUCE, tensors, reduction=opts.reduceOp.op)
         if not self._reduces(tensors, opts):
@@ -114,6 +124,7 @@ class StagedGroup(dist.ProcessGroup):
                 self._collectives.all_reduce(flat, op)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        """Reduce this rank's slice of each list of tensors."""
         opts = opts or dist.ReduceScatterOptions()
         asked = call_of(Op.REDUCE_SCATTER, outputs, reduction=opts.reduceOp.op)
         if not self._reduces(outputs, opts):
@@ -131,16 +142,19 @@ class StagedGroup(dist.ProcessGroup):
         return self._carry_out(asked, run, opts, outputs)
 
     def reduce_scatter_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Reduce this rank's slice of several tensors."""
         with self._telling_peers(Op.REDUCE_SCATTER):
             slices = [list(_rows(whole, self.size())) for whole in inputs]
         return self.reduce_scatter(outputs, slices, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Reduce this rank's slice of one tensor."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Gather each tensor into a list of tensors."""
         opts = opts or AllgatherOptions()
         asked = call_of(Op.ALL_GATHER, inputs)
         if not _on_cpu(inputs):
@@ -161,18 +175,22 @@ class StagedGroup(dist.ProcessGroup):
         return self._carry_out(asked, run, opts, outputs)
 
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
-        # Outputs by rank, then by tensor; `allgather` has them by tensor, then by rank.
+        # These outputs are by rank, then by tensor; `allgather` expects them by tensor, then by rank.
+        """Gather several tensors; outputs are ordered by rank."""
         return self.allgather([list(outs) for outs in zip(*outputs, strict=True)], inputs, opts)
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Gather several tensors into one tensor each."""
         with self._telling_peers(Op.ALL_GATHER):
             slices = [list(_rows(whole, self.size())) for whole in outputs]
         return self.allgather(slices, inputs, opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        """Gather one tensor into one tensor."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """Copy tensors from the root to all ranks."""
         opts = opts or dist.BroadcastOptions()
         asked = call_of(Op.BROADCAST, tensors, root=opts.rootRank)
         if not _on_cpu(tensors):
@@ -186,24 +204,27 @@ class StagedGroup(dist.ProcessGroup):
         return self._carry_out(asked, run, opts, tensors)
 
     def barrier(self, opts: Any = None) -> Any:
+        """Wait until all ranks arrive."""
         return self._carry_out(call(Op.BARRIER), self._collectives.barrier, opts or dist.BarrierOptions(), [])
 
-    # torch 2.11 and 2.12 know these under their older names.
+    # Older names of these methods in torch 2.11 and 2.12.
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]  # other argument names
     _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]  # as above
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]  # as above
 
     # ---- gloo's ------------------------------------------------------------------------------------------------------
-    # Named here, because ProcessGroup's own way to a backend may keep the GIL while it waits for a lock whose holder, a
-    # thread of gloo's, waits for the GIL (seen in all_to_all_single of torch 2.13).
+    # Call gloo directly. ProcessGroup's own dispatch may hold the GIL while it waits for a lock whose holder, a gloo
+    # thread, waits for the GIL (seen in all_to_all_single of torch 2.13).
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Any:
+        """Reduce tensors to the root, over gloo."""
         opts = opts or dist.ReduceOptions()
         asked = call_of(Op.REDUCE, tensors, reduction=opts.reduceOp.op, root=opts.rootRank)
         return self._by_gloo(asked, lambda: self._gloo.reduce(tensors, opts), opts, tensors)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Gather tensors on the root, over gloo."""
         opts = opts or dist.GatherOptions()
         if self.rank() == opts.rootRank:
             with self._telling_peers(Op.GATHER):
@@ -212,6 +233,7 @@ class StagedGroup(dist.ProcessGroup):
         return self._by_gloo(asked, lambda: self._gloo.gather(outputs, inputs, opts), opts, outputs)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Any:
+        """Scatter tensors from the root, over gloo."""
         opts = opts or dist.ScatterOptions()
         if self.rank() == opts.rootRank:
             with self._telling_peers(Op.SCATTER):
@@ -220,6 +242,7 @@ class StagedGroup(dist.ProcessGroup):
         return self._by_gloo(asked, lambda: self._gloo.scatter(outputs, inputs, opts), opts, outputs)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Send one tensor to each rank, over gloo."""
         opts = opts or dist.AllToAllOptions()
         with self._telling_peers(Op.ALL_TO_ALL):
             _check_parts(outputs, inputs, self.size())
@@ -228,12 +251,13 @@ class StagedGroup(dist.ProcessGroup):
             matched_parts(self._collectives, self._ranks, inputs, outputs)
             return self._gloo.alltoall(outputs, inputs, opts)
 
-        # How much each rank sends to each other one may differ.
+        # The description has no size: each pair of ranks may exchange a different number of elements.
         return self._by_gloo(call(Op.ALL_TO_ALL, inputs[0].dtype), start, opts, outputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_splits: list[int], input_splits: list[int], opts: Any = None
     ) -> Any:
+        """Send one part of a tensor to each rank, over gloo."""
         opts = opts or dist.AllToAllOptions()
         with self._telling_peers(Op.ALL_TO_ALL):
             outs, parts = _cut(output, output_splits, self.size()), _cut(input, input_splits, self.size())
@@ -248,18 +272,21 @@ class StagedGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single  # type: ignore[assignment]  # its name in torch 2.11 and 2.12
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> Any:
+        """Send a tensor, over gloo."""
         return self._gloo.send(tensors, destination, tag)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        """Receive a tensor, over gloo."""
         return self._gloo.recv(tensors, source, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        """Receive a tensor of any sender, over gloo."""
         return self._gloo.recv_anysource(tensors, tag)
 
     # ---- carrying out ------------------------------------------------------------------------------------------------
 
     def _carry_out(self, asked: Call, task: Callable[[], None], opts: Any, result: list[Any]) -> Any:
-        """Run `task`, the collective `asked`, here when the caller waits for it anyway, else on the group's thread."""
+        """Run the collective: in this thread if the caller would wait anyway, otherwise on the group's thread."""
         if self._worker.idle and not getattr(opts, "asyncOp", True):
             with torch.no_grad():
                 self._collectives.announce(asked)
@@ -278,7 +305,7 @@ class StagedGroup(dist.ProcessGroup):
         return self._worker.submit(quietly, result)
 
     def _by_gloo(self, asked: Call, start: Callable[[], Any], opts: Any, result: list[Any]) -> Any:
-        """As `_carry_out`, of a collective that `start` hands to gloo."""
+        """Run a collective that `start` passes to gloo; see `_carry_out`."""
 
         def run() -> None:
             self._collectives.agree()
@@ -288,13 +315,15 @@ class StagedGroup(dist.ProcessGroup):
 
     @contextlib.contextmanager
     def _telling_peers(self, op: Op) -> Iterator[None]:
-        """Around the check of the arguments of a collective. A rank that refuses them lets its peers know, which would
-        wait for it otherwise. The group's thread does that, so that the caller does not wait for the peers. The group
-        stays open if all ranks have made the same mistake."""
+        """Notify the peers if the arguments of a collective are refused; otherwise they would wait for this rank.
+
+        The group's thread does this, so that the caller does not wait. The group stays open if all ranks refuse the
+        same arguments.
+        """
         try:
             yield
         except ValueError as error:
-            with contextlib.suppress(PeerLost):  # The group is closed; the caller's own mistake is the news.
+            with contextlib.suppress(PeerLost):  # The group is closed; raise the caller's own mistake instead.
                 self._carry_out(refused(op, error), self._collectives.agree, None, [])
             raise
 
@@ -304,7 +333,7 @@ class StagedGroup(dist.ProcessGroup):
 
 
 class SharedGroup(StagedGroup):
-    """A group of ranks on one host: everything through shared memory."""
+    """A group of ranks on one host, with shared memory only."""
 
     def __init__(self, meeting: SyncPage, gloo: Any) -> None:
         self._rounds = StagedCollectives(meeting)
@@ -319,12 +348,14 @@ class SharedGroup(StagedGroup):
         input_splits: list[int],
         opts: Any = None,
     ) -> Any:
+        """Send one part of a tensor to each rank."""
         size = self.size()
         with self._telling_peers(Op.ALL_TO_ALL):
             outs, parts = _cut(output, output_splits, size), _cut(input, input_splits, size)
         return self.alltoall(outs, parts, opts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
+        """Send one tensor to each rank."""
         opts = opts or dist.AllToAllOptions()
         if not _on_cpu(inputs):
             return super().alltoall(outputs, inputs, opts)
@@ -346,14 +377,17 @@ class SharedGroup(StagedGroup):
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> Any:
+        """Copy a tensor to shared memory and notify the receiver."""
         for tensor in tensors:
             self._mailbox.send(tensor.detach().contiguous(), destination, tag)
         return Work(tensors)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        """Receive a tensor."""
         return self._receive(tensors[0], source, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
+        """Receive a tensor of any sender."""
         return self._receive(tensors[0], None, tag)
 
     def _receive(self, tensor: Tensor, source: int | None, tag: int) -> Any:
@@ -366,12 +400,12 @@ class SharedGroup(StagedGroup):
                 tensor.detach().copy_(target)
 
         work = Work([tensor], finish, there=lambda: self._mailbox.is_over(expected))
-        work._source_rank = lambda: expected.source  # type: ignore[method-assign]  # asked for after wait()
+        work._source_rank = lambda: expected.source  # type: ignore[method-assign]  # torch calls it after wait()
         return work
 
 
 class SpanningGroup(StagedGroup):
-    """A group of ranks on several hosts: shared memory within a host, gloo between hosts."""
+    """A group of ranks on several hosts: shared memory inside a host, gloo between hosts."""
 
     def __init__(self, index: int, size: int, meeting: SyncPage, hierarchy: Hierarchy, gloo: Any) -> None:
         super().__init__(index, size, meeting, hierarchy, gloo)
@@ -379,14 +413,20 @@ class SpanningGroup(StagedGroup):
 
     @property
     def hosts(self) -> list[list[int]]:
-        """The ranks of each host (indices in the group)."""
+        """Ranks of each host, as indices in the group."""
         return self._hierarchy.hosts
 
     def limit(self, seconds: float) -> None:
+        """Set the timeout for all peers.
+
+        Args:
+            seconds: Timeout of later collectives.
+        """
         super().limit(seconds)
         self._hierarchy.limit(seconds)
 
     def leave(self) -> None:
+        """Leave the group on this host and close the connections to other hosts."""
         super().leave()
         self._hierarchy.leave()
 
@@ -396,14 +436,14 @@ class SpanningGroup(StagedGroup):
                 self._hierarchy.meet()
                 task()
             except PeerLost:
-                self.leave()  # Ranks that wait for this one, here and on other hosts, cannot see whom it has lost.
+                self.leave()  # Leave, because ranks that wait for this one cannot see which peer it has lost.
                 raise
 
         return super()._carry_out(asked, run, opts, result)
 
 
 class _Contiguous:
-    """`tensor` as contiguous memory inside the block; copied back at its end where it was not."""
+    """Contiguous memory of a tensor inside this context, copied back at the end if necessary."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor.detach()
@@ -422,8 +462,9 @@ def _on_cpu(tensors: Sequence[Tensor]) -> bool:
 
 
 def _check_equal(name: str, many: Sequence[Tensor], one: Tensor, size: int) -> None:
-    """Raise ValueError unless `many` are as many tensors as ranks, each as large as `one` and of its dtype: memory is
-    copied by its bytes."""
+    """Raise ValueError unless there is one tensor per rank, each with the size and dtype of `one`. Copies are by
+    bytes.
+    """
     if len(many) != size:
         raise ValueError(f"{name}: a list of {len(many)} tensors, expected one for each of the {size} ranks")
     for k, tensor in enumerate(many):
@@ -435,8 +476,10 @@ def _check_equal(name: str, many: Sequence[Tensor], one: Tensor, size: int) -> N
 
 
 def _cut(whole: Tensor, sizes: list[int], count: int) -> list[Tensor]:
-    """`whole` in parts of these sizes along its first dimension, in equal ones by default. Raises ValueError if that is
-    not possible."""
+    """Split a tensor along its first dimension into parts of these sizes, or into equal ones.
+
+    Raises ValueError if that is not possible.
+    """
     rows = whole.shape[0] if whole.dim() else 0
     if sizes and sum(sizes) != rows:
         raise ValueError(f"all_to_all_single: a tensor of {rows} rows in parts of {sizes}, {sum(sizes)} in all")
@@ -446,7 +489,7 @@ def _cut(whole: Tensor, sizes: list[int], count: int) -> list[Tensor]:
 
 
 def _check_parts(outputs: Sequence[Tensor], inputs: Sequence[Tensor], size: int) -> None:
-    """Raise ValueError unless both are as many tensors as ranks, all of one dtype."""
+    """Raise ValueError unless there are as many outputs and inputs as ranks, all of one dtype."""
     if not len(outputs) == len(inputs) == size:
         raise ValueError(
             f"all_to_all: {len(inputs)} tensors to send and {len(outputs)} to receive, expected one of each for "
@@ -470,20 +513,20 @@ def _rows(whole: Tensor, size: int) -> Sequence[Tensor]:
 
 
 def register() -> None:
-    """Make the backend known to torch.distributed; a second time changes nothing."""
+    """Register the backend with torch.distributed, once."""
     if BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu"])
 
 
 def leave_all() -> None:
-    """Leave every group of this process. Call before `destroy_process_group`, which tells a group nothing."""
+    """Leave every group of this process. Call this before `destroy_process_group`, which does not notify groups."""
     for group in list(_groups):
         group.leave()
     _groups.clear()
 
 
 def _create(options: Any, _backend_options: Any) -> Any:
-    """What torch.distributed calls for a new group; see the table above."""
+    """Create a group for torch.distributed; see the table above."""
     store, rank, size, timeout = options.store, options.group_rank, options.group_size, options.timeout
     gloo = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     gloo._set_sequence_number_for_group()
@@ -512,7 +555,7 @@ def _create(options: Any, _backend_options: Any) -> Any:
             problem = ""
         except OSError as error:
             problem = str(error)
-        # All or none; and nobody closes its page before everybody has it.
+        # All ranks use shared memory, or none. This exchange also keeps each page open until all peers have opened it.
         if any(_exchange(store, "opened", problem, rank, size)):
             return gloo
     finally:
@@ -531,7 +574,7 @@ def _create(options: Any, _backend_options: Any) -> Any:
 
 
 def _by_host(identities: Sequence[str]) -> list[list[int]]:
-    """The ranks of each host, the host of the lowest rank first."""
+    """Return the ranks of each host, the host of the lowest rank first."""
     hosts: dict[str, list[int]] = {}
     for k, identity in enumerate(identities):
         hosts.setdefault(identity, []).append(k)

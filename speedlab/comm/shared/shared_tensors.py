@@ -1,15 +1,15 @@
-"""The tensors of this process that its peers may read where they are.
+"""Tensors of this process that its peers may read in place.
 
-All of them lie in one anonymous file, so that a process holds one descriptor for them however many there are.
+All of them are in one anonymous file, so a process keeps one descriptor for any number of tensors.
 
-1. The file grows by extents, each mapped as a whole. Which there are stands in the file's first page, the directory.
-2. `Arena.empty` gives a tensor a block of whole pages of an extent. A rank tells its peers (extent, offset).
-3. `PeerMemory.address` maps that extent of the peer's when it is first asked for, and keeps it mapped.
-4. When nothing holds a block's memory any more, its pages go back to the system at once, and read as zeros. The block
-   itself is used again by a later `empty`. Whoever lets peers read a tensor must hold its memory until they have.
+1. The file grows by extents, each mapped as a whole. Its first page, the directory, lists them.
+2. `Arena.empty` allocates a block of whole pages of an extent. A rank sends (extent, offset) to its peers.
+3. `PeerMemory.address` maps a peer's extent at its first use, and keeps it mapped.
+4. After the last reference to a block is gone, its pages return to the system at once and read as zeros. A later
+   `empty` reuses the block. A tensor that peers read must be kept until they have read it.
 
-What lets go of a tensor may be the garbage collector, at any moment of any thread, also inside this file: so 4 takes no
-lock. It leaves a note, which the next one who holds the lock reads.
+The garbage collector may release a tensor at any moment, in any thread, also inside this file. So step 4 takes no lock.
+It leaves a note that the next holder of the lock reads.
 """
 
 from __future__ import annotations
@@ -35,14 +35,16 @@ from speedlab.comm.shared.memfd import FileHandle, Mapping, create_file, free_pa
 _PAGE = mmap.PAGESIZE
 _DIRECTORY_BYTES = 1 << 16
 _MOST_EXTENTS = _DIRECTORY_BYTES // 16
-"""An entry of the directory: where an extent begins in the file, and its bytes (0: there is none yet)."""
+"""Entries of the directory: start of an extent in the file, and its bytes (0: no extent yet)."""
 
 _SMALLEST_EXTENT, _LARGEST_GROWTH = 64 << 20, 1 << 30
-"""The file grows by as much as it has, between these; by more for a larger tensor. Pages never touched take nothing."""
+"""Limits of an extent. The file doubles between them, and grows by more for a larger tensor. Untouched pages take no
+memory.
+"""
 
 
 class TensorAddress(NamedTuple):
-    """Where memory is, as peers are told it; `block` keeps it."""
+    """Address of memory, in the form that peers get; `block` keeps the memory alive."""
 
     extent: int
     offset: int
@@ -50,7 +52,7 @@ class TensorAddress(NamedTuple):
 
 
 class _Block(weakref.ref):
-    """Pages that hold a tensor; calls back when the array over them is gone."""
+    """Pages that hold a tensor; a weak reference that calls back when the array over them is gone."""
 
     __slots__ = ("address", "extent", "nbytes", "offset", "size", "zeros")
     address: int
@@ -62,7 +64,7 @@ class _Block(weakref.ref):
 
 
 class Arena:
-    """This process's file, its extents, and which of their pages are taken."""
+    """This process's file, its extents, and their used pages."""
 
     def __init__(self) -> None:
         self.handle = create_file(_DIRECTORY_BYTES)
@@ -73,20 +75,28 @@ class Arena:
         self._blocks: dict[int, _Block] = {}
         """Blocks in use, by address."""
         self._starts: list[int] = []
-        """Their addresses, sorted: where a tensor's block is looked up."""
+        """Sorted addresses of the blocks, to find a tensor's block."""
         self._living_bytes = 0
         self._idle: dict[int, list[tuple[int, int, bool]]] = {}
-        """Blocks to use again, by size: (extent, offset, whether they are zeros). The first that a tensor takes."""
+        """Blocks to reuse, by size: (extent, offset, whether they are zeros). These are taken first."""
         self._ranges: list[tuple[int, int, int]] = []
-        """Other free pages, all zeros: (extent, offset, bytes), sorted, none beside another."""
+        """Other free pages, all zeros: (extent, offset, bytes), sorted, without adjacent ranges."""
         self._dropped: deque[_Block] = deque()
-        """Notes of blocks that nothing holds any more."""
+        """Notes of blocks without references."""
         self._kept: deque[tuple[Any, Callable[[], bool]]] = deque()
         self._lock = threading.Lock()
 
     def empty(self, numel: int, dtype: torch.dtype, *, byte: int = 0) -> Tensor:
-        """A tensor (numel,) of zeros, which begins at this `byte` of a page. Raises MemoryError when the system has no
-        more."""
+        """Allocate a tensor (numel,) of zeros.
+
+        Args:
+            numel: Number of elements.
+            dtype: Type of the elements.
+            byte: Offset of the tensor in its first page.
+
+        Raises:
+            MemoryError: If the system has no more memory.
+        """
         nbytes = numel * dtype.itemsize
         if nbytes == 0:
             return torch.empty(numel, dtype=dtype)
@@ -95,7 +105,7 @@ class Arena:
             self._settle()
             extent, offset, zeros = self._take(size)
             mapping = self._extents[extent]
-            # The tensor keeps this array, and with it the block.
+            # The tensor keeps this array alive, and so the block.
             array = mapping.bytes[offset + byte : offset + byte + nbytes]
             block = _Block(array, self._drop)
             block.address, block.size, block.nbytes = mapping.address + offset, size, nbytes
@@ -108,7 +118,12 @@ class Arena:
         return torch.from_numpy(array).view(dtype)
 
     def find(self, address: int, nbytes: int) -> TensorAddress | None:
-        """Where memory of this arena is; None for memory that is elsewhere."""
+        """Return the place of memory in this arena; None for other memory.
+
+        Args:
+            address: Address in this process.
+            nbytes: Bytes.
+        """
         with self._lock:
             self._settle()
             nearest = bisect_right(self._starts, address) - 1
@@ -119,37 +134,47 @@ class Arena:
             return TensorAddress(block.extent, block.offset + address - block.address, array)
 
     def address(self, extent: int, offset: int) -> int:
-        """Where byte `offset` of an extent stands in this process."""
+        """Return the address of a byte of an extent in this process.
+
+        Args:
+            extent: Number of the extent.
+            offset: Byte in the extent.
+        """
         return self._extents[extent].address + offset
 
     def map_at(self, address: int, nbytes: int, extent: int, offset: int) -> None:
-        """As `PeerMemory.map_at`."""
+        """Map pages of this arena at another address; see `PeerMemory.map_at`."""
         map_over(address, nbytes, self.handle.descriptor, int(self._entries[extent, 0]) + offset)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors in it."""
+        """Bytes of all tensors in this arena."""
         with self._lock:
             self._settle()
             return self._living_bytes
 
     def keep(self, owner: Any, over: Callable[[], bool]) -> None:
-        """Hold `owner`, and with it the tensors that it holds, until `over()`. Finalizers may call this: no lock."""
+        """Keep `owner` and its tensors alive until `over()`. Takes no lock, because finalizers may call this.
+
+        Args:
+            owner: Object with tensors of this arena.
+            over: Returns whether the owner may be released.
+        """
         self._kept.append((owner, over))
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
     def _drop(self, block: weakref.ref) -> None:
-        """Nothing holds the block any more. Called at any moment, in any thread: no lock is taken here."""
+        """Free the pages of a block without references. Takes no lock: this runs at any moment, in any thread."""
         assert isinstance(block, _Block)
         if os.getpid() != self.handle.pid:
-            return  # A forked child let go of its copy; the memory is its parent's.
+            return  # A forked child released its copy; the memory belongs to its parent.
         if block.size > _PAGE:
             block.zeros = free_pages(block.address, block.size)
         self._dropped.append(block)
 
     def _settle(self) -> None:
-        """Read all notes. The lock is held."""
+        """Process all notes. The caller holds the lock."""
         for _ in range(len(self._kept)):
             owner, over = self._kept.popleft()
             if not over():
@@ -163,7 +188,7 @@ class Arena:
             self._idle.setdefault(block.size, []).append((block.extent, block.offset, block.zeros))
 
     def _take(self, size: int) -> tuple[int, int, bool]:
-        """(extent, offset, whether it is zeros) of free pages."""
+        """Return (extent, offset, whether they are zeros) of free pages."""
         idle = self._idle.get(size)
         if idle:
             return idle.pop()
@@ -188,7 +213,7 @@ class Arena:
         return None
 
     def _join_idle(self) -> None:
-        """Idle blocks become free pages again, joined with those beside them."""
+        """Turn idle blocks into free pages, and merge adjacent ones."""
         free = self._ranges
         for size, blocks in self._idle.items():
             for extent, offset, zeros in blocks:
@@ -232,22 +257,26 @@ class Arena:
 
 
 class PeerProcess:
-    """Another process of this host. Raises ProcessLookupError when there is none of that number."""
+    """Another process of this host.
+
+    Raises:
+        ProcessLookupError: If there is no such process.
+    """
 
     def __init__(self, pid: int) -> None:
-        self._descriptor = os.pidfd_open(pid)  # It becomes readable when the process ends.
+        self._descriptor = os.pidfd_open(pid)  # The descriptor becomes readable when the process ends.
         weakref.finalize(self, os.close, self._descriptor).atexit = False
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended."""
+        """Whether the process has ended."""
         look = select.poll()
         look.register(self._descriptor, select.POLLIN)
         return bool(look.poll(0))
 
 
 class PeerMemory:
-    """The arena of another process. Extents are mapped when they are first needed; one object serves all groups."""
+    """The arena of another process. Extents are mapped at their first use; one object serves all groups."""
 
     def __init__(self, handle: FileHandle) -> None:
         self._handle = handle
@@ -258,7 +287,14 @@ class PeerMemory:
 
     @classmethod
     def of(cls, handle: FileHandle) -> PeerMemory:
-        """That of `handle`. Raises OSError when its process has ended or belongs to another user."""
+        """Return the object of a peer, which is made once.
+
+        Args:
+            handle: The directory of the peer's arena.
+
+        Raises:
+            OSError: If the process has ended or belongs to another user.
+        """
         known = _peers.get(handle)
         if known is None:
             known = _peers[handle] = cls(handle)
@@ -270,8 +306,15 @@ class PeerMemory:
         return self._process.ended
 
     def address(self, extent: int, offset: int) -> int:
-        """Where byte `offset` of the peer's extent stands in this process. Raises OSError when it was not mapped before
-        and the process has ended."""
+        """Return the address in this process of a byte of the peer's extent.
+
+        Args:
+            extent: Number of the extent.
+            offset: Byte in the extent.
+
+        Raises:
+            OSError: If the extent was not mapped before and the process has ended.
+        """
         mapping = self._extents.get(extent)
         if mapping is None:
             start, nbytes = self._entries[extent].tolist()
@@ -279,8 +322,17 @@ class PeerMemory:
         return mapping.address + offset
 
     def map_at(self, address: int, nbytes: int, extent: int, offset: int) -> None:
-        """Map whole pages of it, from byte `offset` of an extent on, privately at `address` (`map_over`). Raises
-        OSError when the process has ended."""
+        """Map whole pages of the peer privately at another address; see `map_over`.
+
+        Args:
+            address: Address in this process.
+            nbytes: Bytes to map.
+            extent: Number of the extent.
+            offset: First byte in the extent.
+
+        Raises:
+            OSError: If the process has ended.
+        """
         descriptor = self._handle.open()
         try:
             map_over(address, nbytes, descriptor, int(self._entries[extent, 0]) + offset)
@@ -300,10 +352,10 @@ _peers: weakref.WeakValueDictionary[FileHandle, PeerMemory] = weakref.WeakValueD
 
 @cache
 def arena() -> Arena:
-    """The one of this process: memory belongs to processes, not to groups."""
+    """Return the arena of this process. Memory belongs to processes, not to groups."""
     return Arena()
 
 
-# A forked child has its parent's memory mapped, and must not give out its pages. It gets an arena of its own.
+# A forked child shares its parent's pages and must not allocate from them, so it gets its own arena.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=arena.cache_clear)

@@ -1,14 +1,14 @@
-"""Collectives on any CPU tensors, through staging areas that stay in the caches.
+"""Collectives on any CPU tensors, through small staging areas that stay in the CPU caches.
 
-A collective is cut into rounds. In round r a rank
+A collective is split into rounds. In round r a rank
 
 1. waits until all peers have read round r - 2, which used the same half of the staging area,
-2. writes its part into that half, and says so,
-3. waits until all peers have written theirs, reads them, and says so.
+2. writes its part into that half, and reports this,
+3. waits until all peers have written their parts, reads them, and reports this.
 
-Which call a round belongs to is written with the parts, and compared before a part is read (`SyncPage.meet`).
+The call of a round is written with the parts, and compared before a part is read (`SyncPage.meet`).
 
-Sums are taken by the rank that owns the slice, in rank order, 16-bit floats in float32: every rank gets the same bits.
+The rank that owns a slice sums it in rank order, 16-bit floats in float32. So every rank gets the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from speedlab.comm.shared.call_descriptions import Call
 from speedlab.comm.shared.sync_page import STAGING_BYTES, Number, SyncPage
 
 _WHOLE_BYTES = 16 << 10
-"""Up to this size every rank sums everything itself: one round instead of two."""
+"""Up to this size, every rank sums everything itself: one round and not two."""
 
 PAIRWISE: dict[dist.ReduceOp.RedOpType, Callable[..., Tensor]] = {
     dist.ReduceOp.MIN: torch.minimum,
@@ -49,12 +49,17 @@ _SUMMED = frozenset(
 
 
 def can_reduce(dtype: torch.dtype, op: dist.ReduceOp.RedOpType) -> bool:
-    """Whether a reduction of this kind is done here."""
+    """Return whether a reduction is implemented here.
+
+    Args:
+        dtype: Type of the elements.
+        op: Kind of the reduction.
+    """
     return dtype in _SUMMED and (op in _SUMS or op in PAIRWISE)
 
 
 class StagedCollectives:
-    """The collectives of one group. They must be called in the same order on all ranks, each after `announce`."""
+    """The collectives of one group. All ranks call them in the same order, each after `announce`."""
 
     def __init__(self, meeting: SyncPage) -> None:
         self._meeting = meeting
@@ -66,14 +71,14 @@ class StagedCollectives:
     # ---- a round -----------------------------------------------------------------------------------------------------
 
     def _begin(self) -> tuple[int, np.ndarray]:
-        """(address of this rank's half, addresses of all ranks' halves); the half may be written."""
+        """Return (address of this rank's half, addresses of all ranks' halves), after this half may be written."""
         if self._round >= 2:
             self._meeting.wait_all(Number.READ, self._round - 1)
         halves = self._halves[self._round % 2]
         return int(halves[self._meeting.index]), halves
 
     def _written(self) -> None:
-        """This rank's half holds its part; returns when those of all peers do, for the same call."""
+        """Report that this rank's part is written, and wait for all peers' parts of the same call."""
         self._meeting.meet(self._round)
 
     def _read(self) -> None:
@@ -81,36 +86,52 @@ class StagedCollectives:
         self._meeting.raise_own(Number.READ, self._round)
 
     def announce(self, call: Call) -> None:
-        """The next collective is this call. Raises the earlier error of the group, if there was one."""
+        """Set the call of the next collective.
+
+        Args:
+            call: Description of the call.
+
+        Raises:
+            PeerLost: The earlier error of this group, if there was one.
+        """
         self._meeting.begin_call(call)
 
     def agree(self) -> None:
-        """Compare the call with those of the peers, for a collective that is carried out elsewhere."""
+        """Compare the call with those of the peers, for a collective that another backend executes."""
         self.barrier()
 
     @property
     def words(self) -> tuple[int, int, int]:
-        """What the ranks compare of the call."""
+        """The words of the call that ranks compare."""
         return self._meeting.words_of_call
 
     def asked(self) -> str:
-        """The call as a sentence, for errors."""
+        """Return the call as a sentence, for errors."""
         return self._meeting.own_call()
 
     def mismatch(self, reason: str) -> PeerLost:
-        """The error of the call, for a `reason` that all ranks have found or will hear of when they wait."""
+        """Return the error of the call.
+
+        Args:
+            reason: Found by all ranks, or seen by them when they wait.
+        """
         return self._meeting.mismatch(reason)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank arrives."""
         self._begin()
         self._written()
         self._read()
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-        """Reduce contiguous `tensor` over the ranks, in place."""
+        """Reduce a tensor over the ranks, in place.
+
+        Args:
+            tensor: Contiguous.
+            op: Kind of the reduction.
+        """
         flat = tensor.view(-1)
         if flat.nbytes <= _WHOLE_BYTES:
             self._reduce_whole(flat, op)
@@ -119,7 +140,7 @@ class StagedCollectives:
         most = STAGING_BYTES // width
         for low in range(0, flat.numel(), most):
             piece = flat[low : low + most]
-            # Slices of whole cache lines; the last may be shorter, or empty.
+            # Slices have whole cache lines; the last may be shorter, or empty.
             step = -(-piece.numel() // (size * 64)) * 64
             bounds = [(min(k * step, piece.numel()), min((k + 1) * step, piece.numel())) for k in range(size)]
             first, last = bounds[index]
@@ -148,12 +169,18 @@ class StagedCollectives:
     def reduce_scatter(
         self, out: Tensor, slices: Sequence[Tensor], op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> None:
-        """`out` = the reduction of what every rank has as slice number `index`. All slices contiguous and equally
-        long."""
+        """Reduce slice number `index` of every rank into `out`.
+
+        Args:
+            out: Contiguous.
+            slices: One contiguous tensor per rank, each of the size of `out`.
+            op: Kind of the reduction.
+        """
         size, index, width = self._meeting.size, self._meeting.index, out.element_size()
         out, flats = out.view(-1), [part.view(-1) for part in slices]
         most = STAGING_BYTES // (width * size)
-        for low in range(0, out.numel() or 1, most):  # Once at least: calls without elements are compared, too.
+        # Run at least one round, so that calls without elements are compared, too.
+        for low in range(0, out.numel() or 1, most):
             count = min(most, out.numel() - low)
             own, halves = self._begin()
             for k in self._meeting.peers:
@@ -163,7 +190,12 @@ class StagedCollectives:
             self._read()
 
     def all_gather(self, outs: Sequence[Tensor], part: Tensor) -> None:
-        """outs[k] = rank k's `part`; all contiguous and of the same size. `part` may be its own place in `outs`."""
+        """Gather every rank's `part`: outs[k] comes from rank k.
+
+        Args:
+            outs: One contiguous tensor per rank.
+            part: Contiguous, same size; may be this rank's tensor in `outs`.
+        """
         width, flat = part.element_size(), part.view(-1)
         most = STAGING_BYTES // width
         targets = [out.data_ptr() for out in outs]
@@ -180,7 +212,12 @@ class StagedCollectives:
             memmove(targets[self._meeting.index], flat.data_ptr(), flat.nbytes)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Copy contiguous `tensor` from rank `source` (an index in the group) to all, in place."""
+        """Copy a tensor from one rank to all, in place.
+
+        Args:
+            tensor: Contiguous.
+            source: Index of the sender in the group.
+        """
         address, total = tensor.data_ptr(), tensor.nbytes
         for low in range(0, total or 1, STAGING_BYTES):
             nbytes = min(STAGING_BYTES, total - low)
@@ -193,7 +230,15 @@ class StagedCollectives:
             self._read()
 
     def all_to_all(self, outs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """outs[k] = what rank k has as its part number `index`; contiguous, of any sizes that match."""
+        """Receive part number `index` of every rank: outs[k] comes from rank k.
+
+        Args:
+            outs: One contiguous tensor per rank, of any matching size.
+            parts: One contiguous tensor per rank, of any matching size.
+
+        Raises:
+            CollectiveMismatch: If sizes do not match.
+        """
         size, index = self._meeting.size, self._meeting.index
         sent = matched_parts(self, self._meeting.ranks, parts, outs)
         most = STAGING_BYTES // size // 64 * 64
@@ -208,7 +253,7 @@ class StagedCollectives:
         outs[index].view(-1).copy_(parts[index].view(-1))
 
     def _reduce(self, addresses: np.ndarray, own: Tensor | None, out: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """`out` = the reduction of the ranks' elements at `addresses`, this rank's own taken from `own` instead."""
+        """Reduce the ranks' elements at `addresses` into `out`; this rank's elements come from `own` if given."""
         if out.numel() == 0:
             return
         target = array(out)
@@ -228,15 +273,24 @@ class StagedCollectives:
 
 
 class _Comparing(Protocol):
-    """Rounds or a Hierarchy."""
+    """StagedCollectives or a Hierarchy."""
 
     def all_gather(self, outs: Sequence[Tensor], part: Tensor) -> None: ...
     def mismatch(self, reason: str) -> PeerLost: ...
 
 
 def matched_parts(group: _Comparing, ranks: Sequence[int], parts: Sequence[Tensor], outs: Sequence[Tensor]) -> Tensor:
-    """The elements (n, n) that rank j of an all-to-all sends to rank k. Raises CollectiveMismatch on all ranks if rank
-    k expects another number from rank j."""
+    """Return the elements (n, n) that rank j of an all-to-all sends to rank k.
+
+    Args:
+        group: Compares the sizes.
+        ranks: Names of the ranks in errors.
+        parts: Tensors that this rank sends.
+        outs: Tensors that this rank receives.
+
+    Raises:
+        CollectiveMismatch: On all ranks, if a rank expects another number of elements.
+    """
     sizes = torch.tensor([[part.numel() for part in parts], [out.numel() for out in outs]], dtype=torch.int64)
     every = torch.empty((len(ranks), *sizes.shape), dtype=torch.int64)
     group.all_gather(list(every), sizes)
@@ -252,7 +306,13 @@ def matched_parts(group: _Comparing, ranks: Sequence[int], parts: Sequence[Tenso
 
 
 def tensor_at(address: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """A tensor over memory that something else keeps alive."""
+    """Return a tensor over memory that another object keeps alive.
+
+    Args:
+        address: Address in this process.
+        numel: Number of elements.
+        dtype: Type of the elements.
+    """
     raw = np.ctypeslib.as_array((c_uint8 * (numel * dtype.itemsize)).from_address(address))
     return torch.from_numpy(raw).view(dtype)
 

@@ -1,20 +1,21 @@
-"""Where the ranks of a group on one host meet: each has a page of numbers that it alone writes and all others read.
+"""Synchronization of a group's ranks on one host: each rank has a page of numbers that only it writes and all others
+read.
 
-| number     | raised by its rank when …                                                       |
-|------------|---------------------------------------------------------------------------------|
-| WRITTEN    | its part of a round of a staged collective stands in its staging area (rounds)  |
-|            | (next to the number: which call the round belongs to, `meet`)                   |
-| READ       | it has read its peers' parts of a round                                         |
-| OFFERED    | it has told where a tensor is that peers may read in place (`offer`)            |
-| SUMMED     | its own slice of an offered tensor holds the sum over the ranks                 |
-| TAKEN      | it needs offered tensors of its peers no more                                   |
-| held       | (one for each offer) below 0 while it uses what its peers have offered where it lies            |
-| SENT + k   | it has told where a message for peer k is (messages)                            |
-| FETCHED + k| it has copied a message of peer k                                               |
-| FAULT      | it has found that the ranks do not make the same call (faults)                  |
+| number     | its rank raises it when …                                                                   |
+|------------|---------------------------------------------------------------------------------------------|
+| WRITTEN    | its part of a round of a staged collective is in its staging area (`staged_collectives`)    |
+|            | (next to the number: the call of the round, see `meet`)                                     |
+| READ       | it has read its peers' parts of a round                                                     |
+| OFFERED    | it has published the address of a tensor that peers may read in place (`offer`)             |
+| SUMMED     | its own slice of an offered tensor holds the sum over the ranks                             |
+| TAKEN      | it no longer needs offered tensors of its peers                                             |
+| held       | (one for each offer) below 0 while it uses its peers' offered memory in place               |
+| SENT + k   | it has published the address of a message for peer k (`p2p`)                                |
+| FETCHED + k| it has copied a message of peer k                                                           |
+| FAULT      | it has found that the ranks do not make the same call (`mismatch`)                          |
 
-Waiting looks for some microseconds, then sleeps until the number changes; every 30 ms it returns to Python, where
-signals are handled, and looks whether the missing peer has left, has died, or is over its time.
+A wait spins for some microseconds, then sleeps until the number changes. Every 30 ms it returns to Python, which
+handles signals, and checks whether the missing peer has left, has died, or exceeds the timeout.
 """
 
 from __future__ import annotations
@@ -39,28 +40,33 @@ from speedlab.comm.shared.mismatch import TEXT_BYTES, GroupFault, named
 from speedlab.comm.shared.shared_tensors import Arena, PeerMemory, arena
 
 _LINE = 8
-"""Words of a cache line: numbers that change at different times must not share one."""
+"""Words of a cache line. Numbers that change at different times must not share a line."""
 
 _OFFERS = 1 << 16
+"""Entries of a rank's ring for offered tensors."""
 _MESSAGES = 1 << 8
-"""Entries of the rings in which a rank tells where offered tensors and messages are."""
+"""Entries of a rank's ring for messages to one peer."""
 
 _OFFER_WORDS, _MESSAGE_WORDS = 4, 5
-"""Of such an entry: (extent, offset, bytes, transfer and dtype), and (extent, offset, bytes, tag, dtype)."""
+"""Words of a ring entry: (extent, offset, bytes, transfer and dtype) for offers, (extent, offset, bytes, tag, dtype)
+for messages.
+"""
 
 _WORDS = (8, 32)
-"""Bytes from WRITTEN on, in the same cache line: the call that even and odd rounds belong to, three words each. As with
-halves of the staging area, a rank writes one pair only after all peers have read it."""
+"""Byte offsets from WRITTEN, in the same cache line, of the calls of even and odd rounds, three words each. As with
+halves of the staging area, a rank writes one only after all peers have read it.
+"""
 
 _MOST_CALLS = 2**31 - 1
 
 STAGING_BYTES = 2 << 20
-"""Of one of the two halves of a rank's staging area: what a round carries. Two of them fit into a second-level cache or
-nearly; with less, waiting for each other costs more than the copies."""
+"""Bytes of one of the two halves of a rank's staging area: the data of a round. Both halves about fit into a second-
+level cache. Smaller halves cost more time for synchronization than for copies.
+"""
 
 
 class Number(IntEnum):
-    """Places of a rank's numbers in its page, in cache lines."""
+    """Indices of a rank's numbers in its page, in cache lines."""
 
     LEFT = 0
     WRITTEN = 1
@@ -70,11 +76,11 @@ class Number(IntEnum):
     TAKEN = 5
     FAULT = 6
     PEERS = 7
-    """The first of the numbers that there are once for each peer: SENT, then FETCHED."""
+    """First of the numbers that exist once per peer: SENT, then FETCHED."""
 
 
 class OfferPurpose(IntEnum):
-    """What an offered tensor is for."""
+    """Purpose of an offered tensor."""
 
     ALL_GATHER = 1
     REDUCE_SCATTER = 2
@@ -82,16 +88,26 @@ class OfferPurpose(IntEnum):
 
 
 def transfer_code(transfer: OfferPurpose, dtype: torch.dtype) -> int:
-    """What the ranks compare about an offer besides its bytes."""
+    """Return what ranks compare about an offer, besides its bytes.
+
+    Args:
+        transfer: Purpose of the offer.
+        dtype: Type of the elements.
+    """
     return transfer | dtype_code(dtype) << 8
 
 
 class SyncPage:
-    """One rank's view of the pages of all ranks of its group.
+    """One rank's view of the pages of all ranks of its group on this host.
 
-    `handles[k]` is what rank k gave out as (page, directory of its arena); `ranks` are the names of the ranks in
-    errors; `cores` is how many processor cores they have together. `ranks_of_group`: the names of all ranks of the
-    group, if it has others on other hosts.
+    Args:
+        page: This rank's page.
+        handles: (page, directory of the arena) of each rank.
+        index: Index of this rank.
+        ranks: Names of the ranks in errors.
+        timeout_seconds: Timeout of waits.
+        cores: Number of CPU cores of all ranks together, which decides how long waits spin.
+        ranks_of_group: Names of all ranks of the group, if it has ranks on other hosts.
     """
 
     def __init__(
@@ -123,11 +139,11 @@ class SyncPage:
         }
         self._own_written = self._address(index, Number.WRITTEN)
         self._agreed = 0
-        """Calls that all ranks have found to be the same: the number of the present one."""
+        """Number of calls that all ranks found to be equal, and of the current call."""
         self._call, self._is_new = Call(0, 0), False
-        """The staged collective under way, or the last one; whether the ranks have not compared it yet."""
+        """The current or last staged collective, and whether ranks have not compared it yet."""
         self._third = 0
-        """The third word of that call: its number and its digest."""
+        """Third word of that call: its number and its digest."""
         self.faults = GroupFault(
             index,
             self.ranks,
@@ -136,44 +152,72 @@ class SyncPage:
             partial(_is_gone, self._words, self._memory),
         )
         self.offered = 0
-        """Tensors that this rank has offered."""
+        """Number of tensors that this rank has offered."""
         self._taken = 0
         self._pinned: deque[tuple[int, np.ndarray]] = deque()
-        """(number of an offer, its memory) that peers may still read, whoever else gives it up."""
+        """(number of an offer, its memory) that peers may still read; kept even if all other references are gone."""
         self._held: set[int] = set()
-        """Offers whose tensors this rank uses where they are."""
+        """Offers whose tensors this rank uses in place."""
         self._pid = os.getpid()
         self._sent = [0] * self.size
         self.under_way: dict[int, deque[tuple[int, Tensor]]] = {k: deque() for k in self.peers}
-        """Messages that each peer has not copied yet, as far as was looked: (number, memory), oldest first."""
+        """Messages that each peer has not copied yet, as of the last check: (number, memory), oldest first."""
 
     @staticmethod
     def page_bytes(size: int) -> int:
-        """Bytes of a rank's page in a group of `size`. Pages of it that are never touched take no memory."""
+        """Return the bytes of a rank's page. Untouched pages of memory take no room.
+
+        Args:
+            size: Number of ranks.
+        """
         return _staging_at(size) + 2 * STAGING_BYTES
 
     def staging(self, k: int, half: int) -> int:
-        """Where a half of rank k's staging area stands in this process."""
+        """Return the address in this process of one half of a rank's staging area.
+
+        Args:
+            k: Index of the rank.
+            half: 0 or 1.
+        """
         return self._pages[k].address + _staging_at(self.size) + half * STAGING_BYTES
 
     # ---- numbers -----------------------------------------------------------------------------------------------------
 
     def raise_own(self, number: Number, value: int) -> None:
+        """Set a number of this rank and wake waiting peers.
+
+        Args:
+            number: Which number.
+            value: New value.
+        """
         raise_flag(self._address(self.index, number), value)
 
     def wait_all(self, number: Number, value: int) -> None:
-        """Wait until every peer's `number` is at least `value`. Raises PeerLost, naming the rank that is missing."""
+        """Wait until a number of every peer has reached a value.
+
+        Args:
+            number: Which number.
+            value: Least value.
+
+        Raises:
+            PeerLost: If a peer left, died or did not arrive; names the rank.
+        """
         asked = partial(self._waiting_for, number, value)
         self._wait(self._addresses[number], value, self.peers, asked, closes=number is not Number.TAKEN)
 
     def reached(self, number: Number, value: int) -> bool:
-        """Whether every peer's `number` is at least `value` now."""
+        """Return whether a number of every peer has reached a value now.
+
+        Args:
+            number: Which number.
+            value: Least value.
+        """
         return _reached(self._addresses[number], value)
 
     def leave(self) -> None:
-        """Tell the peers that this rank takes part no more; those that wait for it fail at once.
+        """Leave the group: peers that wait for this rank fail at once.
 
-        What it did before counts: memory that a peer may still read stays as it is until that one has, or has left.
+        Earlier work stays valid: memory that a peer may still read is kept until that peer has read it, or has left.
         """
         if not self._has_left(self.index):
             for offer in list(self._held):
@@ -186,7 +230,7 @@ class SyncPage:
         return _has_raised(self._words, Number.LEFT, k)
 
     def _read_by_all(self) -> bool:
-        """Whether no peer will read anything of this rank's any more."""
+        """Return whether no peer will read memory of this rank any more."""
         for k in self.peers:
             if self._has_left(k) or self._memory[k].ended:
                 continue
@@ -214,7 +258,7 @@ class SyncPage:
             return
         deadline = time.monotonic() + self.timeout_seconds
         while missing >= 0:
-            # At all that are missing: the first may itself have failed for the sake of another one.
+            # Check all missing peers: the first may have failed because of another one.
             for k in range(missing, len(peers)):
                 self.look(peers[k], partial(_reached, addresses[k : k + 1], value), deadline, asked, closes=closes)
             missing = wait_for_flags(addresses, value, 0, 0, True)
@@ -222,15 +266,22 @@ class SyncPage:
     def look(
         self, peer: int, there: Callable[[], bool], deadline: float, asked: Callable[[], str], *, closes: bool = True
     ) -> None:
-        """Raise PeerLost when `peer` can no longer do what is waited for, unless it has done it (`there`).
+        """Raise PeerLost if `peer` can no longer do what this rank waits for, unless it is done already.
 
         Args:
-            asked: what this rank waits in, for the errors of all ranks.
-            closes: the group is closed when `deadline` has passed. Not for waits that a rank may repeat.
+            peer: Index of the peer.
+            there: Returns whether it is done.
+            deadline: Time of the timeout, in seconds of the monotonic clock.
+            asked: Returns what this rank waits for, for the errors of all ranks.
+            closes: Whether a timeout closes the group. Not for waits that a rank may repeat.
+
+        Raises:
+            PeerLost: If the peer left, died or is late.
+            CollectiveMismatch: If ranks made different calls.
         """
         rank, waiting = self.ranks[peer], self.ranks[self.index]
         if self._has_left(self.index):
-            reason = f"rank {waiting} itself left"  # While a thread of it was waiting.
+            reason = f"rank {waiting} itself left"  # The rank left while one of its threads was waiting.
         elif self.faults.is_open:
             if there():
                 return
@@ -246,23 +297,35 @@ class SyncPage:
                 raise self.faults.late(text, asked(), self.timeout_seconds)
         else:
             return
-        # What it did before it left counts; it may have come between the wait and this look.
+        # Work before the peer left counts, and may have ended between the wait and this check.
         if not there():
             raise PeerLost(f"rank {waiting} waited for rank {rank} in a collective: {reason}")
 
     # ---- the call that a round belongs to ----------------------------------------------------------------------------
 
     def begin_call(self, call: Call) -> None:
-        """The rounds from now on belong to `call`. Raises the earlier error of this group, if there was one."""
+        """Set the call of the following rounds.
+
+        Args:
+            call: Description of the call.
+
+        Raises:
+            PeerLost: The earlier error of this group, if there was one.
+        """
         self.faults.check()
         self._call, self._is_new = call, True
         self._third = (self._agreed & _MOST_CALLS) << 32 | call.digest
 
     def meet(self, number: int) -> None:
-        """This rank's part of round `number` is written: return after the parts of all peers are.
+        """Report that this rank's part of a round is written, and wait until all peers' parts are.
 
-        The ranks write with the round which call it belongs to, and compare. Raises CollectiveMismatch on all of them
-        if it is not the same.
+        Ranks write the call of the round with it, and compare calls.
+
+        Args:
+            number: Number of the round.
+
+        Raises:
+            CollectiveMismatch: On all ranks, if calls differ.
         """
         kind, elements, _, _ = self._call
         third, words = self._third, _WORDS[number % 2]
@@ -282,16 +345,20 @@ class SyncPage:
         return self.faults.mismatch(reason, self.own_call(), known)
 
     def mismatch(self, reason: str) -> PeerLost:
-        """The error of the present call, for the `reason` that all ranks of this host have found."""
+        """Return the error of the current call.
+
+        Args:
+            reason: Found by all ranks of this host.
+        """
         return self.faults.mismatch(reason, self.own_call(), {})
 
     @property
     def words_of_call(self) -> tuple[int, int, int]:
-        """What the ranks compare of the present call."""
+        """The words of the current call that ranks compare."""
         return self._call.kind, self._call.elements, self._third
 
     def own_call(self) -> str:
-        """The present call as a sentence, for errors."""
+        """Return the current call as a sentence, for errors."""
         text = self._described(self._call.kind, self._call.elements, self._third)
         return f"{text} ({self._call.note})" if self._call.note else text
 
@@ -300,7 +367,7 @@ class SyncPage:
         return f"{text}, call {(third >> 32) + 1}" if kind else text
 
     def _waiting_for(self, number: Number, value: int) -> str:
-        """What this rank waits in, if it waits for a `number` of its peers to be `value`."""
+        """Return what this rank waits for if it waits until a `number` of its peers is `value`."""
         if number in (Number.WRITTEN, Number.READ):
             return self.own_call()
         if number is Number.TAKEN:
@@ -310,9 +377,20 @@ class SyncPage:
     # ---- tensors read in place ---------------------------------------------------------------------------------------
 
     def offer(self, address: int, nbytes: int, code: int) -> int:
-        """Tell where a tensor of this rank's arena is; returns the number of the offer. `code`: `transfer_code`.
+        """Publish the address of a tensor in this rank's arena.
 
-        All ranks offer in the same order, and offers of one number belong together.
+        All ranks offer in the same order; offers with the same number belong together.
+
+        Args:
+            address: Address in this process.
+            nbytes: Bytes of the tensor.
+            code: Result of `transfer_code`.
+
+        Returns:
+            Number of the offer.
+
+        Raises:
+            PeerLost: The earlier error of this group, if there was one.
         """
         place = arena().find(address, nbytes)
         assert place is not None, "offered memory must come from the arena"
@@ -326,9 +404,17 @@ class SyncPage:
         return self.offered - 1
 
     def addresses(self, offer: int) -> np.ndarray:
-        """Where the tensors of `offer` of all ranks stand in this process, (size,) int64; waits until all are offered.
+        """Wait until all ranks have offered, and return the addresses of their tensors in this process.
 
-        This rank's own place is 0. Raises CollectiveMismatch when a peer's offer is for something else.
+        Args:
+            offer: Number of the offer.
+
+        Returns:
+            (size,) int64; 0 for this rank.
+
+        Raises:
+            CollectiveMismatch: If a peer's offer has another purpose, dtype or size.
+            PeerLost: If a peer's memory is gone.
         """
         self.wait_all(Number.OFFERED, offer + 1)
         found = np.zeros(self.size, dtype=np.int64)
@@ -337,14 +423,22 @@ class SyncPage:
         return found
 
     def places(self, offer: int) -> list[tuple[PeerMemory | Arena, int, int]]:
-        """As `addresses`, this rank's own among them: in whose memory the tensors stand, in which extent, and at which
-        byte of it."""
+        """Wait until all ranks have offered, and return (memory, extent, offset) of each tensor, including this rank's.
+
+        Args:
+            offer: Number of the offer.
+
+        Raises:
+            CollectiveMismatch: See `addresses`.
+        """
         self.wait_all(Number.OFFERED, offer + 1)
         return [(self._memory.get(k, arena()), *self._offered_by(k, offer)) for k in range(self.size)]
 
     def _offered_by(self, peer: int, offer: int) -> tuple[int, int]:
-        """(extent, offset) of a tensor that `peer` has offered. Raises CollectiveMismatch when this rank has offered
-        another number of bytes, of another dtype, or for another transfer."""
+        """Return (extent, offset) of a peer's offer.
+
+        Raises CollectiveMismatch if this rank's offer has other bytes, another dtype, or another purpose.
+        """
         entry = self._offer_entry(offer)
         extent, offset, nbytes, code = self._words[peer][entry : entry + _OFFER_WORDS].tolist()
         own = self._words[self.index]
@@ -368,41 +462,67 @@ class SyncPage:
         return f"{OfferPurpose(code & 255).name.lower()} of {elements:,} {name} in place, transfer {offer + 1}"
 
     def _address_in(self, peer: int, extent: int, offset: int) -> int:
-        """Where memory of `peer`'s arena stands in this process. Raises PeerLost when it is gone with its process."""
+        """Return the address in this process of memory in a peer's arena. Raises PeerLost if it is gone with its
+        process.
+        """
         try:
             return self._memory[peer].address(extent, offset)
         except OSError as error:
             raise self.gone(peer, error) from error
 
     def gone(self, peer: int, error: OSError) -> PeerLost:
-        """What tells that memory of `peer` cannot be had any more."""
+        """Return the error for memory of a peer that is no longer available.
+
+        Args:
+            peer: Index of the peer.
+            error: Why it could not be opened.
+        """
         rank, waiting = self.ranks[peer], self.ranks[self.index]
         return PeerLost(f"rank {waiting} found the memory of rank {rank} gone: {error}")
 
     def took(self) -> None:
-        """This rank needs the tensors of one more offer no longer. It counts offers, in whatever order they are taken:
-        between two calls of `wait_until_all_read` every rank takes every one."""
+        """Report that this rank no longer needs the tensors of one more offer.
+
+        This counts offers in any order: between two calls of `wait_until_all_read`, every rank takes all of them.
+        """
         self._taken += 1
         self.raise_own(Number.TAKEN, self._taken)
 
     def can_hold(self, offer: int) -> bool:
-        """Whether nothing is held by this rank in the place of an offer: from `_OFFERS` earlier, say."""
+        """Return whether the ring entry of an offer is free, and not held since `_OFFERS` offers ago.
+
+        Args:
+            offer: Number of the offer.
+        """
         return bool(self._words[self.index][self._held_at + offer % _OFFERS] >= 0)
 
     def hold(self, offer: int) -> None:
-        """This rank uses the tensors of an offer where they are, until `release_offer`. Call before `took`, which
-        tells."""
+        """Report that this rank uses an offer's tensors in place, until `release_offer`. Call this before `took`.
+
+        Args:
+            offer: Number of the offer.
+        """
         self._held.add(offer)
         self._words[self.index][self._held_at + offer % _OFFERS] = -1 - offer
 
     def release_offer(self, offer: int) -> None:
-        """It does not any more. Finalizers may call this, also of a forked child, whose parent uses them on."""
+        """Report that this rank no longer uses an offer's tensors.
+
+        Finalizers may call this. In a forked child it does nothing, because the parent still uses the tensors.
+
+        Args:
+            offer: Number of the offer.
+        """
         if offer in self._held and os.getpid() == self._pid:
             raise_flag(self._held_address(self.index, offer), 0)
             self._held.discard(offer)
 
     def wait_until_let_go(self, blocks: Sequence[np.ndarray]) -> None:
-        """After `wait_until_all_read`: wait until no peer uses these blocks of this rank's memory."""
+        """Wait until no peer uses these blocks of this rank's memory. Call `wait_until_all_read` first.
+
+        Args:
+            blocks: Blocks of the arena.
+        """
         wanted = {id(block) for block in blocks}
         held = [offer for offer, block in self._pinned if id(block) in wanted]
         each = [(k, self._held_address(k, offer)) for offer in held for k in self.peers if self._holds(k, offer)]
@@ -417,7 +537,7 @@ class SyncPage:
         return bool(self._words[k][self._held_at + offer % _OFFERS] == -1 - offer)
 
     def take_no_more(self) -> None:
-        """This rank will read nothing of what has been offered until now."""
+        """Report that this rank will not read any offer made until now."""
         self._taken = self.offered
         self.raise_own(Number.TAKEN, self._taken)
 
@@ -433,19 +553,30 @@ class SyncPage:
         return any(self._holds(k, offer) for k in self.peers)
 
     def wait_until_all_read(self) -> None:
-        """Wait until all peers have taken all that this rank has offered."""
+        """Wait until all peers have taken all offers of this rank."""
         self.wait_all(Number.TAKEN, self.offered)
         self._pinned = deque(each for each in self._pinned if self._is_held(each[0]))
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def has_room(self, peer: int) -> bool:
-        """Whether one more message can be told to `peer`."""
+        """Return whether one more message to `peer` fits in the ring.
+
+        Args:
+            peer: Index of the peer.
+        """
         return self._sent[peer] - self.fetched_by(peer) < _MESSAGES
 
     def send(self, peer: int, buffer: Tensor, nbytes: int, tag: int, dtype: int) -> None:
-        """Tell `peer`, which has room, where a message is: the first `nbytes` of `buffer`, memory of the arena.
-        `dtype`: its code (`calls`)."""
+        """Publish a message for a peer that has room.
+
+        Args:
+            peer: Index of the receiver.
+            buffer: Memory of the arena.
+            nbytes: Bytes of the message, from the start of `buffer`.
+            tag: Tag of the message.
+            dtype: Code of the dtype, see `call_descriptions.dtype_code`.
+        """
         place = arena().find(buffer.data_ptr(), nbytes)
         assert place is not None, "sent memory must come from the arena"
         number = self._sent[peer]
@@ -456,8 +587,12 @@ class SyncPage:
         raise_flag(self._address(self.index, self._sent_to(peer)), number + 1)
 
     def message(self, peer: int, number: int) -> tuple[int, int, int, int] | None:
-        """(address in this process, bytes, tag, code of the dtype) of message `number` from `peer`; None when it has
-        not been sent."""
+        """Return (address in this process, bytes, tag, code of the dtype) of a message; None if it is not sent yet.
+
+        Args:
+            peer: Index of the sender.
+            number: Number of the message.
+        """
         if wait_for_flags(np.array([self._address(peer, self._sent_to(self.index))]), number + 1, 0, 0, False) >= 0:
             return None
         entry = self._message_entry(self.index, number)
@@ -468,14 +603,30 @@ class SyncPage:
         return self._messages_at + (peer * _MESSAGES + number % _MESSAGES) * _MESSAGE_WORDS
 
     def fetched(self, peer: int, number: int) -> None:
-        """All messages of `peer` up to `number` have been copied."""
+        """Report that messages of `peer` up to `number` have been copied.
+
+        Args:
+            peer: Index of the sender.
+            number: Number of the last message.
+        """
         raise_flag(self._address(self.index, self._fetched(peer)), number + 1)
 
     def fetched_by(self, peer: int) -> int:
-        """How many of this rank's messages `peer` has copied."""
+        """Return how many of this rank's messages a peer has copied.
+
+        Args:
+            peer: Index of the receiver.
+        """
         return int(self._words[peer][int(self._fetched(self.index)) * _LINE])
 
     def wait_message(self, peer: int, number: int, asked: Callable[[], str]) -> None:
+        """Wait until a peer has sent a message.
+
+        Args:
+            peer: Index of the sender.
+            number: Number of the message.
+            asked: Returns what this rank waits for, for errors.
+        """
         self._wait(np.array([self._address(peer, self._sent_to(self.index))]), number + 1, [peer], asked)
 
     @staticmethod
@@ -487,12 +638,12 @@ class SyncPage:
 
 
 def _has_raised(words: Sequence[np.ndarray], number: Number, k: int) -> bool:
-    """Whether rank k's `number` is not 0, in the pages `words` of all ranks."""
+    """Return whether rank k's number is not 0, in the pages `words` of all ranks."""
     return bool(words[k][int(number) * _LINE])
 
 
 def _is_gone(words: Sequence[np.ndarray], memory: Mapping[int, PeerMemory], k: int) -> bool:
-    """Whether rank k has left, or its process has ended."""
+    """Return whether rank k has left, or its process has ended."""
     return _has_raised(words, Number.LEFT, k) or (k in memory and memory[k].ended)
 
 
@@ -501,11 +652,11 @@ def _reached(addresses: np.ndarray, value: int) -> bool:
 
 
 def _staging_at(size: int) -> int:
-    """Byte of a page where its staging area begins; a whole memory page, so that copies are aligned."""
+    """Return the byte of a page at which its staging area begins; page-aligned, so that copies are aligned."""
     return -(-(_texts_at(size) + TEXT_BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _texts_at(size: int) -> int:
-    """Byte of a page where what its rank asked for is written after a mismatch."""
+    """Return the byte of a page at which its rank writes its call after a mismatch."""
     numbers, rings = int(Number.PEERS) + 2 * size, (_OFFER_WORDS + 1) * _OFFERS + size * _MESSAGES * _MESSAGE_WORDS
     return 8 * (numbers * _LINE + rings)

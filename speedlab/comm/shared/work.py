@@ -1,4 +1,4 @@
-"""Collectives under way, as torch.distributed hands them to its callers, and the thread that carries them out."""
+"""Collectives in flight with torch's Work interface, and the thread that executes them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from speedlab.comm.errors import PeerLost, clear_frames, without_frames
 
 
 class Work(dist._Work):
-    """One collective or message. `finish` does what is left of it, when somebody waits; `there`: whether that would
-    not wait any more."""
+    """One collective or message.
+
+    Args:
+        result: Tensors of the result.
+        finish: Does the remaining work at the first wait.
+        there: Returns whether `finish` would not wait.
+    """
 
     def __init__(
         self,
@@ -29,7 +34,11 @@ class Work(dist._Work):
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return when the result is there. Raises what went wrong, every time."""
+        """Wait for the result. Raises the error of the work, at every call.
+
+        Args:
+            timeout: Ignored; the group's timeout holds.
+        """
         finish, self._finish = self._finish, None
         if finish is not None:
             try:
@@ -42,29 +51,33 @@ class Work(dist._Work):
         return True
 
     def is_completed(self) -> bool:
+        """Return whether `wait` would not block."""
         return self._finish is None or self._there()
 
     def is_success(self) -> bool:
+        """Return whether the work has ended without an error."""
         return self.is_completed() and self._error is None
 
     def result(self) -> list[Any]:
+        """Return the tensors of the result."""
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the result; waits for what is not carried out by a thread."""
+        """Return a future of the result. Work without a thread is finished first."""
         if self._future is None:
             self._future = torch.futures.Future()
             try:
                 self.wait()
             except Exception as error:
-                self._future.set_exception(without_frames(error))  # No collector of garbage looks into a future.
+                # Store a copy: the garbage collector cannot see into a future.
+                self._future.set_exception(without_frames(error))
             else:
                 self._future.set_result(self._result)
         return self._future
 
 
 class ThreadWork(Work):
-    """A collective that a `Worker` carries out."""
+    """A collective that a `Worker` executes."""
 
     def __init__(self, result: list[Any]) -> None:
         super().__init__(result)
@@ -72,7 +85,11 @@ class ThreadWork(Work):
         self._future = torch.futures.Future()
 
     def settle(self, error: BaseException | None) -> None:
-        """The worker has carried it out, or failed."""
+        """Store the outcome. The worker calls this.
+
+        Args:
+            error: Error of the collective, or None.
+        """
         assert self._future is not None
         self._error = error
         self._over.set()
@@ -82,18 +99,24 @@ class ThreadWork(Work):
             self._future.set_exception(error)
 
     def wait(self, timeout: Any = None) -> bool:
+        """Wait for the worker. Raises the error of the collective.
+
+        Args:
+            timeout: Ignored; the group's timeout holds.
+        """
         self._over.wait()
         if self._error is not None:
-            # A copy: the future holds the error, and no collector of garbage looks into a future.
+            # Raise a copy: the future holds the error, and the garbage collector cannot see into a future.
             raise without_frames(self._error).with_traceback(self._error.__traceback__)
         return True
 
     def is_completed(self) -> bool:
+        """Return whether the worker has finished the collective."""
         return self._over.is_set()
 
 
 class Worker:
-    """A thread that carries out the asynchronous collectives of one group, in order. It starts with the first one."""
+    """A thread that executes the asynchronous collectives of one group in order. It starts at the first one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -105,11 +128,19 @@ class Worker:
 
     @property
     def idle(self) -> bool:
-        """Whether a collective may be carried out by the caller itself, without overtaking another one."""
+        """Whether the caller may execute a collective itself, without overtaking another one."""
         return self._open == 0
 
     def submit(self, task: Callable[[], None], result: list[Any]) -> ThreadWork:
-        """Raises PeerLost after `stop`: nobody would carry it out, and who waits for it would wait for ever."""
+        """Queue a collective.
+
+        Args:
+            task: Executes the collective.
+            result: Tensors of the result.
+
+        Raises:
+            PeerLost: After `stop`, because a queued task would never run.
+        """
         work = ThreadWork(result)
         with self._lock:
             if self._stopped:
@@ -123,7 +154,7 @@ class Worker:
         return work
 
     def stop(self) -> None:
-        """End the thread after what it has been given."""
+        """End the thread after the queued collectives."""
         with self._lock:
             self._stopped = True
             self._tasks.put(None)
@@ -142,6 +173,6 @@ def _serve(tasks: queue.SimpleQueue[tuple[Callable[[], None], ThreadWork] | None
         except Exception as raised:
             clear_frames(raised)
             error = raised
-        done()  # Before it is known to be over: the next collective may then skip the queue.
+        done()  # Decrement before the waiter wakes up, so that its next collective may bypass the queue.
         work.settle(error)
-        del entry, task, work, error  # While it waits for the next one, it must not keep tensors and the group alive.
+        del entry, task, work, error  # Release tensors and the group before this thread blocks for the next task.

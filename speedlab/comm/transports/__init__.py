@@ -1,1 +1,1 @@
-"""Ways for flats to travel between ranks: `choose` says which one is taken."""
+"""Transports of flat parameters between ranks; `choose` selects one for a group."""

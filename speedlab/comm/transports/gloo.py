@@ -1,7 +1,7 @@
-"""Flats on gloo: whole-tensor exchanges between peers.
+"""Transport over gloo: exchanges of whole tensors between peers.
 
-They are 3 to 8 times faster than gloo's own reduce-scatter and all-gather (16 MB float32, 2 and 4 ranks on one host),
-and a sum that this rank does itself, in rank order, gives every stage of ZeRO the same bits.
+They are 3 to 8 times faster than gloo's own reduce-scatter and all-gather (16 MB float32, 2 and 4 ranks on one host).
+Each rank sums in rank order, which gives every ZeRO stage the same bits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from speedlab.comm.transports.base import Finish, Transport
 
 
 class GlooPeers(Transport):
-    """Shards are offered at the start of a pass: their sends cost no memory, and no gather then waits for how far
-    another rank has come."""
+    """Exchanges between all pairs of ranks.
+
+    Shards are offered at the start of a pass. Their sends cost no memory, and no gather waits for the progress of
+    another rank.
+    """
 
     ordered = False
 
@@ -34,26 +37,33 @@ class GlooPeers(Transport):
         self._left_behind: list[list[Any]] = []
 
     def cut(self) -> None:
+        """Release all sends; see `Transport.cut`."""
         self._offered, self._sends, self._left_behind = {}, [], []
 
     def offer(self, shards: Sequence[Tensor]) -> None:
+        """Start to send shards; see `Transport.offer`."""
         for shard in shards:
             tag = self.wires.next_tag(shard.nbytes)
             self._offered[shard.data_ptr()] = tag, self._post_sends(shard, tag)
 
     def wait_until_all_read(self) -> None:
+        """Wait for all sends; see `Transport.wait_until_all_read`."""
         sends, self._sends = self._sends, []
         for work in sends:
             wait_for(work)
 
     def withdraw(self) -> None:
-        """The sends are kept, not cancelled: a slower rank may still need them to come to the same break. Their tags
-        are never used again."""
+        """Keep the sends without waiting; see `Transport.withdraw`.
+
+        They are not cancelled, because a slower rank may need them to reach the same abort. Their tags are never used
+        again.
+        """
         self._left_behind += [sends for _, sends in self._offered.values()]
         self._left_behind.append(self._sends)
         self._offered, self._sends = {}, []
 
     def all_gather(self, full: Tensor, shard: Tensor, own: Tensor) -> Finish:
+        """Receive every rank's shard; see `Transport.all_gather`."""
         slices = full.view(self.size, -1)
         offered = self._offered.pop(shard.data_ptr(), None)
         if offered is None:
@@ -72,6 +82,7 @@ class GlooPeers(Transport):
         return finish
 
     def reduce_scatter(self, full: Tensor, into: Tensor, accumulate: bool) -> Finish:
+        """Receive the slices of all ranks and sum them here; see `Transport.reduce_scatter`."""
         slices = full.view(self.size, -1)
         own = slices[self.index]
         received = torch.empty((self.size - 1, own.numel()), dtype=full.dtype)
@@ -89,6 +100,7 @@ class GlooPeers(Transport):
         return finish
 
     def all_reduce(self, full: Tensor) -> Finish:
+        """Reduce-scatter, then gather, in place; see `Transport.all_reduce`."""
         own = full.view(self.size, -1)[self.index]
         scattered = self.reduce_scatter(full, own, accumulate=False)
 

@@ -1,4 +1,4 @@
-"""Which transport a group takes: a function of the link between its ranks, and of where the flat lives."""
+"""Select a group's transport by the link between its ranks and the device of the tensors."""
 
 from __future__ import annotations
 
@@ -18,24 +18,29 @@ from speedlab.comm.transports.shared_memory import InPlace
 
 
 class GroupLink(Enum):
-    """What lies between the ranks of a group, for memory of one kind of device."""
+    """The link between the ranks of a group, for memory of one kind of device."""
 
     PROCESS = "same process"
-    """One rank: nothing travels."""
+    """One rank: nothing is sent."""
     SHARED = "shared memory"
     """One host, whose ranks read each other's memory."""
     HOSTS = "shared memory and gloo"
-    """Several hosts: shared memory within each, gloo between them."""
+    """Several hosts: shared memory inside each host, gloo between hosts."""
     GLOO = "gloo"
     """Connections between CPU ranks."""
     FABRIC = "nccl"
-    """What joins devices: NVLink, PCIe, InfiniBand."""
+    """Links between GPUs: NVLink, PCIe, InfiniBand."""
     OTHER = "torch"
-    """A backend of torch.distributed that is not known here."""
+    """An unknown backend of torch.distributed."""
 
 
 def link_of(group: Any, kind: str) -> GroupLink:
-    """The link of process group `group` for tensors on devices of `kind` ("cpu", "cuda"); None is a group of one."""
+    """Return the link of a process group for tensors on one kind of device.
+
+    Args:
+        group: Process group; None for a group of one rank.
+        kind: "cpu" or "cuda".
+    """
     if group is None:
         return GroupLink.PROCESS
     if kind == "cpu" and isinstance(group, SharedGroup | SpanningGroup):
@@ -43,13 +48,18 @@ def link_of(group: Any, kind: str) -> GroupLink:
     backend = backend_of(group, kind)
     if kind == "cpu" and isinstance(backend, dist.ProcessGroupGloo):
         return GroupLink.GLOO
-    if type(backend).__name__ == "ProcessGroupNCCL":  # A torch without NCCL lacks the class.
+    if type(backend).__name__ == "ProcessGroupNCCL":  # Compare names, because a torch without NCCL lacks the class.
         return GroupLink.FABRIC
     return GroupLink.OTHER
 
 
 def backend_of(group: Any, kind: str) -> Any:
-    """What carries a group's tensors of `kind`; None when nothing does. A group may be such a backend itself."""
+    """Return a group's backend for one kind of device, or None. A group may itself be such a backend.
+
+    Args:
+        group: Process group.
+        kind: "cpu" or "cuda".
+    """
     if isinstance(group, dist.ProcessGroupGloo):
         return group
     try:
@@ -61,7 +71,16 @@ def backend_of(group: Any, kind: str) -> Any:
 def choose(
     link: GroupLink, wires: ProcessGroups, size: int, index: int, device: torch.device, buffers: BufferMeter
 ) -> Transport | None:
-    """The transport of flats on `device`; None where nothing travels."""
+    """Return the transport of flat parameters on `device`; None for a group of one rank.
+
+    Args:
+        link: Link between the ranks.
+        wires: Connections of the group.
+        size: Number of ranks.
+        index: Index of this rank.
+        device: Device of the tensors.
+        buffers: Counts bytes of buffers.
+    """
     match link:
         case GroupLink.PROCESS:
             return None
@@ -72,5 +91,5 @@ def choose(
         case GroupLink.FABRIC:
             return Exchanging(wires, size, index, device)
         case GroupLink.HOSTS | GroupLink.OTHER:
-            # Collectives that send over the network what must be sent, once; exchanges of all with all send more.
+            # These collectives send each byte over the network once; exchanges between all pairs send more.
             return Transport(wires, size, index, device)

@@ -1,16 +1,16 @@
-"""Flats that live in shared memory: a reduction reads its peers' gradients where they are, a gather is one copy.
+"""Transport in shared memory: reductions read the peers' gradients in place, and a gather is one copy.
 
-Nothing overlaps with computing, because there is next to nothing to hide. The rules that keep a rank from writing what
+Transfers do not overlap with computation, because they are very short. These rules keep a rank from writing memory that
 a peer still reads:
 
-1. A tensor is offered when its values are final. Peers read it from then on.
-2. A rank counts what it has read (TAKEN). `wait_until_all_read` waits until all peers have read all that this rank
-   has offered; after it, the memory may be written again.
-3. In an all-reduce every rank writes only its own slice of its own tensor while peers read the other slices; the sum is
-   copied from its owner when that one has said that it stands there (SUMMED). Whoever starts another one sums its slice
-   of those before it to which all peers have come: a peer that waits for one later finds it summed.
-4. What is gathered into a `MappedShards` tensor is mapped, not copied: it is taken at once, and in use until that
-   tensor goes. `wait_until_let_go` waits for that, of some shards only: those of other engines may stay for a while.
+1. A tensor is offered when its values are final. Peers may read it from then on.
+2. A rank counts the offers it has read (TAKEN). `wait_until_all_read` waits until all peers have read all offers of
+   this rank; then the memory may be written again.
+3. In an all-reduce, every rank writes only its own slice of its own tensor, while peers read the other slices. The
+   owner reports that the sum is in place (SUMMED), then peers copy it. A rank that starts a later all-reduce first sums
+   its slice of all earlier ones that every peer has started, so that a waiting peer finds it summed.
+4. A gather into a `MappedShards` tensor maps memory and copies nothing. It counts as taken at once, and is in use until
+   that tensor is freed. `wait_until_let_go` waits for given shards only, because other engines may keep theirs.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from speedlab.comm.shared.sync_page import Number, OfferPurpose, SyncPage, trans
 from speedlab.comm.transports.base import Finish, Transport
 
 LEAST_JOINED_BYTES = 256 << 10
-"""Of a shard that is mapped. Less is copied in microseconds, and the pages in which shards meet, which each rank keeps
-for itself, would be much of it."""
+"""Smallest shard that is mapped. Copying less takes microseconds, and pages on shard boundaries, which each rank
+copies, would be a large part.
+"""
 
 
 class InPlace(Transport):
-    """Works on tensors that `empty` made; others are copied to such memory first."""
+    """Transfers between tensors that `empty` made; other tensors are first copied to shared memory."""
 
     ordered = False
 
@@ -50,14 +51,16 @@ class InPlace(Transport):
         self._offered: dict[int, int] = {}
         """Shards that were offered and not gathered yet: address → number of the offer."""
         self._given: dict[int, int] = {}
-        """Address of a tensor that was reduced, or gathered without being offered before → number of its offer."""
+        """Tensors that were reduced, or gathered without an earlier offer: address → number of the offer."""
         self._unsummed: deque[tuple[int, Tensor]] = deque()
-        """All-reduces in which this rank has to sum its slice yet: (number of the offer, its memory), oldest first."""
+        """All-reduces in which this rank must still sum its slice: (number of the offer, its memory), oldest first."""
 
     def empty(self, numel: int, dtype: torch.dtype, place: int = 0) -> Tensor:
+        """Allocate shared memory; see `Transport.empty`."""
         return arena().empty(numel, dtype, byte=place * dtype.itemsize % mmap.PAGESIZE)
 
     def joined(self, numel: int, dtype: torch.dtype) -> MappedShards | None:
+        """Return a tensor of mapped shards, if they are large enough; see `Transport.joined`."""
         if numel // self.size * dtype.itemsize < LEAST_JOINED_BYTES or not MappedShards.fits(self.size):
             return None
         with suppress(OSError):
@@ -65,28 +68,35 @@ class InPlace(Transport):
         return None
 
     def offer(self, shards: Sequence[Tensor]) -> None:
+        """Publish the addresses of shards; see `Transport.offer`."""
         for shard in shards:
             self._offered[shard.data_ptr()] = self._offer_whole(shard, OfferPurpose.ALL_GATHER)[0]
 
     def wait_until_all_read(self) -> None:
+        """Wait until peers have read all offers; see `Transport.wait_until_all_read`."""
         self._meeting.wait_until_all_read()
 
     def wait_until_read(self, buffer: Tensor) -> None:
+        """Wait until peers have read a reduced tensor; see `Transport.wait_until_read`."""
         self._meeting.wait_all(Number.TAKEN, self._given.get(buffer.data_ptr(), -1) + 1)
 
     def wait_until_let_go(self, shards: Sequence[Tensor]) -> None:
+        """Wait until no peer maps these shards; see `Transport.wait_until_let_go`."""
         places = (arena().find(shard.data_ptr(), shard.nbytes) for shard in shards)
         self._meeting.wait_until_let_go([place.block for place in places if place is not None])
 
     def withdraw(self) -> None:
+        """Forget the offers of an aborted pass; see `Transport.withdraw`."""
         self._offered.clear()
         self._meeting.take_no_more()
 
     def all_gather(self, full: Tensor, shard: Tensor, own: Tensor) -> Finish:
+        """Copy every rank's shard; see `Transport.all_gather`."""
         number = self._number_of(shard)
         return lambda: self._copy(full, number)
 
     def join(self, joined: MappedShards, shard: Tensor) -> Finish:
+        """Map every rank's shard; see `Transport.join`."""
         number = self._number_of(shard)
 
         def finish() -> None:
@@ -96,7 +106,7 @@ class InPlace(Transport):
         return finish
 
     def _number_of(self, shard: Tensor) -> int:
-        """Of the offer of `shard` that comes next, which is made now where it was not before."""
+        """Return the number of the shard's next offer, and offer the shard if it was not offered before."""
         number = self._offered.pop(shard.data_ptr(), None)
         if number is None:
             number, _ = self._offer_whole(shard, OfferPurpose.ALL_GATHER)
@@ -104,6 +114,7 @@ class InPlace(Transport):
         return number
 
     def reduce_scatter(self, full: Tensor, into: Tensor, accumulate: bool) -> Finish:
+        """Sum the peers' tensors in place; see `Transport.reduce_scatter`."""
         number, shared = self._offer_whole(full, OfferPurpose.REDUCE_SCATTER)
         self._given[full.data_ptr()] = number
 
@@ -114,6 +125,7 @@ class InPlace(Transport):
         return finish
 
     def all_reduce(self, full: Tensor) -> Finish:
+        """Sum one slice per rank in place, then copy the others; see `Transport.all_reduce`."""
         number, shared = self._offer_whole(full, OfferPurpose.ALL_REDUCE)
         self._given[full.data_ptr()] = number
         while self.sums_early and self._unsummed and self._meeting.reached(Number.OFFERED, self._unsummed[0][0] + 1):
@@ -134,15 +146,17 @@ class InPlace(Transport):
         return finish
 
     def _sum_oldest(self) -> None:
-        """This rank's slice of the oldest all-reduce that lacks it. In this order: SUMMED counts all up to it."""
+        """Sum this rank's slice of the oldest pending all-reduce. Keep this order, because SUMMED is a count."""
         number, shared = self._unsummed[0]
-        addresses = self._meeting.addresses(number)  # What fails here fails again for who waits for it.
-        self._unsummed.popleft()  # Before: what is cut off must not be summed twice.
+        addresses = self._meeting.addresses(number)  # An error here is raised again by the wait for this all-reduce.
+        self._unsummed.popleft()  # Remove the entry first: an interrupted sum must not be repeated.
         self._sum(shared, shared.view(self.size, -1)[self.index], addresses, accumulate=False)
         self._meeting.raise_own(Number.SUMMED, number + 1)
 
     def _offer_whole(self, tensor: Tensor, transfer: OfferPurpose) -> tuple[int, Tensor]:
-        """(number of the offer, the memory that peers read): `tensor` itself, or a copy if it came from elsewhere."""
+        """Return (number of the offer, the memory that peers read): `tensor` itself, or a copy if it is not in shared
+        memory.
+        """
         shared = tensor
         if arena().find(tensor.data_ptr(), tensor.nbytes) is None:
             shared = arena().empty(tensor.numel(), tensor.dtype).copy_(tensor)
@@ -157,7 +171,7 @@ class InPlace(Transport):
         self._meeting.took()
 
     def _sum(self, full: Tensor, into: Tensor, addresses: np.ndarray, accumulate: bool) -> None:
-        """This rank's slice of all ranks' `full`, of which the peers' stand at these addresses, summed into `into`."""
+        """Sum this rank's slice of all ranks' `full` into `into`. `addresses` locate the peers' tensors."""
         addresses[self.index] = full.data_ptr()
         nbytes = full.nbytes // self.size
         target = array(into)
