@@ -1,4 +1,4 @@
-"""Context parallelism: each rank has some positions of every sequence, and attention looks across the ranks."""
+"""Context parallelism: each rank holds some positions of every sequence, and attention works across ranks."""
 
 from speedlab.parallel.context.context_parallel import ContextParallel, check_model
 

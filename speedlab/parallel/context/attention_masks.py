@@ -1,12 +1,13 @@
-"""What the queries of a ring do not see besides what is later: keys of other documents, and what dropout drops.
+"""Masks of ring attention in addition to causality: keys of other documents, and dropout.
 
-B sequences of T tokens, H heads; in a turn n queries of this rank and m keys of another one, all ascending.
+There are B sequences of T tokens, and H heads. A turn has n queries of this rank and m keys of another rank, all
+ascending.
 
-1. `starts` (B, T) are of whole sequences: the first key that each query may see. In a turn that is a place among the m
-   keys, so that the kernel for blocks takes it as it takes one of whole sequences.
-2. Heads that the kernel does not take, other devices than CPUs, and dropout go through scores, of one head at a time
-   (n, m) in float32.
-3. What is dropped is drawn for whole sequences, as one process draws it, and kept for this rank's queries.
+1. `starts` (B, T) give the first visible key of each query, in full sequences. For a turn they become positions among
+   the m keys. So the block-sparse kernel uses them as for full sequences.
+2. Three cases use explicit scores, (n, m) in float32 for one head at a time: head sizes that the kernel does not
+   support, other devices than CPUs, and dropout.
+3. Dropout masks are drawn for full sequences, as in one process. This rank keeps those of its queries.
 """
 
 from __future__ import annotations
@@ -26,16 +27,25 @@ from speedlab.models.selective_checkpointing import computed_once
 
 @dataclass(frozen=True, kw_only=True)
 class Masks:
-    """Of one call of attention on one rank."""
+    """The masks of one attention call on one rank."""
 
     starts: Tensor | None
     """(B, T) int32; None: each sequence is one document."""
     kept: Tensor | None
-    """(B, H, own queries, T) bool: which probabilities are not dropped; None: all."""
+    """(B, H, own queries, T) bool: probabilities that are not dropped; None: all."""
     dropout: float
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, places: TokenPositions) -> tuple[Tensor, Tensor]:
-        """Of a turn (output, natural logarithm of the sum of exponentials (B, H, n), -inf where a query sees no key)"""
+        """Return (output, natural logarithm of the sum of exponentials (B, H, n)) of a turn. The logarithm is -inf for
+        a query that sees no key.
+
+        Args:
+            q: (B, H, n, D) queries.
+            k: (B, H, m, D) keys.
+            v: (B, H, m, D) values.
+            scale: Factor on the scores.
+            places: Positions of the queries and keys.
+        """
         if self._takes_kernel(q):
             q, k, v = (each.contiguous() for each in (q, k, v))
             return partial_attention(q, k, v, places.layout, scale=scale, starts=places.local(self.starts))
@@ -59,7 +69,18 @@ class Masks:
         scale: float,
         places: TokenPositions,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Of q, k and v in a turn, where `gradient`, `out` and `logarithm` are those of all turns together."""
+        """Return the gradients of q, k and v in a turn.
+
+        Args:
+            gradient: (B, H, n, D), gradient of the combined output.
+            q: (B, H, n, D) queries.
+            k: (B, H, m, D) keys.
+            v: (B, H, m, D) values.
+            out: (B, H, n, D), output of all turns combined.
+            logarithm: (B, H, n), logarithms of all turns combined.
+            scale: Factor on the scores.
+            places: Positions of the queries and keys.
+        """
         if self._takes_kernel(q):
             gradient, q, k, v, out, logarithm = (each.contiguous() for each in (gradient, q, k, v, out, logarithm))
             starts = places.local(self.starts)
@@ -80,7 +101,7 @@ class Masks:
         return self.kept is None and q.is_cpu and q.dtype in FLOATS and head_fits(q.shape[3])
 
     def _scores(self, q: Tensor, k: Tensor, scale: float, places: TokenPositions) -> Tensor:
-        """(B, n, m), -inf where a query does not see a key."""
+        """Return the scores (B, n, m); -inf if a query does not see a key."""
         wide = torch.promote_types(q.dtype, torch.float32)
         scores = (q.to(wide) @ k.to(wide).mT).mul_(scale)
         if places.causal:
@@ -90,7 +111,7 @@ class Masks:
         return scores
 
     def _dropped(self, p: Tensor, head: int, places: TokenPositions) -> Tensor:
-        """`p` (B, n, m) of a head, without what is dropped."""
+        """Apply dropout to the probabilities `p` (B, n, m) of one head."""
         if self.kept is None:
             return p
         kept = self.kept[:, head, places.rows][..., places.keys]
@@ -99,35 +120,47 @@ class Masks:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenPositions:
-    """Where the tokens of a turn are in their sequences."""
+    """The positions of a turn's tokens in their sequences."""
 
     rows: slice
-    """Of this rank's queries, those of the turn."""
+    """This rank's queries that take part in the turn."""
     queries: Tensor
     """(n,) int64."""
     keys: Tensor
     """(m,) int64."""
     causal: bool
-    """Whether some keys are later than some queries: those of the same tokens."""
+    """Whether some keys are later than some queries. True only if both are the same tokens."""
 
     @property
     def layout(self) -> BlockLayout:
-        """Of the turn's queries and keys, among themselves."""
+        """The block layout of the turn's queries and keys."""
         return whole_layout(len(self.queries), len(self.keys), causal=self.causal)
 
     def local(self, starts: Tensor | None) -> Tensor | None:
-        """`starts` of whole sequences as places among the keys: (B, n) int32."""
+        """Return `starts` of full sequences as positions among the keys, (B, n) int32."""
         return None if starts is None else local_starts(starts, self.queries, self.keys)
 
 
 def local_starts(starts: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Of `starts` (B, T) for these queries (n,), how many of the ascending `keys` (m,) come before: (B, n) int32."""
+    """Return how many keys are before the start of each query, (B, n) int32.
+
+    Args:
+        starts: (B, T), first visible key of each query, in full sequences.
+        queries: (n,) positions.
+        keys: (m,) positions, ascending.
+    """
     return torch.searchsorted(keys.to(starts.dtype), starts[:, queries].contiguous(), out_int32=True)  # 1
 
 
 def kept_of(attend: CausalAttention, q: Tensor, length: int, own: Tensor) -> Tensor | None:
-    """What `attend` keeps of the probabilities of its heads, for this rank's queries, which stand at `own` (n,) in
-    whole sequences of `length`: (B, H, n, T) bool, in training with dropout. The random state moves as in one process.
+    """Return which probabilities dropout keeps for this rank's queries, (B, H, n, T) bool; None outside of training or
+    without dropout. The random state advances as in one process.
+
+    Args:
+        attend: The attention module.
+        q: (B, H, n, D) queries of this rank.
+        length: T, tokens of a full sequence.
+        own: (n,) positions of the queries.
     """
     if not attend.training or attend.dropout == 0:
         return None
@@ -141,5 +174,5 @@ def kept_of(attend: CausalAttention, q: Tensor, length: int, own: Tensor) -> Ten
 
 
 def _finite(logarithm: Tensor) -> Tensor:
-    """(…, 1), where no key is seen 0: else -inf would be taken from -inf."""
+    """Return the logarithms as (…, 1), with 0 instead of -inf. Otherwise -inf - (-inf) gives NaN."""
     return logarithm.masked_fill(logarithm == -torch.inf, 0).unsqueeze(-1)

@@ -1,13 +1,13 @@
-"""What changes in a built-in GPT whose sequences are cut over ranks.
+"""Patches of a built-in GPT whose sequences are cut over ranks.
 
-1. Every rank is given whole sequences, and embeds its own positions of them.
-2. All but attention works on tokens by themselves.
-3. Dropout draws for whole sequences on every rank, which keeps what is of its tokens: the same elements as in one
-   process.
-4. In attention the ranks that share heads (`heads`) exchange tokens for heads, and among those of a ring keys and
-   values go round.
-5. The loss is the mean over the whole sequences on every rank, each of which computes the part of its own targets.
-   ZeRO takes the mean of the ranks' gradients.
+1. Every rank gets full sequences, and embeds only its own positions.
+2. All layers except attention work on each token separately.
+3. Dropout draws masks for full sequences on every rank, and keeps those of its own tokens. So the same elements are
+   dropped as in one process.
+4. In attention, the ranks that share heads (`heads`) exchange tokens for heads. Among the ranks of a ring, keys and
+   values rotate.
+5. The loss on every rank is the mean over full sequences. Each rank computes the terms of its own targets. ZeRO
+   averages the ranks' gradients.
 """
 
 from __future__ import annotations
@@ -39,8 +39,17 @@ from speedlab.parallel.module_patches import ModulePatch, ModulePatches
 
 
 def check_model(model: nn.Module, layout: Layout, parallel: ParallelConfig, device: str) -> GPT:
-    """The GPT whose sequences can be cut under the layout, on devices of this kind. Raises LayoutError, with what would
-    work, for others."""
+    """Return the GPT, if its sequences can be cut under this layout.
+
+    Args:
+        model: The model.
+        layout: Sizes of the axes.
+        parallel: The section `parallel` of the configuration.
+        device: Device type.
+
+    Raises:
+        LayoutError: The model cannot be cut; the message says what would work.
+    """
     kind: Any = type(model)
     if not isinstance(model, GPT) or kind.embed is not GPT.embed or kind.output is not GPT.output:
         raise LayoutError(
@@ -71,29 +80,37 @@ def check_model(model: nn.Module, layout: Layout, parallel: ParallelConfig, devi
 
 
 def _as_configured(attend: nn.Module, config: ModelConfig) -> bool:
-    """Whether `attend` is what the model's configuration says."""
+    """Return whether `attend` matches the model's configuration."""
     kind = CausalAttention if config.attention.kind == "dense" else SparseAttend
     same = getattr(attend, "attention", config.attention) == config.attention
     return type(attend) is kind and same and "forward" not in vars(attend)
 
 
 class ContextParallel:
-    """Context parallelism of one module over the ranks along cp; without several of them nothing changes."""
+    """Context parallelism of one module over the ranks along cp. With one rank nothing changes."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, parallel: ParallelConfig) -> None:
-        """`parallel`: how many of the ranks share heads, whether sequences are padded, and whether tp ranks share out
-        the tokens between layers. Collective over all ranks.
+        """Create the groups and the patches. Collective over all ranks.
 
-        Raises LayoutError for a model that cannot be cut along its sequences."""
+        Args:
+            model: The model.
+            mesh: This rank's groups.
+            parallel: Section of the configuration: how many ranks share heads, whether sequences are padded, and
+                whether tp ranks split tokens between layers.
+
+        Raises:
+            LayoutError: The model cannot be cut along its sequences.
+        """
         sequence = parallel.sequence and mesh.layout.tp > 1
         self._group, self._sequence, self._pads = mesh["cp"], sequence, parallel.cp_pad
         self._token_share = mesh.layout.tp if sequence else 1
         self._made = ModulePatches()
         self._changes: list[ModulePatch] = []
         self.multiple = 1
-        """What the length of a sequence is padded to a multiple of; in training it has to be one, unless `cp_pad`."""
+        """Sequence lengths are padded to a multiple of this. In training they must already be one, unless `cp_pad` is
+        set."""
         self._length = 0
-        """Tokens of the sequences that were embedded last."""
+        """Sequence length of the last embedding."""
         if self._group.size > 1:
             gpt = check_model(model, mesh.layout, parallel, self._group.device.type)
             shared = heads_shared(gpt.config, mesh.layout, parallel.cp_heads)
@@ -108,12 +125,22 @@ class ContextParallel:
             self._changes += self._of_gpt(gpt)
 
     def own_length(self, length: int) -> int:
-        """Tokens on this rank of sequences of so many."""
+        """Return the number of tokens on this rank.
+
+        Args:
+            length: Tokens of the full sequence.
+        """
         return -(-length // self.multiple) * self.multiple // self._group.size
 
     def check_length(self, length: int) -> None:
-        """Raises LayoutError for sequences that cannot be trained on: cp does not divide `length`, and nothing pads, or
-        something is dropped."""
+        """Check that training can use a sequence length.
+
+        Args:
+            length: Tokens of the full sequence.
+
+        Raises:
+            LayoutError: cp does not divide the length, and padding is off or there is dropout.
+        """
         if length % self.multiple == 0:
             return
         told = f"parallel.cp {self._group.size}: a sequence of {length} tokens does not divide by {self.multiple}"
@@ -123,13 +150,16 @@ class ContextParallel:
             raise LayoutError(f"{told}, and {dropout_rule(self._dropout)}")
 
     def attach(self) -> None:
+        """Apply the patches."""
         self._made.make(self._changes)
 
     def detach(self) -> None:
+        """Undo the patches."""
         self._made.undo()
 
     def _of_gpt(self, model: GPT) -> Iterator[ModulePatch]:
-        # Those of classes: pipeline stages of one rank may share these modules, and each of them changes them.
+        # The patches call the classes' methods: pipeline stages of one rank may share these modules, and each stage
+        # patches them.
         vocabulary = model.config.vocab_size
         yield ModulePatch(model.places, "forward", lambda _: partial(self._positions, model.config))
         yield ModulePatch(model.places, "own", lambda _: partial(self._embedded, model.places, vocabulary))
@@ -143,7 +173,7 @@ class ContextParallel:
                 yield ModulePatch(attention.attend, "first_head", lambda first: first + first_own)
         for dropout in dropouts if model.config.dropout else []:
             yield ModulePatch(dropout, "mask", lambda _, each=dropout: partial(self._own_mask, each))
-            if not self._sequence:  # Else tensor parallelism has its part of that mask.
+            if not self._sequence:  # With sequence parallelism, the tensor-parallel patch slices this mask further.
                 yield ModulePatch(dropout, "forward", lambda _, each=dropout: partial(self._drop, each))
 
     # ---- tokens ------------------------------------------------------------------------------------------------------
@@ -151,10 +181,11 @@ class ContextParallel:
     def _positions(self, config: ModelConfig, length: int, device: torch.device, given: Tensor | None = None) -> Tensor:
         last = config.context - 1
         if given is None:
-            # What pads a sequence comes behind it, where a table of positions may have ended.
+            # Padding follows the sequence, possibly past the end of the position table.
             return self._own_places(length * self._group.size, device).clamp_(max=last)
         looked_up = config.position == "learned" and given.is_cpu
-        if looked_up and ((given < 0) | (given > last)).any():  # On all ranks, not on who has it.
+        # All ranks check all positions, so that all ranks raise.
+        if looked_up and ((given < 0) | (given > last)).any():
             raise IndexError(f"positions: {int(given.min())} to {int(given.max())}, expected 0 to {last}")
         return self._own(given, 0)
 
@@ -166,12 +197,13 @@ class ContextParallel:
         self._length = tokens.shape[1]
         if places.training and torch.is_grad_enabled():
             self.check_length(self._length)
-        if tokens.is_cpu and ((tokens < 0) | (tokens >= vocabulary)).any():  # On all ranks, not on who has it.
+        # All ranks check all tokens, so that all ranks raise.
+        if tokens.is_cpu and ((tokens < 0) | (tokens >= vocabulary)).any():
             raise IndexError(f"tokens: {int(tokens.min())} to {int(tokens.max())}, expected 0 to {vocabulary - 1}")
         return self._own(tokens, 0)
 
     def _own(self, tokens: Tensor, padding: int) -> Tensor:
-        """This rank's tokens. No token sees a later one, so that padding changes nothing."""
+        """Return this rank's tokens. No token attends to a later one, so padding changes no result."""
         missing = -tokens.shape[1] % self.multiple
         padded = F.pad(tokens, (0, missing), value=padding) if missing else tokens
         return padded[:, self._own_places(padded.shape[1], tokens.device)]
@@ -190,12 +222,12 @@ class ContextParallel:
     # ---- attention ---------------------------------------------------------------------------------------------------
 
     def _across_ranks(self, attend: nn.Module, forward: Any) -> Any:
-        return torch.compiler.disable(partial(self._attend, attend, forward))  # It communicates.
+        return torch.compiler.disable(partial(self._attend, attend, forward))  # Not compiled, because it communicates.
 
     def _attend(
         self, attend: nn.Module, forward: Any, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None = None
     ) -> Tensor:
-        """`starts`: of whole sequences, where there are documents."""
+        """Compute attention across ranks. `starts`: of full sequences, if there are documents."""
         heads, ring = self._heads, self._ring
         if heads.size > 1:
             q, k, v = share_heads(torch.stack((q, k, v)), heads).unbind()
@@ -215,7 +247,8 @@ class ContextParallel:
         if targets is None:
             return GPTOutput(None, self._all_logits(prediction.logits(x, weight)))
         same = self.own_length(targets.shape[1]) == x.shape[1] * self._token_share
-        if not same or (self._length and targets.shape[1] != self._length):  # No stage behind the first knows that.
+        # Only the first pipeline stage embeds, so later stages do not know `_length`.
+        if not same or (self._length and targets.shape[1] != self._length):
             raise ValueError(
                 f"targets: {targets.shape[1]} of a sequence, expected one for each token; give as many, with "
                 f"{IGNORED} where none counts"
@@ -224,14 +257,14 @@ class ContextParallel:
             check_range(targets.flatten(), vocabulary, IGNORED)
         own = self._own(targets, IGNORED)
         count, total = (((each >= 0) & (each < vocabulary)).sum() for each in (own, targets))
-        # The mean of no targets would not be a number; that of any is counted not at all. Where the whole has none, it
-        # is none, too.
+        # The mean over no targets would be NaN. So a rank without targets gets one, with weight 0. If no rank has
+        # targets, the loss stays NaN.
         own[:, 0] = torch.where((count > 0) | (total == 0), own[:, 0], 0)
         loss = prediction.loss(x, weight, own) * (count / total.clamp(min=1))
         return GPTOutput(_SumOfRanks.apply(loss, self._group), None)
 
     def _all_logits(self, own: Tensor) -> Tensor:
-        """(B, T, V) in the order of the sequences, on every rank."""
+        """Return (B, T, V) in sequence order, on every rank."""
         every = _GatherSequence.apply(own, self._group)
         length = every.shape[1]
         size, heads = self._group.size, self._heads.size
@@ -242,7 +275,8 @@ class ContextParallel:
         return every[:, : self._length] if self._length > length - self.multiple else every
 
 
-# Gradients are averaged over the ranks that have the same loss: terms of it that only one rank computes count for all.
+# ZeRO averages gradients over ranks with the same loss. So the backwards below multiply by the number of ranks: each
+# term is computed by only one rank.
 
 
 class _SumOfRanks(Function):
@@ -258,7 +292,7 @@ class _SumOfRanks(Function):
 
 
 class _GatherSequence(Function):
-    """The ranks' tokens side by side."""
+    """Concatenates the ranks' tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:

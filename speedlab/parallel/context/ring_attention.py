@@ -1,12 +1,13 @@
 """Causal attention over a ring of ranks, each with a part of every sequence (ring attention, arXiv:2310.01889).
 
-1. Queries stay; keys and values go round, on their way to the next rank while this one computes with them.
-2. With the chunks of `positions` rank i sees of rank j's keys: its own under the causal mask; where j is before i, the
-   first chunk, from all its queries; where j is behind, both, from its second chunk of queries. That is half of the
-   scores in every turn.
-3. Outputs of turns are put together by the logarithms of their sums, in float32.
-4. In backward the sums of keys' and values' gradients travel with them, and are home after a whole round.
-5. Documents that are kept apart, and dropout, are masks of the scores of a turn (`masks`).
+1. Queries stay. Keys and values rotate: they are sent to the next rank while this rank computes with them.
+2. With the chunks of `own_positions`, half of the scores are needed in every turn. Rank i sees these keys of rank j:
+   - its own keys, under the causal mask;
+   - if j < i: the first chunk of keys, from all queries;
+   - if j > i: both chunks of keys, from the second chunk of queries.
+3. Outputs of turns are combined in float32, with the logarithms of their sums of exponentials.
+4. In backward, the gradient sums of keys and values rotate with them, and are back at their owner after a full round.
+5. Document boundaries and dropout are masks on the scores of a turn (`attention_masks`).
 """
 
 from __future__ import annotations
@@ -27,28 +28,33 @@ from speedlab.models.selective_checkpointing import computed_once
 from speedlab.parallel.context.attention_masks import Masks, TokenPositions, kept_of
 
 _HEAD_MULTIPLE = 8
-"""On GPUs, kernels take heads of a multiple of so many elements."""
+"""On GPUs, the kernels need head sizes that are multiples of this."""
 
 _LARGEST_FLASH_HEAD = 256
 
 _EFFICIENT_ROWS = 32
-"""torch's memory-efficient attention keeps logarithms for a multiple of so many queries."""
+"""torch's memory-efficient attention pads its logarithms to a multiple of this many queries."""
 
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, ring: Group, *, attend: CausalAttention | None = None, starts: Tensor | None = None
 ) -> Tensor:
-    """Causal attention of this rank's tokens to those of all ranks of `ring`: q, k, v (B, H, T, D) each -> the same.
-    Collective.
+    """Return causal attention of this rank's tokens to the tokens of all ranks of the ring, (B, H, T, D). Collective.
 
-    `attend` says what is dropped in training; `starts` (B, T · ranks) int32, the first key of whole sequences that each
-    of all queries may see."""
+    Args:
+        q: (B, H, T, D) queries of this rank.
+        k: (B, H, T, D) keys of this rank.
+        v: (B, H, T, D) values of this rank.
+        ring: The ranks.
+        attend: The attention module, for its dropout in training; None: no dropout.
+        starts: (B, T · ranks) int32, first visible key of each query, in full sequences; None: no documents.
+    """
     size, length = q.shape[-1], q.shape[2] * ring.size
     kept = None if attend is None else kept_of(attend, q, length, _own(length, ring, ring.index, q.device))
     if starts is not None:
         starts = starts_for(starts, length)
     missing = -size % _HEAD_MULTIPLE if q.is_cuda else 0
-    if missing:  # Zeros change no score.
+    if missing:  # Padding with zeros changes no score.
         q, k, v = (F.pad(each, (0, missing)) for each in (q, k, v))
     y = _Ring.apply(q, k, v, size**-0.5, ring, starts, kept, 0.0 if attend is None else attend.dropout)
     return y[..., :size] if missing else y
@@ -105,7 +111,7 @@ class _Ring(Function):
 
 
 def _round(q: Tensor, k: Tensor, v: Tensor, scale: float, ring: Group, masks: Masks | None) -> tuple[Tensor, Tensor]:
-    """(output, logarithms of its sums) of all turns."""
+    """Return (output, logarithms of its sums) after all turns."""
     wide = torch.promote_types(q.dtype, torch.float32)
     whole = torch.zeros_like(q, dtype=wide)
     logarithms = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
@@ -126,7 +132,7 @@ def _round(q: Tensor, k: Tensor, v: Tensor, scale: float, ring: Group, masks: Ma
 
 
 def _seen(ring: Group, turn: int, length: int) -> tuple[slice, slice]:
-    """Of this rank's queries and of the keys that are here in a turn: those between which there are scores."""  # 2
+    """Return the queries of this rank, and the keys present in a turn, between which there are scores."""
     source, everything = (ring.index - turn) % ring.size, slice(None)
     if turn == 0:
         return everything, everything
@@ -138,23 +144,29 @@ def _masks(starts: Tensor | None, kept: Tensor | None, dropout: float) -> Masks 
 
 
 def _places(ring: Group, turn: int, rows: slice, columns: slice, q: Tensor) -> TokenPositions:
-    """Where the queries and keys of a turn stand in whole sequences."""
+    """Return the positions of a turn's queries and keys in full sequences."""
     own, come = (_own(q.shape[2] * ring.size, ring, ring.index - each, q.device) for each in (0, turn))
     return TokenPositions(rows=rows, queries=own[rows], keys=come[columns], causal=turn == 0)
 
 
 def _own(length: int, ring: Group, index: int, device: torch.device) -> Tensor:
-    """Which tokens of whole sequences the rank `index` has, ascending."""
+    """Return the token positions of rank `index`, ascending."""
     parts = own_positions(length, ring.size, 1, index % ring.size)
     return torch.cat([torch.arange(part.start, part.stop, device=device) for part in parts])
 
 
 def add_turn(whole: Tensor, logarithms: Tensor, out: Tensor, logarithm: Tensor) -> None:
-    """Add a turn's output to that of earlier ones, whose sums of exponentials have these `logarithms`, in place; -inf
-    where a query has seen no key."""
+    """Add the output of a turn to that of earlier turns, in place.
+
+    Args:
+        whole: (B, H, T, D), sum so far.
+        logarithms: (B, H, T), logarithms of the sums of exponentials so far; -inf for a query that has seen no key.
+        out: Output of the turn.
+        logarithm: Its logarithms.
+    """
     # 3
     together = torch.logaddexp(logarithms, logarithm)
-    finite = together.masked_fill(together == float("-inf"), 0)  # Else -inf would be taken from -inf.
+    finite = together.masked_fill(together == float("-inf"), 0)  # Otherwise -inf - (-inf) gives NaN.
     whole.mul_((logarithms - finite).exp_().unsqueeze(-1))
     whole.addcmul_(out.to(whole.dtype), (logarithm - finite).exp_().unsqueeze(-1))
     logarithms.copy_(together)
@@ -164,7 +176,7 @@ def add_turn(whole: Tensor, logarithms: Tensor, out: Tensor, logarithm: Tensor) 
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """(output, logarithm of the sum of exponentials (B, H, T) float32, of float64 float64)."""
+    """Return (output, logarithm of the sum of exponentials (B, H, T); float64 for float64 inputs, else float32)."""
     aten = torch.ops.aten
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -178,12 +190,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> t
 def _attend_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logarithm: Tensor, scale: float, *, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, where `out` and `logarithm` are those of all turns together."""
+    """Return the gradients of q, k and v, given `out` and `logarithm` of all turns combined."""
     aten, given = torch.ops.aten, (gradient, q, k, v)
     if q.device.type == "cpu":
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         return backward(*given, out, logarithm, 0.0, causal, scale=scale)
-    # Nothing is dropped: what the forwards drew does not count.
+    # Without dropout, the random state of the forward does not matter.
     random = [torch.empty((), dtype=torch.int64) for _ in range(2)]
     if _flash(q):
         backward, lengths = aten._scaled_dot_product_flash_attention_backward, (q.shape[2], k.shape[2])
@@ -194,6 +206,6 @@ def _attend_backward(
 
 
 def _flash(q: Tensor) -> bool:
-    """Whether torch's flash attention takes this on a GPU; the memory-efficient one takes the rest."""
+    """Return whether torch's flash attention supports this on a GPU. The memory-efficient kernel supports the rest."""
     capable = torch.cuda.get_device_capability(q.device) >= (8, 0)
     return capable and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= _LARGEST_FLASH_HEAD

@@ -1,10 +1,10 @@
-"""Block-sparse causal attention in a ring of ranks, each with some blocks of every sequence.
+"""Block-sparse causal attention over a ring of ranks, each with some blocks of every sequence.
 
-1. From the pattern alone every rank knows which blocks of keys each of the others sees (`config/ring_needs`).
-2. Queries stay. In a turn of k, the blocks of keys and values that rank r + k needs of rank r go straight there, while
-   both compute with what came before. Nothing else is sent, and turns in which nobody needs anything there are none of.
-3. Outputs of turns are put together by the logarithms of their sums, in float32.
-4. In backward keys and values are sent again, and the gradients of those go straight home.
+1. The pattern alone tells every rank which key blocks each other rank needs (`ring_needs`).
+2. Queries stay. In turn k, rank r sends the key and value blocks that rank r + k needs directly to that rank. Both
+   compute with earlier blocks meanwhile. Nothing else is sent, and turns without any needed block are skipped.
+3. Outputs of turns are combined in float32, with the logarithms of their sums of exponentials.
+4. In backward, keys and values are sent again, and their gradients are sent directly to the owner.
 """
 
 from __future__ import annotations
@@ -33,22 +33,27 @@ from speedlab.parallel.context.ring_attention import add_turn
 
 @dataclass(frozen=True, eq=False)
 class _RingTurn:
-    """A turn of one rank. Blocks are counted among those of who has them."""
+    """A turn of one rank. Block numbers are relative to the rank that owns the blocks."""
 
     places: int
-    """From how many ranks back keys come, and as many ranks further this rank's go; 0: its own."""
+    """Distance in the ring: keys are received from this many ranks back, and sent to as many ranks further; 0: own
+    keys."""
     sent: tuple[int, ...]
-    """The blocks of this rank's that are sent."""
+    """Own blocks that are sent."""
     layout: BlockLayout
-    """What this rank's queries see of the blocks that come."""
+    """Which received blocks this rank's queries see."""
 
     @property
     def sees(self) -> bool:
-        """Whether any of them sees any of those."""
+        """Whether any query sees any received block."""
         return len(self.layout.columns) > 0
 
     def starts(self, starts: Tensor | None) -> Tensor | None:
-        """Of whole sequences' `starts`, those of its queries as places among its keys."""
+        """Return `starts` of full sequences as positions among the turn's keys.
+
+        Args:
+            starts: (B, T · ranks) int32; None: no documents.
+        """
         if starts is None:
             return None
         within = torch.arange(self.layout.block)
@@ -59,9 +64,17 @@ class _RingTurn:
 def sparse_ring_attention(
     q: Tensor, k: Tensor, v: Tensor, attention: AttentionConfig, ring: Group, *, starts: Tensor | None = None
 ) -> Tensor:
-    """Attention of this rank's tokens to those of all ranks of `ring` that the pattern sees: q, k, v (B, H, T, D) each,
-    on a CPU -> the same. Collective. `starts` (B, T · ranks) int32: the first key of whole sequences that each of all
-    queries may see."""
+    """Return attention of this rank's tokens to those of all ranks that the pattern sees, (B, H, T, D). Collective, on
+    CPUs.
+
+    Args:
+        q: (B, H, T, D) queries of this rank.
+        k: (B, H, T, D) keys of this rank.
+        v: (B, H, T, D) values of this rank.
+        attention: The block-sparse pattern.
+        ring: The ranks.
+        starts: (B, T · ranks) int32, first visible key of each query, in full sequences; None: no documents.
+    """
     length = q.shape[2] * ring.size
     turns = _turns(attention, length, ring.size, ring.index)
     starts = None if starts is None else starts_for(starts, length)
@@ -70,14 +83,16 @@ def sparse_ring_attention(
 
 @lru_cache(maxsize=64)
 def _turns(attention: AttentionConfig, length: int, ranks: int, index: int) -> tuple[_RingTurn, ...]:
-    """The turns of rank `index`, its own first."""  # 1
+    """Return the turns of rank `index`, its own keys first."""
     needs = ring_needs(attention, length, ranks)
     whole = _whole(attention, length)
     return tuple(_turn(needs, whole, places, index) for places in (0, *needs.turns))
 
 
 def _whole(attention: AttentionConfig, length: int) -> BlockLayout:
-    """The layout of `length` tokens, where padding past the rows of a custom mask neither sees nor is seen."""
+    """Return the block layout of `length` tokens. Padding after the rows of a custom mask sees nothing and is not
+    seen.
+    """
     count = length // attention.block
     known = count if attention.mask is None else min(count, len(attention.mask))
     layout: BlockLayout = layout_of(attention, known * attention.block)  # pyright: ignore[reportCallIssue]  # disable() loses its types
@@ -146,7 +161,7 @@ class _SparseRing(Function):
 def _round(
     q: Tensor, both: Tensor, scale: float, turns: tuple[_RingTurn, ...], ring: Group, starts: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(output, logarithms of its sums) of all turns."""
+    """Return (output, logarithms of its sums) after all turns."""
     wide = torch.promote_types(q.dtype, torch.float32)
     whole = torch.zeros_like(q, dtype=wide)
     logarithms = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
@@ -158,7 +173,9 @@ def _round(
 
 
 def _arriving(both: Tensor, turns: tuple[_RingTurn, ...], ring: Group, tag: int) -> Iterator[tuple[_RingTurn, Tensor]]:
-    """Each turn with the keys and values (2, B, H, …, D) that came for it; those of the next are on their way."""  # 2
+    """Yield each turn with its received keys and values (2, B, H, …, D), while those of the next turn are
+    transferred.
+    """
     here, coming = both, None
     for number, turn in enumerate(turns):
         if coming is not None:
@@ -173,16 +190,16 @@ def _arriving(both: Tensor, turns: tuple[_RingTurn, ...], ring: Group, tag: int)
 
 
 def _add_blocks(sums: Tensor, turn: _RingTurn, coming: Rotation) -> None:
-    """Add the gradients of what was sent in `turn`, which come back, to this rank's `sums`."""
+    """Add the returned gradients of the blocks that were sent in `turn` to this rank's `sums`."""
     gradients, block = coming.wait().to(sums.dtype), turn.layout.block
     _blocks(sums, block).index_add_(3, torch.tensor(turn.sent, dtype=torch.int64), _blocks(gradients, block))
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
-    """(2, B, H, T, D) -> (2, B, H, T / block, block, D)"""
+    """Reshape (2, B, H, T, D) to (2, B, H, T / block, block, D)."""
     return x.unflatten(3, (-1, block))
 
 
 def _empty_blocks(like: Tensor, count: int, block: int) -> Tensor:
-    """For `count` blocks of keys and values: (2, B, H, count · block, D)."""
+    """Return memory for `count` blocks of keys and values, (2, B, H, count · block, D)."""
     return like.new_empty(*like.shape[:3], count * block, like.shape[4])

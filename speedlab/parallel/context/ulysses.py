@@ -1,4 +1,4 @@
-"""From some tokens of all heads to all tokens of some heads, and back (Ulysses, arXiv:2309.14509)."""
+"""Exchange tokens for heads, and back (Ulysses, arXiv:2309.14509)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,22 @@ from speedlab.models.selective_checkpointing import computed_once
 
 
 def share_heads(x: Tensor, group: Group) -> Tensor:
-    """`x` (…, H, T / n, D) of n ranks' tokens in rank order -> (…, H / n, T, D). Collective."""
+    """Return all tokens of some heads, (…, H / n, T, D). Collective.
+
+    Args:
+        x: (…, H, T / n, D), this rank's tokens of all heads.
+        group: The n ranks, whose tokens are in rank order.
+    """
     return _HeadExchange.apply(x, group, _to_heads, _to_tokens)
 
 
 def share_tokens(x: Tensor, group: Group) -> Tensor:
-    """The way back: `x` (…, H / n, T, D) -> (…, H, T / n, D). Collective."""
+    """Return this rank's tokens of all heads, (…, H, T / n, D): the inverse of `share_heads`. Collective.
+
+    Args:
+        x: (…, H / n, T, D), all tokens of some heads.
+        group: The n ranks.
+    """
     return _HeadExchange.apply(x, group, _to_tokens, _to_heads)
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: each rank holds a part of every large matrix, and the ranks share what they compute."""
+"""Tensor parallelism: each rank holds a shard of every large matrix."""
 
 from speedlab.parallel.tensor.heads import attention_dropout
 from speedlab.parallel.tensor.slicing import put, take

@@ -1,4 +1,4 @@
-"""What tensor parallelism does to activations, in pairs that are each other's backward.
+"""Collectives of tensor parallelism on activations, in pairs that are each other's backward.
 
 | function          | forward                                  | backward                                |
 |-------------------|------------------------------------------|-----------------------------------------|
@@ -8,11 +8,11 @@
 | `gather`          | all-gather along a dimension             | this rank's slice                       |
 | `gather_tokens`   | all-gather along the tokens              | reduce-scatter                          |
 | `scatter_tokens`  | reduce-scatter along the tokens          | all-gather                              |
-| `sum_shared`      | nothing                                  | sum over the ranks that hold the same   |
+| `sum_shared`      | nothing                                  | sum over the ranks with the same shard  |
 
-The first two are f and g of Megatron-LM (arXiv:1909.08053, section 3), the pair of tokens those of sequence parallelism
-(arXiv:2205.05198, section 4). `split` and `gather` stand where all ranks go on with the same values.
-Tokens are dimension 1 of (B, T, C).
+`copy` and `reduce` are f and g of Megatron-LM (arXiv:1909.08053, section 3). The pair for tokens is that of sequence
+parallelism (arXiv:2205.05198, section 4). Use `split` and `gather` if all ranks continue with the same values. Tokens
+are dimension 1 of (B, T, C).
 """
 
 from __future__ import annotations
@@ -34,44 +34,82 @@ TOKENS = 1
 
 @uncompiled
 def copy(x: Tensor, group: Group) -> Tensor:
-    """`x`, the same on all ranks, on its way to a layer of which each rank has a part."""
+    """Return `x` as the input of a layer that is cut over ranks.
+
+    Args:
+        x: Any shape, the same values on all ranks.
+        group: The tensor-parallel ranks.
+    """
     return _Copy.apply(x, group)
 
 
 @uncompiled
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' `x`."""
+    """Return the sum of `x` over the ranks. Collective.
+
+    Args:
+        x: Any shape, the same on all ranks.
+        group: The tensor-parallel ranks.
+    """
     return _Reduce.apply(x, group)
 
 
 @uncompiled
 def split(x: Tensor, group: Group, dim: int = -1) -> Tensor:
-    """This rank's share of dimension `dim` of `x`, which is the same on all ranks."""
+    """Return this rank's slice of `x` along `dim`.
+
+    Args:
+        x: The same values on all ranks.
+        group: The tensor-parallel ranks.
+        dim: Dimension to split.
+    """
     return _Split.apply(x, group, dim)
 
 
 @uncompiled
 def gather(x: Tensor, group: Group, dim: int = -1, total: int | None = None) -> Tensor:
-    """The ranks' `x` side by side along `dim`. `total`: the length of the whole, where shares are not of equal
-    length."""
+    """Return the ranks' `x`, concatenated along `dim`. Collective.
+
+    Args:
+        x: This rank's slice.
+        group: The tensor-parallel ranks.
+        dim: Dimension to concatenate.
+        total: Length of the result along `dim`; needed if the ranks' slices differ in length.
+    """
     return _Gather.apply(x, group, dim, x.shape[dim] * group.size if total is None else total)
 
 
 @uncompiled
 def gather_tokens(x: Tensor, group: Group) -> Tensor:
-    """All tokens of `x` (B, T / tp, C), on their way to a layer of which each rank has a part."""
+    """Return all tokens (B, T, C), as the input of a layer that is cut over ranks. Collective.
+
+    Args:
+        x: (B, T / tp, C), this rank's tokens.
+        group: The tensor-parallel ranks.
+    """
     return _GatherTokens.apply(x, group)
 
 
 @uncompiled
 def scatter_tokens(x: Tensor, group: Group) -> Tensor:
-    """This rank's tokens (B, T / tp, C) of the sum of the ranks' `x` (B, T, C)."""
+    """Return this rank's tokens (B, T / tp, C) of the sum over the ranks. Collective.
+
+    Args:
+        x: (B, T, C), this rank's term of the sum.
+        group: The tensor-parallel ranks.
+    """
     return _ScatterTokens.apply(x, group)
 
 
 @uncompiled
 def sum_shared(weight: Tensor, group: Group, part: ShardRange) -> Tensor:
-    """A parameter of which several ranks hold the same `part`, each with a gradient from what it used it for."""
+    """Return a parameter whose gradients are summed over the ranks that hold the same shard.
+
+    Args:
+        weight: This rank's shard.
+        group: The tensor-parallel ranks.
+        part: The slice of the full parameter that the shard is.
+    """
     return _SumShared.apply(weight, group, part)
 
 
@@ -148,7 +186,7 @@ class _SumShared(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        # Through the whole: a group for each set of sharing ranks would cost more than it saves.
+        # Sums the full gradient over all ranks: one group per set of sharing ranks would cost more than this saves.
         whole = gradient.new_zeros(ctx.part.shape)
         put(ctx.part, gradient, whole)
         return take(ctx.part, ctx.group.sum(whole)), None, None
@@ -165,7 +203,7 @@ def _whole(x: Tensor, group: Group, dim: int, total: int) -> Tensor:
     dim %= x.dim()
     widest = -(-total // group.size)
     padding = [0, 0] * (x.dim() - 1 - dim) + [0, widest - x.shape[dim]]
-    padded = group.gather_along(F.pad(x, padding), dim)  # Ranks send equally much.
+    padded = group.gather_along(F.pad(x, padding), dim)  # An all-gather needs equal sizes on all ranks.
     ranges = [share_of(total, group.size, k) for k in range(group.size)]
     own = tuple((k * widest, k * widest + end - start) for k, (start, end) in enumerate(ranges))
     return take(ShardRange(shape=tuple(padded.shape), dim=dim, ranges=own), padded)

@@ -1,12 +1,14 @@
-"""What the built-in GPT needs beside cut layers: head and loss over parts of the vocabulary, dropout as in one process
-(each head drops by its own number, so a rank draws for its own heads only), and sequence parallelism.
+"""Patches of the built-in GPT in addition to cut layers: head, loss, dropout and sequence parallelism.
 
-Sequence parallelism (arXiv:2205.05198): between the cut layers each rank has T / tp of the tokens,
+Head and loss work on shards of the vocabulary. Dropout matches one process: each head has its own number for its
+random mask, so a rank draws only for its own heads.
 
-1. from the embedding on, whose sum is split by tokens,
-2. in norms, residuals and dropout, whose masks are drawn for all tokens and sliced,
-3. until a layer whose outputs are cut gathers them; a layer whose inputs are cut gives each rank its tokens of the sum.
-4. Head and loss gather them a last time.
+Sequence parallelism (arXiv:2205.05198): between the cut layers each rank has T / tp of the tokens.
+
+1. The sum of the embedding is split by tokens.
+2. Norms, residuals and dropout use this rank's tokens. Dropout masks are drawn for all tokens and sliced.
+3. A column-parallel layer gathers the tokens. A row-parallel layer returns this rank's tokens of the sum.
+4. Head and loss gather the tokens a last time.
 """
 
 from __future__ import annotations
@@ -28,22 +30,37 @@ from speedlab.parallel.tensor.vocab_parallel_loss import vocabulary_cross_entrop
 
 
 class BuiltIn:
-    """The changes of one built-in GPT. `cut`: the modules of which a rank has a part."""
+    """The patches of one built-in GPT."""
 
     def __init__(self, name: str, model: Any, group: Group, cut: set[nn.Module], *, sequence: bool) -> None:
+        """Change nothing yet.
+
+        Args:
+            name: Name of the GPT in the model.
+            model: The GPT, or a pipeline stage of it.
+            group: The tensor-parallel ranks.
+            cut: The modules that are cut.
+            sequence: Whether to use sequence parallelism.
+        """
         self._prefix = f"{name}." if name else ""
         self._model, self._group, self._cut, self._sequence = model, group, cut, sequence
         self._length: int | None = None
-        """Tokens of the last sequence, where it was padded to be split."""
+        """Tokens of the last sequence, before it was padded for the split."""
 
     @staticmethod
     def in_model(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Every built-in GPT in `model`, with its name."""
+        """Return (name, module) of every built-in GPT in `model`."""
         return ((name, module) for name, module in model.named_modules() if is_gpt(module))
 
     def check(self, styles: Mapping[str, Style]) -> None:
-        """Raise PlanError where a plan's styles (by module name) would cut through heads, or not do for sequence
-        parallelism."""
+        """Check that a plan does not cut through heads, and that it fits sequence parallelism.
+
+        Args:
+            styles: Styles by module name.
+
+        Raises:
+            PlanError: The plan does not fit.
+        """
         ends = ("embedding", self._model.embedding), ("head", self._model.head)  # A pipeline stage may have neither.
         layers = [(name, module) for name, module in ends if module is not None]
         for k, block in self._model.blocks.named_children():  # A pipeline stage keeps the numbers of its blocks.
@@ -65,7 +82,7 @@ class BuiltIn:
             )
 
     def partial(self) -> Iterator[str]:
-        """Parameters that see the rank's own tokens only: those of norms, and biases that are added to sums."""
+        """Yield the parameters that see only this rank's tokens: those of norms, and biases that are added to sums."""
         if self._sequence:
             for name, _ in self._model.named_parameters():
                 module, _, key = name.rpartition(".")
@@ -74,7 +91,7 @@ class BuiltIn:
                     yield self._prefix + name
 
     def changes(self) -> Iterator[ModulePatch]:
-        """What changes in the model."""
+        """Yield the patches of the model."""
         model = self._model
         table = model.embedding if model.head is None else model.head
         if table in self._cut:
@@ -128,10 +145,10 @@ class BuiltIn:
                 f"sequence parallelism: a sequence of {self._length} tokens does not divide by tp {self._group.size}; "
                 f"use {self._length - self._length % self._group.size} tokens, or sequence: false"
             )
-        # No token sees a later one, so that padding changes nothing: a text that is being written has any length.
+        # No token attends to a later one, so padding changes no result. Text generation needs any length.
         x = F.pad(x, (0, 0, 0, missing)) if missing else x
         return self._drop_tokens(module, split(x, self._group, TOKENS))  # 1
 
     def _rotation_of_all(self, rotary: Any, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        # Of the class: pipeline stages of one rank may share this module, and each of them changes it.
+        # Calls the class's forward: pipeline stages of one rank may share this module, and each of them patches it.
         return type(rotary).forward(rotary, x[:, :1].expand(-1, x.shape[TOKENS] * self._group.size, -1), positions)

@@ -1,4 +1,4 @@
-"""Attention heads: a cut goes between them, and modules that count them are told how many are left."""
+"""Attention heads under tensor parallelism: cuts are between heads, and attention modules get their new head counts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads")
 _WIDTHS = ("all_head_size", "inner_dim", "split_size")
 _GROUPS = "num_key_value_groups"
 _DROPOUTS = ("attention_dropout", "attn_dropout", "dropout", "dropout_p", "attention_probs_dropout_prob")
-"""What attention modules call these things, as attributes that their forward reads."""
+"""Names of attributes that attention modules of different families read in their forward."""
 
 _DROPOUT_FIELDS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "dropout_rate", "attn_dropout")
-"""What configurations call the dropout of attention probabilities."""
+"""Names of the attention dropout in configurations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +35,17 @@ class Heads:
 
     @classmethod
     def of(cls, name: str, module: nn.Module, widths: Sequence[int], size: int) -> Heads | None:
-        """The heads of `module`, whose projections give `widths` elements each; None when it is no attention.
+        """Return the heads of a module; None if it is no attention.
 
-        Raises LayoutError when they do not divide, PlanError when the module does not say what is needed to cut it.
+        Args:
+            name: Name of the module.
+            module: The module.
+            widths: Number of outputs of each of its projections.
+            size: Number of tensor-parallel ranks.
+
+        Raises:
+            LayoutError: The heads do not divide by `size`.
+            PlanError: The module lacks an attribute that the cut needs.
         """
         head_size, declared = _first(module, _SIZES), _first(module, _COUNTS)
         if declared is None and head_size is not None:
@@ -61,9 +69,16 @@ class Heads:
         return heads
 
     def of_layer(self, width: int, layer: str, *, embedding: bool) -> tuple[int, int]:
-        """(heads, elements of each) of a projection to `width` elements, or of an `embedding` with that many columns.
+        """Return (number of heads, elements per head) of a projection.
 
-        Raises LayoutError when these heads can neither be cut over the ranks nor shared by them.
+        Args:
+            width: Outputs of the projection, or columns of an embedding.
+            layer: Name of the layer, for messages.
+            embedding: Whether the layer is an embedding.
+
+        Raises:
+            PlanError: The outputs are not heads of this attention.
+            LayoutError: The ranks can neither divide nor share these heads.
         """
         least = self.count if embedding else self.count * self.head_size
         if width % self.count == 0 and width >= least:
@@ -83,7 +98,11 @@ class Heads:
         return count, self.head_size
 
     def changes(self, key_value_count: int) -> dict[str, Any]:
-        """Attributes of the module -> what they must be on a rank."""
+        """Return the attributes of the module that change on a rank, with their new values.
+
+        Args:
+            key_value_count: Number of key and value heads of the full module.
+        """
         changed = {name: value // self.size for name in (*_COUNTS, *_WIDTHS) if (value := _number(self.module, name))}
         for name in _KEY_VALUE_COUNTS:
             if _number(self.module, name):
@@ -94,7 +113,9 @@ class Heads:
         return changed
 
     def _refuse_dropout(self) -> None:
-        """Masks of a rank's own heads would be other ones than in one process; the built-in GPT draws them rightly."""
+        """Refuse dropout of attention probabilities: masks of a rank's own heads would differ from those of one
+        process. The built-in GPT draws correct masks.
+        """
         if class_name(self.module).startswith(f"{GPT}."):
             return
         dropped = attention_dropout(self.name, self.module)
@@ -107,8 +128,12 @@ class Heads:
 
 
 def attention_dropout(name: str, module: nn.Module) -> tuple[float, str] | None:
-    """(the probability with which attention module `name` drops attention probabilities, where it is set); None where
-    it drops none."""
+    """Return (probability, name of the setting) of the dropout of attention probabilities; None if there is none.
+
+    Args:
+        name: Name of the attention module.
+        module: The module.
+    """
     for attribute in _DROPOUTS:
         value = getattr(module, attribute, None)
         p = getattr(value, "p", value)

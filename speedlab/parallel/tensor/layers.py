@@ -1,4 +1,4 @@
-"""How the forward of a cut layer differs from that of a whole one."""
+"""Forwards of layers that are cut over ranks."""
 
 from __future__ import annotations
 
@@ -25,12 +25,20 @@ from speedlab.parallel.tensor.tp_plan import PlanError, Style
 
 
 def outputs_dim(name: str, module: nn.Module) -> int:
-    """The dimension of a linear layer's weight that its outputs lie along. Raises PlanError for other modules."""
+    """Return the dimension of a linear layer's weight that indexes its outputs.
+
+    Args:
+        name: Name of the layer, for the message.
+        module: The layer.
+
+    Raises:
+        PlanError: The module is not a linear layer with torch's own forward.
+    """
     forward = type(module).forward
     if forward is nn.Linear.forward:
         return 0
     if type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers."):
-        return 1  # GPT-2 keeps its weights the other way round.
+        return 1  # GPT-2 stores its weights transposed.
     raise PlanError(
         f"tp_plan: {name} is a {type(module).__name__}; only linear layers and embeddings with torch's own forward are "
         f"cut, so leave it out of the plan"
@@ -38,13 +46,19 @@ def outputs_dim(name: str, module: nn.Module) -> int:
 
 
 class Inputs:
-    """What enters the layers of one parent whose outputs are cut, prepared once for all that take the same tensor.
+    """Prepares the input of the column-parallel layers of one parent, once for all layers that get the same tensor.
 
-    Queries, keys and values of one input need one sum of its gradients instead of three.
+    Queries, keys and values of one input then need one sum of gradients instead of three.
     """
 
     def __init__(self, group: Group, *, sequence: bool, several: bool) -> None:
-        """`several`: whether there is more than one such layer."""
+        """Start without known inputs.
+
+        Args:
+            group: The tensor-parallel ranks.
+            sequence: Whether inputs are split by tokens.
+            several: Whether the parent has more than one such layer.
+        """
         self._group, self._several = group, several
         self._prepare = gather_tokens if sequence else copy
         self._known: list[tuple[weakref.ref[Tensor], Tensor]] = []
@@ -59,19 +73,29 @@ class Inputs:
         return prepared
 
     def hook(self) -> Callable[..., None]:
-        """`forget` as a function: a method would be copied with a module, and all that it holds."""
+        """Return `forget` as a function. A bound method would be copied together with the module, and with all that it
+        refers to.
+        """
         return lambda *_: self.forget()
 
     def forget(self) -> None:
-        """At the end of the parent's forward: nothing is kept longer than it is needed."""
+        """Drop prepared inputs at the end of the parent's forward, to free their memory."""
         self._known.clear()
 
 
 def column(
     layer: Any, style: Style, group: Group, inputs: Inputs, width: int, shared: ShardRange | None
 ) -> ModulePatch:
-    """A linear layer with some of its outputs, of `width` in one process. `shared`: the part of the weight, where
-    other ranks hold the same one."""
+    """Return the patch of a linear layer that computes some of its outputs.
+
+    Args:
+        layer: The layer.
+        style: How the plan cuts it.
+        group: The tensor-parallel ranks.
+        inputs: Prepares its input.
+        width: Number of outputs of the full layer.
+        shared: Slice of the weight, if other ranks hold the same one; else None.
+    """
 
     def new(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def cut(x: Tensor) -> Tensor:
@@ -95,8 +119,16 @@ def _shared_linear(layer: Any, x: Tensor, group: Group, part: ShardRange) -> Ten
 
 
 def row(name: str, layer: Any, style: Style, group: Group, outputs: int, *, sequence: bool) -> ModulePatch:
-    """A linear layer with what belongs to some of its inputs; the bias is added once, to the sum. `outputs`: the
-    dimension of its weight that they lie along."""
+    """Return the patch of a linear layer that uses some of its inputs. The bias is added once, to the sum.
+
+    Args:
+        name: Name of the layer, for messages.
+        layer: The layer.
+        style: How the plan cuts it.
+        group: The tensor-parallel ranks.
+        outputs: Dimension of the weight that indexes outputs.
+        sequence: Whether the output is split by tokens.
+    """
 
     def new(_: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def cut(x: Tensor) -> Tensor:
@@ -118,7 +150,15 @@ def row(name: str, layer: Any, style: Style, group: Group, outputs: int, *, sequ
 
 
 def vocabulary(layer: nn.Embedding, group: Group, start: int, end: int) -> list[ModulePatch]:
-    """An embedding with rows [start, end) of the vocabulary: zeros for other tokens, and the sum over the ranks."""
+    """Return the patches of an embedding with rows [start, end) of the vocabulary. Other tokens give zeros, and the
+    ranks' results are summed.
+
+    Args:
+        layer: The embedding.
+        group: The tensor-parallel ranks.
+        start: First row of this rank.
+        end: End of its rows.
+    """
 
     def new(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         def cut(tokens: Tensor) -> Tensor:
@@ -135,7 +175,13 @@ def vocabulary(layer: nn.Embedding, group: Group, start: int, end: int) -> list[
 
 
 def columns_of_embedding(layer: nn.Embedding, style: Style, group: Group) -> ModulePatch:
-    """An embedding with some of its columns."""
+    """Return the patch of an embedding with some of its columns.
+
+    Args:
+        layer: The embedding.
+        style: How the plan cuts it.
+        group: The tensor-parallel ranks.
+    """
 
     def new(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
         width = layer.embedding_dim
@@ -145,7 +191,15 @@ def columns_of_embedding(layer: nn.Embedding, style: Style, group: Group) -> Mod
 
 
 def check_embedding(name: str, layer: nn.Embedding) -> None:
-    """Raise PlanError for what needs the whole table."""
+    """Check that an embedding can be cut.
+
+    Args:
+        name: Name of the embedding, for the message.
+        layer: The embedding.
+
+    Raises:
+        PlanError: It has an option that needs the full table.
+    """
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(layer, option):
             raise PlanError(f"{name}: an embedding with {option}={getattr(layer, option)!r} is not cut; turn it off")

@@ -1,4 +1,6 @@
-"""Which slice of a whole parameter a tensor-parallel rank holds, and the way between the two. Pure functions."""
+"""Slices of parameters for tensor parallelism: which one a rank holds, and copies in both directions. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +11,15 @@ from speedlab.layout import ShardRange, share_of
 
 
 def cut_along(shape: torch.Size, dim: int, size: int, index: int, *, packed: int = 1, step: int = 1) -> ShardRange:
-    """The part of rank `index` of `size` when a parameter of `shape` is cut along `dim`.
+    """Return the slice of one rank.
 
     Args:
-        packed: matrices that lie one after the other along `dim`; each of them is cut.
-        step: elements that stay together (those of a head).
+        shape: Shape of the full parameter.
+        dim: Dimension to cut.
+        size: Number of ranks.
+        index: Index of the rank.
+        packed: Number of matrices that are concatenated along `dim`; each of them is cut.
+        step: Elements that stay together (those of one head).
     """
     width = shape[dim] // packed
     start, end = share_of(width // step, size, index)
@@ -22,12 +28,23 @@ def cut_along(shape: torch.Size, dim: int, size: int, index: int, *, packed: int
 
 
 def take(part: ShardRange, whole: Tensor) -> Tensor:
-    """The rank's own tensor, in memory of its own, of the `whole` one."""
+    """Return a copy of the rank's slice of the full tensor.
+
+    Args:
+        part: The slice.
+        whole: The full tensor.
+    """
     return torch.cat([whole.narrow(part.dim, start, end - start) for start, end in part.ranges], part.dim)
 
 
 def put(part: ShardRange, own: Tensor, whole: Tensor) -> None:
-    """Write the rank's `own` tensor to its place in the `whole` one."""
+    """Copy the rank's tensor to its slice of the full tensor.
+
+    Args:
+        part: The slice.
+        own: The rank's tensor.
+        whole: The full tensor; changed in place.
+    """
     position = 0
     for start, end in part.ranges:
         whole.narrow(part.dim, start, end - start).copy_(own.narrow(part.dim, position, end - start))

@@ -1,11 +1,11 @@
-"""Tensor parallelism of a plain nn.Module (arXiv:1909.08053): who holds which part, and the forward that follows.
+"""Tensor parallelism of a plain nn.Module (arXiv:1909.08053): slices of parameters, and patched forwards.
 
-1. A plan says which layers are cut and how; from it follows the part that a rank holds of each parameter. Parameters
-   that several modules share are cut alike everywhere.
-2. Everything is checked before anything changes.
-3. `cut` leaves parameters what this rank holds: they stay the same objects, under the same names, so that whoever knows
-   them (ZeRO, an optimizer) sees plain parameters that are smaller.
-4. `attach` replaces the forwards of cut layers, and what other modules remember of whole ones; `detach` undoes it.
+1. A plan says which layers are cut, and how. This gives each rank's slice of each parameter. Parameters that several
+   modules share are cut in the same way everywhere.
+2. All checks run before anything changes.
+3. `cut` reduces each parameter to this rank's slice. Parameters stay the same objects under the same names. So ZeRO
+   and optimizers see plain, smaller parameters.
+4. `attach` patches the forwards of the cut layers, and sizes that other modules store. `detach` undoes this.
 """
 
 from __future__ import annotations
@@ -35,28 +35,30 @@ from speedlab.parallel.tensor.tp_plan import LayerSharding, PlanError, Style, fi
 
 
 class TensorParallel:
-    """The parts of a model that this rank of a tensor-parallel group holds."""
+    """The slices of a model that one tensor-parallel rank holds."""
 
     def __init__(
         self, model: nn.Module, group: Group, *, plan: Mapping[str, str] | None = None, sequence: bool = False
     ) -> None:
-        """Check and plan; nothing changes until `cut` and `attach`. No communication.
+        """Check and plan. Nothing changes until `cut` and `attach`. No communication.
 
         Args:
-            model: whole, on any device, also meta.
-            group: the tensor-parallel peers; with one rank nothing is cut.
-            plan: pattern of module names → style; None finds the model's own.
-            sequence: whether ranks also share out the tokens between cut layers (the built-in GPT only).
+            model: The full model, on any device, also meta.
+            group: The tensor-parallel ranks. With one rank nothing is cut.
+            plan: Pattern of module names → style; None: find the model's own plan.
+            sequence: Whether to split tokens between cut layers (sequence parallelism; only the built-in GPT).
 
-        Raises PlanError or LayoutError (both ValueError) for what cannot be cut.
+        Raises:
+            PlanError: The plan cannot be applied (a ValueError).
+            LayoutError: The sizes cannot be divided (a ValueError).
         """
         self.group, self.sequence = group, sequence
         self.parts: dict[str, ShardRange] = {}
-        """Full parameter name → what this rank holds of it; only those that are cut."""
+        """Full parameter name → this rank's slice; only cut parameters."""
         self.partial: frozenset[str] = frozenset()
-        """Parameters that are whole on each rank but whose gradients are not: sum these over the group."""
+        """Parameters that are complete on each rank but have partial gradients. Sum these gradients over the group."""
         self._sharers: dict[str, int] = {}
-        """Full parameter name → the first of the ranks that hold the same part of it, where there are several."""
+        """Full parameter name → index of the first rank that holds the same slice, if several ranks do."""
         self._model = model
         self._changes: list[ModulePatch] = []
         self._made = ModulePatches()
@@ -69,8 +71,15 @@ class TensorParallel:
                 self._refuse_forgotten(model, layers)
 
     def first_holder(self, name: str) -> int:
-        """The first of the ranks (an index in the group) that hold what this rank holds of a parameter: it answers for
-        it in norms and checkpoints."""
+        """Return the first rank that holds this rank's slice of a parameter. That rank counts the slice in norms and
+        checkpoints.
+
+        Args:
+            name: Full name of the parameter.
+
+        Returns:
+            An index in the group.
+        """
         return self._sharers.get(name, self.group.index) if name in self.parts else 0
 
     # ---- planning ----------------------------------------------------------------------------------------------------
@@ -108,8 +117,10 @@ class TensorParallel:
         return layers
 
     def _refuse_forgotten(self, model: nn.Module, layers: Mapping[str, tuple[nn.Module, Style]]) -> None:
-        """Raises PlanError for a parameter beside layers whose outputs stay cut, of which a carried plan says nothing:
-        its gradients may be whole or partial, and a wrong guess trains wrongly without a word."""
+        """Raise PlanError for parameters that a model's own plan omits, next to layers whose outputs stay cut.
+
+        Their gradients may be complete or partial. A wrong guess would silently train wrong values.
+        """
         named = {id(parameter) for module, _ in layers.values() for parameter in module.parameters()}
         beside = {
             name.rpartition(".")[0]
@@ -127,7 +138,7 @@ class TensorParallel:
                     )
 
     def _add_tied(self, model: nn.Module, layers: dict[str, tuple[nn.Module, Style]]) -> None:
-        """Modules without a style that share a matrix with a cut embedding or head are cut over the vocabulary too."""
+        """Cut modules that share a matrix with a cut embedding or head over the vocabulary, too."""
         weights = {
             id(getattr(module, "weight", None))
             for module, style in layers.values()
@@ -143,12 +154,12 @@ class TensorParallel:
                 layers[name] = module, Style(cut=LayerSharding.OUTPUT, whole_outside=True)
 
     def _plan_outputs(self, parent_name: str, parent: nn.Module, children: dict[str, tuple[nn.Module, Style]]) -> None:
-        """Layers of one parent that give each rank some of their outputs."""
+        """Plan the column-parallel layers of one parent."""
         columns = {name: layer for name, layer in children.items() if layer[1].cut is LayerSharding.OUTPUT}
         local = {name: layer for name, layer in columns.items() if not layer[1].whole_outside}
         widths = {name: _width(name, module) // style.packed for name, (module, style) in columns.items()}
         heads = Heads.of(parent_name, parent, [widths[name] for name in local], self.group.size) if local else None
-        # A list of layers has no forward at whose end what several of them share could be forgotten.
+        # A list of layers has no forward, so no hook could drop inputs that several layers share.
         several = len(columns) > 1 and not isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         inputs = Inputs(self.group, sequence=self.sequence, several=several)
         self._parents.append((parent, inputs))
@@ -165,7 +176,9 @@ class TensorParallel:
                 self._changes.append(ModulePatch(parent, attribute, lambda _, value=value: value))
 
     def _cut_outputs(self, name: str, module: Any, style: Style, step: int, inputs: Inputs, *, sharers: int) -> None:
-        """`sharers`: ranks that hold the same outputs, where there are fewer heads than ranks."""
+        """Plan one column-parallel layer. `sharers`: ranks that hold the same outputs, if there are fewer heads than
+        ranks.
+        """
         if isinstance(module, nn.Embedding):
             check_embedding(name, module)
             self._add_part(module.weight, 1, step=step, sharers=sharers)
@@ -177,11 +190,11 @@ class TensorParallel:
             self._add_part(module.bias, 0, packed=style.packed, step=step, sharers=sharers)
         shared = weight if sharers > 1 else None
         self._changes.append(column(module, style, self.group, inputs, weight.shape[dim], shared))
-        if hasattr(module, "nf"):  # Conv1D gives its output this width.
+        if hasattr(module, "nf"):  # Conv1D reads the width of its output from `nf`.
             self._changes.append(ModulePatch(module, "nf", lambda _: weight.own_shape[dim]))
 
     def _plan_inputs(self, name: str, module: Any, style: Style) -> None:
-        """A layer that takes some of its inputs on each rank."""
+        """Plan one row-parallel layer."""
         if isinstance(module, nn.Embedding):
             check_embedding(name, module)
             part = self._add_part(module.weight, 0)
@@ -212,9 +225,15 @@ class TensorParallel:
     # ---- carrying out ------------------------------------------------------------------------------------------------
 
     def cut(self, parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """Leave of whole `parameters` (by full name) what this rank holds; on meta only their shape.
+        """Reduce full parameters to this rank's slices, in place. On meta only the shapes change.
 
-        They stay the same objects, in all modules that hold them; the memory of the whole is free when this returns.
+        Parameters stay the same objects in all modules. The memory of the full values is free on return.
+
+        Args:
+            parameters: Full name → full parameter.
+
+        Returns:
+            The same dict.
         """
         for name, parameter in parameters.items():
             part = self.parts.get(name)
@@ -225,19 +244,19 @@ class TensorParallel:
         return parameters
 
     def attach(self) -> None:
-        """Change the forwards of the model to those of its parts."""
+        """Patch the forwards of the cut layers."""
         self._made.make(self._changes)
         for parent, inputs in self._parents:
             self._hooks.append(parent.register_forward_hook(inputs.hook(), always_call=True))
 
     def detach(self) -> None:
-        """Give the model its own forwards back; parameters stay what they are."""
+        """Restore the model's own forwards. Parameters stay cut."""
         self._made.undo()
         while self._hooks:
             self._hooks.pop().remove()
 
 
 def _width(name: str, module: nn.Module) -> int:
-    """Number of outputs of a layer."""
+    """Return the number of outputs of a layer."""
     weight: Any = module.weight
     return weight.shape[1] if isinstance(module, nn.Embedding) else weight.shape[outputs_dim(name, module)]

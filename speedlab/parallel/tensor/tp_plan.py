@@ -1,6 +1,7 @@
-"""Finding a model's plan: which of its layers are cut, and how. A plan maps patterns of module names to styles.
+"""Tensor-parallel plans: which layers of a model are cut, and how. A plan maps patterns of module names to styles.
 
-The ways in which a plan asks for a layer to be cut, by the names that Hugging Face's plans use.
+Styles have the names of Hugging Face's plans (`STYLES`). `find_plan` finds the plan of a model, `resolve` applies a
+plan to its modules.
 """
 
 from __future__ import annotations
@@ -15,26 +16,32 @@ from torch import nn
 
 
 class PlanError(ValueError):
-    """A plan that is missing, or that cannot be carried out; the message says what would work."""
+    """A plan is missing or cannot be applied. The message says what would work."""
 
 
 class LayerSharding(Enum):
-    """What each rank holds of a layer."""
+    """Which shard of a layer each rank holds."""
 
     OUTPUT = "output"
-    """Some of its outputs; of an embedding some of its columns."""
+    """Some of its outputs (column-parallel); of an embedding, some of its columns."""
     INPUT = "input"
-    """What belongs to some of its inputs; of an embedding some of its rows, the vocabulary."""
+    """The weights of some of its inputs (row-parallel); of an embedding, some of its rows: the vocabulary."""
     NOTHING = "nothing"
-    """All of it, and it sees the same values on all ranks."""
+    """The full layer, with the same input on all ranks."""
     NOTHING_BUT_VALUES = "nothing but values"
-    """All of it, but it sees only the rank's part of the values, so gradients are partial."""
+    """The full layer, but its input is only this rank's part. So its gradients are partial."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """One way to cut a layer. `whole_outside`: what goes in (of INPUT) or comes out (of OUTPUT) is whole on all ranks;
-    otherwise the layer behind or before it works on parts. `packed`: matrices that lie in one weight."""
+    """One way to cut a layer.
+
+    Attributes:
+        cut: The shard that each rank holds.
+        whole_outside: Whether the input (of INPUT) or the output (of OUTPUT) is complete on all ranks. If not, the
+            neighbouring layer is cut, too.
+        packed: Number of matrices in one weight.
+    """
 
     cut: LayerSharding
     whole_outside: bool = False
@@ -63,12 +70,20 @@ STYLES: dict[str, Style] = {
     "replicated": _WHOLE,
     "replicated_with_grad_allreduce": Style(cut=LayerSharding.NOTHING_BUT_VALUES),
 }
-"""Both generations of Hugging Face's names (transformers 4 and 5); packed_colwise_3 is ours, for fused queries, keys
-and values."""
+"""Names of both generations of Hugging Face plans (transformers 4 and 5). packed_colwise_3 is ours, for fused queries,
+keys and values."""
 
 
 def style_named(name: object, pattern: str) -> Style:
-    """The style that a plan asks for. Raises PlanError for those that are not built."""
+    """Return the style of a name in a plan.
+
+    Args:
+        name: Name of the style.
+        pattern: The plan's pattern, for the message.
+
+    Raises:
+        PlanError: The style is not supported.
+    """
     style = STYLES.get(name) if isinstance(name, str) else None
     if style is None:
         reason = (
@@ -86,7 +101,7 @@ def style_named(name: object, pattern: str) -> Style:
 Plan = dict[str, str]
 
 GPT = "speedlab.models.gpt"
-"""The module of the built-in GPT's classes: they are known by name, because models and parallelism do not import each
+"""Module of the built-in GPT's classes. They are compared by name, because models and parallelism do not import each
 other."""
 
 _GPT_PLAN: Plan = {
@@ -142,26 +157,26 @@ _BASE_PLANS: dict[str, Plan] = {
     },
     "t5": _T5_PLAN,
 }
-"""Plans of Hugging Face models that carry none, by the model's type, relative to the model without its heads."""
+"""Plans for Hugging Face models that have none, by model type, relative to the model without its heads."""
 
 _HEAD_PLANS: dict[str, Plan] = {
     "gpt2": {"lm_head": "colwise_gather_output"},
     "bert": {"cls.predictions.decoder": "colwise_gather_output"},
 }
-"""The same for heads, relative to the whole model."""
+"""Plans for their heads, relative to the full model."""
 
 _FORGOTTEN: dict[str, Plan] = {"apertus": {"layers.*.mlp.act_fn": "replicated_with_grad_allreduce"}}
-"""What the plans that Hugging Face's models carry leave out, relative to the model without its heads: the activation of
-Apertus learns, from what each rank has of its inputs."""
+"""Entries that plans of Hugging Face models lack, relative to the model without its heads. The activation of Apertus
+has parameters, which see only this rank's part of the values."""
 
 
 def class_name(module: object) -> str:
-    """The full name of a module's class."""
+    """Return the full name of a module's class."""
     return _name(type(module))
 
 
 def is_gpt(module: object) -> bool:
-    """Whether it is the built-in GPT, or a pipeline stage of it."""
+    """Return whether a module is the built-in GPT, or a pipeline stage of it."""
     return any(_name(kind) == f"{GPT}.GPT" for kind in type(module).__mro__)
 
 
@@ -170,10 +185,17 @@ def _name(kind: type) -> str:
 
 
 def find_plan(model: nn.Module) -> Plan:
-    """The plan of `model`: the built-in GPT's, the one that a Hugging Face model or its configuration carries (of
-    transformers 4 or 5), or the one that is built in for GPT-2, BERT and T5, which carry none.
+    """Return the plan of a model. There are three sources:
 
-    Raises PlanError naming the class when there is none.
+    1. The built-in GPT has its own plan.
+    2. A Hugging Face model or its configuration may have a plan (transformers 4 or 5).
+    3. GPT-2, BERT and T5 have none, so their plans are in this file.
+
+    Args:
+        model: The full model or a pipeline stage.
+
+    Raises:
+        PlanError: No plan exists for this class.
     """
     modules = list(model.named_modules())
     plan: Plan = {}
@@ -195,20 +217,26 @@ def find_plan(model: nn.Module) -> Plan:
 
 
 def check_plan(model: nn.Module, plan: Mapping[str, str]) -> None:
-    """Raise PlanError for a style that is not built and for a pattern that names no module of `model`."""
+    """Raise PlanError for an unsupported style, or a pattern that matches no module of `model`."""
     for _ in resolve(model, plan):
         pass
 
 
 def within(plan: Mapping[str, str], model: nn.Module) -> Plan:
-    """What a plan says of `model`, which may be a pipeline stage of the model that the plan is for."""
+    """Return the entries of a plan that match modules or parameters of a model.
+
+    Args:
+        plan: A plan for the full model.
+        model: The model; may be one pipeline stage.
+    """
     names = [name for name, _ in (*model.named_modules(remove_duplicate=False), *model.named_parameters())]
     return {pattern: style for pattern, style in plan.items() if any(map(_regex(pattern).fullmatch, names))}
 
 
 def _carried(module: nn.Module) -> dict[str, str]:
-    """What a Hugging Face module says of itself: `_tp_plan` of the module or its class, and, of a model without heads,
-    its configuration's `base_model_tp_plan`."""
+    """Return the plan of a Hugging Face module: `_tp_plan` of the module or its class. A model without heads also has
+    `base_model_tp_plan` in its configuration.
+    """
     carried = dict(getattr(module, "_tp_plan", None) or {})
     if getattr(module, "base_model", None) is module:
         config = getattr(module, "config", None)
@@ -227,10 +255,15 @@ def _built_in(model: nn.Module, names: Mapping[int, str]) -> Plan:
 
 
 def resolve(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn.Module, Style]]:
-    """(name, module, style) of every module that `plan` names, in the model's order; of several patterns the last
-    counts.
+    """Yield (name, module, style) for every module that the plan matches, in model order. If several patterns match,
+    the last one wins.
 
-    Raises PlanError for a style that is not built and for a pattern that names no module.
+    Args:
+        model: The model.
+        plan: Pattern of module names → name of a style.
+
+    Raises:
+        PlanError: A style is not supported, or a pattern matches no module.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen: dict[str, Style] = {}
@@ -256,5 +289,5 @@ def resolve(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, nn
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
-    """`*` stands for one level of a name, as the number of a layer."""
+    """Return a pattern as a regular expression; `*` matches one level of a name, such as the number of a layer."""
     return re.compile(re.escape(pattern).replace(r"\*", r"[^.]+"))

@@ -1,16 +1,16 @@
-"""Cross-entropy of a linear layer whose outputs, the vocabulary, are cut over ranks, without the whole logits.
+"""Cross-entropy of a linear layer whose vocabulary is cut over ranks, without materializing all logits.
 
-As `cuda_ops.linear_cross_entropy`, a chunk of n tokens at a time, gradients made in the forward pass, and
+As `cuda_ops.linear_cross_entropy`, this works on chunks of n tokens, and computes gradients in the forward:
 
-1. each rank makes the exponentials of its own rows' logits, e = exp(logit - base), and sums them for each token.
-2. One all-gather of two numbers a token, the rank's logarithm of its sum and the target's logit where it has it: from
-   these every rank has the same logarithm of the whole sum, and the loss (arXiv:1909.08053, section 3, where it is
-   three reductions).
-3. The probabilities are e · exp(base - logarithm): the factor is multiplied into vectors of length C. Where it would
-   leave float32, because another rank has the great logits, the chunk is done again with the logarithm as base; where
-   torch's operations do the work of the kernel, they are always multiplied into e.
-4. grad_hidden is this rank's part of a sum, which the caller takes; grad_weight is that of its own rows, and is summed
-   over more than two chunks as there: in float32 for 16-bit floats.
+1. Each rank computes the exponentials of its own rows' logits, e = exp(logit - base), and sums them per token.
+2. One all-gather of two numbers per token: the logarithm of the rank's sum, and the target's logit if this rank has
+   its row. From these, every rank computes the logarithm of the total sum and the loss. (arXiv:1909.08053, section 3,
+   uses three reductions.)
+3. The probabilities are e · exp(base - logarithm). The factor is multiplied into vectors of length C. If the factor
+   leaves the range of float32, because another rank has much larger logits, the chunk is computed again with the
+   logarithm as base. Without the kernel, torch operations multiply the factor into e.
+4. grad_hidden is this rank's term of a sum, which the caller computes. grad_weight belongs to the rank's own rows.
+   Over more than two chunks, 16-bit gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -37,26 +37,28 @@ from speedlab.comm import Group
 from speedlab.layout import share_of
 
 IGNORED = -100
-"""A target that does not count."""
+"""Targets with this value do not count."""
 
 _LARGEST_EXPONENT = 57.0
-"""exp of it, times a sum within the limits of step 1, is far from the ends of float32."""
+"""The exponential of this, times a sum within the limits of step 1, stays far inside float32."""
 
 _BLOCK_ROWS = 4096
-"""Rows of logits at a time where no gradients are wanted."""
+"""Rows of logits per block if no gradients are needed."""
 
 
 def vocabulary_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, group: Group, vocabulary: int) -> Tensor:
-    """The mean cross-entropy of the logits of all ranks, the same float32 scalar on each of them. Collective.
+    """Return the mean cross-entropy over the logits of all ranks, as the same float32 scalar on each rank. Collective.
 
     Args:
-        hidden: (N, C) floats, the same on all ranks; its gradients are to be summed over them.
-        weight: (V / tp, C), the rank's share of the rows; of the same dtype.
-        targets: (N,) int64 in [0, V), or -100, which does not count; where none counts the loss is NaN. On CPUs
-            others are refused; on CUDA, where a look would wait for the device, they do not count either.
+        hidden: (N, C) floats, the same on all ranks. The caller sums its gradients over the ranks.
+        weight: (V / tp, C), this rank's rows, same dtype.
+        targets: (N,) int64 in [0, V), or -100, which does not count. If no target counts, the loss is NaN. On CUDA,
+            invalid targets do not count either, because a check would synchronize with the device.
+        group: The tensor-parallel ranks.
         vocabulary: V.
 
-    Raises ValueError for targets out of range (on CPUs).
+    Raises:
+        ValueError: A target is out of range (on CPUs).
     """
     if targets.is_cpu:
         check_range(targets, vocabulary, IGNORED)
@@ -77,12 +79,13 @@ class _Loss(Function):
         needed: tuple[bool, bool],
     ) -> Tensor:
         ignored = uncounted(targets, vocabulary, IGNORED)
-        # In float16 most gradients of a mean over many tokens would be zero: there it is a sum until the backward pass.
+        # In float16, most gradients of a mean over many tokens would underflow to zero. So there the loss is a sum
+        # until the backward.
         count = len(targets) - ignored.sum()
         ctx.left = 1 / count.clamp(min=1) if hidden.dtype is torch.float16 else None
         share_of_token = torch.ones_like(count) if hidden.dtype is torch.float16 else 1 / count
         rows = targets - share_of(vocabulary, group.size, group.index)[0]
-        # The widest share, so that all ranks have the same chunks.
+        # Use the largest share, so that all ranks have the same chunks.
         chunk = default_chunk(len(hidden), -(-vocabulary // group.size), hidden.dtype)
         grad_hidden = torch.zeros_like(hidden) if needed[0] else None
         total = torch.zeros_like(weight, dtype=sum_dtype(weight, len(hidden), chunk)) if needed[1] else None
@@ -108,7 +111,8 @@ class _Loss(Function):
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         factor = grad_loss if ctx.left is None else grad_loss * ctx.left
-        unscaled = factor.is_cpu and factor.item() == 1  # On a GPU a look would cost more than the pass.
+        # On a GPU, reading the factor would cost more than the multiplication.
+        unscaled = factor.is_cpu and factor.item() == 1
         grads = [each if each is None or unscaled else (each * factor).to(each.dtype) for each in ctx.saved_tensors]
         return *grads, None, None, None, None
 
@@ -116,7 +120,9 @@ class _Loss(Function):
 def _exponentials(
     hidden: Tensor, weight: Tensor, rows: Tensor, *, keep: bool, base: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(e (V / tp, n), base (n,) float64, sums of e (n,), targets' logits (n,), 0 where the target is elsewhere)."""
+    """Return (e (V / tp, n), base (n,) float64, sums of e (n,), targets' logits (n,)). A target's logit is 0 if
+    another rank has its row.
+    """
     if _by_kernel(hidden):
         height = len(weight) if keep else min(len(weight), _BLOCK_ROWS)
         e = hidden.new_empty(height, len(hidden))
@@ -142,8 +148,9 @@ def _gradients_by_kernel(
     total: Tensor | None,
     first: bool,
 ) -> None:
-    """Step 4 for a chunk: `into` (n, C) gets the gradient of `hidden`, `total` (V / tp, C) adds that of `weight`.
-    `shares` (n,): of a token in the mean."""
+    """Compute step 4 for a chunk: write the gradient of `hidden` to `into` (n, C), and add that of `weight` to `total`
+    (V / tp, C). `shares` (n,) are the weights of the tokens in the mean.
+    """
     at_targets, sums = (picked - base).exp(), (logarithm - base).exp()
     replace_targets(e, rows, at_targets - sums)
     factors = ((base - logarithm).exp() * shares).float().unsqueeze(1)
@@ -166,7 +173,7 @@ def _gradients_by_torch(
     total: Tensor | None,
     first: bool,
 ) -> None:
-    """As above, without the kernel: factors go into `e` before it is rounded."""
+    """Compute step 4 without the kernel. Factors are multiplied into `e` before it is rounded."""
     gradient = (e * ((base - logarithm).exp() * shares).float()).to(hidden.dtype)
     replace_targets(gradient, rows, ((picked - logarithm).exp() - 1) * shares)
     if into is not None:
