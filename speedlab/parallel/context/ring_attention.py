@@ -172,7 +172,7 @@ def add_turn(whole: Tensor, logarithms: Tensor, out: Tensor, logarithm: Tensor) 
     logarithms.copy_(together)
 
 
-# ---- torch's kernels, which also tell the logarithms -----------------------------------------------------------------
+# ---- torch's kernels that return the logarithms ---------------------------------------------------------------------
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
