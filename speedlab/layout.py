@@ -121,19 +121,38 @@ class Layout:
         return tuple(self.sizes.values())
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along an axis. Raises LayoutError for an unknown axis."""
+        """Return the number of ranks along an axis.
+
+        Args:
+            axis: Name of the axis.
+
+        Raises:
+            LayoutError: The axis does not exist.
+        """
         self._check_names((axis,))
         return self.sizes[axis]
 
     def stride(self, axis: str) -> int:
-        """Return the difference between the ranks of two neighbours along an axis. Raises LayoutError for an unknown
-        axis.
+        """Return the difference between the ranks of two neighbours along an axis.
+
+        Args:
+            axis: Name of the axis.
+
+        Raises:
+            LayoutError: The axis does not exist.
         """
         self._check_names((axis,))
         return prod(self.mesh_shape[list(self.sizes).index(axis) + 1 :])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the index of a rank along each axis, slow to fast. Raises LayoutError for a rank outside the mesh."""
+        """Return the index of a rank along each axis, slow to fast.
+
+        Args:
+            rank: Global rank.
+
+        Raises:
+            LayoutError: The rank is outside the mesh.
+        """
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank {rank} is not in 0..{self.world_size - 1}")
         found = {}

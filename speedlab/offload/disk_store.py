@@ -98,12 +98,22 @@ class DiskStore(StateStore):
         self._pool = IOThreadPool(threads, f"offload-{rank}")
 
     def keep(self, numel: int, dtype: torch.dtype) -> DiskState:
+        """Reserve an extent of the file for a state of zeros.
+
+        Args:
+            numel: Number of elements.
+            dtype: Their dtype.
+
+        Raises:
+            OffloadError: The disk is full, the store is closed, or a write has failed.
+        """
         self.check()
         kept = DiskState(self, self._room, IOQueue(self._pool), numel, dtype)
         self._kept.append(kept)
         return kept
 
     def flush(self) -> None:
+        """Wait for all writes. Raises OffloadError if one failed."""
         for kept in list(self._kept):
             kept.settle()
         self.check()
@@ -210,6 +220,14 @@ class DiskState(OffloadedState):
     # ---- turns -------------------------------------------------------------------------------------------------------
 
     def fetch(self, *, values: bool = True) -> Transfer:
+        """Start a turn: start to read the extent into a buffer.
+
+        Args:
+            values: If False, only take a buffer, which the caller fills.
+
+        Raises:
+            OffloadError: The store is closed, the state is dropped, or a write has failed.
+        """
         self._check()
         buffer = self._store.buffers.take(self._extent.nbytes)
         memory = HostMemory(buffer)
@@ -259,6 +277,16 @@ class DiskState(OffloadedState):
     # ---- stretches ---------------------------------------------------------------------------------------------------
 
     def read(self, into: Tensor, start: int = 0) -> Transfer:
+        """Start to read elements [start, start + m).
+
+        Args:
+            into: (m,), contiguous, of this dtype.
+            start: First element.
+
+        Raises:
+            OffloadError: The store is closed, the state is dropped, or a write has failed.
+            ValueError: `into` does not fit.
+        """
         low, high = self._stretch(into, start)
         self._check()
         job = IORequest(partial(self._reading, self._store.memory(into, low), low, high))
@@ -266,6 +294,16 @@ class DiskState(OffloadedState):
         return self._store.transfer(job, READ, into.nbytes)
 
     def write(self, source: Tensor, start: int = 0) -> Transfer:
+        """Start to write elements [start, start + m).
+
+        Args:
+            source: (m,), contiguous, of this dtype. Do not change it before the end of the transfer.
+            start: First element.
+
+        Raises:
+            OffloadError: The store is closed, the state is dropped, or a write has failed.
+            ValueError: `source` does not fit.
+        """
         low, high = self._stretch(source, start)
         self._check()
         job = IORequest(partial(self._writing, self._store.memory(source, low), low, high), ended=self._written)

@@ -19,8 +19,18 @@ class Extent(NamedTuple):
 class GrowingFile(Protocol):
     """A file that can grow and shrink."""
 
-    def grow(self, size: int, grown: int) -> None: ...
-    def shrink(self, size: int) -> None: ...
+    def grow(self, size: int, grown: int) -> None:
+        """Grow the file.
+
+        Args:
+            size: Current size in bytes.
+            grown: New size in bytes.
+        """
+        ...
+
+    def shrink(self, size: int) -> None:
+        """Shrink the file to `size` bytes."""
+        ...
 
 
 class FileAllocator:

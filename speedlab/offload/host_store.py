@@ -37,6 +37,15 @@ class HostStore(StateStore):
         self._kept: list[HostState] = []
 
     def keep(self, numel: int, dtype: torch.dtype) -> HostState:
+        """Allocate a state of zeros in host memory.
+
+        Args:
+            numel: Number of elements.
+            dtype: Their dtype.
+
+        Raises:
+            OffloadError: The host has too little memory left.
+        """
         needed, available = numel * dtype.itemsize, memory_bytes()[1]
         if needed > available:
             raise OffloadError(
@@ -52,6 +61,7 @@ class HostStore(StateStore):
         return [kept.here() for kept in self._kept]
 
     def flush(self) -> None:
+        """Wait for all copies between the device and the states."""
         for kept in self._kept:
             kept.settle()
 
@@ -68,6 +78,7 @@ class HostStore(StateStore):
         return memory_bytes()[0]
 
     def close(self) -> None:
+        """Drop all states."""
         for kept in list(self._kept):
             kept.drop()
 
@@ -94,6 +105,7 @@ class HostState(OffloadedState):
     # ---- turns -------------------------------------------------------------------------------------------------------
 
     def fetch(self, *, values: bool = True) -> Transfer:
+        """Start a turn. There is nothing to transfer, but pending copies must end."""
         return self._start(self._fetch, opens=True)
 
     def _fetch(self) -> Transfer:
@@ -107,6 +119,14 @@ class HostState(OffloadedState):
         return self.here()
 
     def leave(self, *, changed: bool) -> None:
+        """End the turn, and start the operations that waited for its end.
+
+        Args:
+            changed: Ignored, because changes are in place.
+
+        Raises:
+            RuntimeError: No turn is open.
+        """
         if not self._open:
             raise RuntimeError("offload: no turn is open; `fetch` the state first")
         self._open = False
@@ -127,10 +147,12 @@ class HostState(OffloadedState):
     # ---- stretches ---------------------------------------------------------------------------------------------------
 
     def read(self, into: Tensor, start: int = 0) -> Transfer:
+        """Start to copy a range to `into`, or let it wait for the end of the open turn."""
         stretch = self._stretch(into, start)
         return self._start(lambda: self._copy(stretch, into.detach(), out=True))
 
     def write(self, source: Tensor, start: int = 0) -> Transfer:
+        """Start to copy `source` to a range, or let it wait for the end of the open turn."""
         stretch = self._stretch(source, start)
         return self._start(lambda: self._copy(stretch, source.detach(), out=False))
 
@@ -161,6 +183,7 @@ class HostState(OffloadedState):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def drop(self) -> None:
+        """Free the memory, after pending copies have ended."""
         if self._values is not None:
             self.settle()
             self._values = None

@@ -73,6 +73,7 @@ class DeviceState(OffloadedState):
         self._values, self._traffic = torch.zeros(numel, dtype=torch.uint8, device=device), traffic
 
     def fetch(self, *, values: bool = True) -> Transfer:
+        """Start a turn; nothing is transferred."""
         return self._done()
 
     @property
@@ -83,14 +84,17 @@ class DeviceState(OffloadedState):
         """Do nothing, because changes are already in place."""
 
     def read(self, into: Tensor, start: int = 0) -> Transfer:
+        """Copy a range to `into`."""
         into.copy_(self._values[start : start + into.numel()])
         return self._done()
 
     def write(self, source: Tensor, start: int = 0) -> Transfer:
+        """Copy `source` to a range."""
         self._values[start : start + source.numel()].copy_(source)
         return self._done()
 
     def drop(self) -> None:
+        """Free the memory."""
         del self._values
 
     def _done(self) -> Transfer:
@@ -132,6 +136,7 @@ class EightBitState(OffloadedState):
     # ---- turns -------------------------------------------------------------------------------------------------------
 
     def fetch(self, *, values: bool = True) -> Transfer:
+        """Start a turn: fetch codes and scales. `tensor` decodes them."""
         self._wanted = values
         return self._bytes.fetch(values=values)
 
@@ -145,6 +150,7 @@ class EightBitState(OffloadedState):
         return self._here
 
     def leave(self, *, changed: bool) -> None:
+        """Encode the values if they `changed`, and end the turn."""
         here, self._here = self._here, None
         whole = False
         try:
@@ -202,6 +208,7 @@ class EightBitState(OffloadedState):
         return self._bytes.write(made)
 
     def drop(self) -> None:
+        """Free buffers, codes and scales."""
         if self._here is not None:
             self._scratch.give_back(self._here)
             self._here = None
@@ -247,6 +254,7 @@ class UpcastMaster(OffloadedState):
         return 0
 
     def fetch(self, *, values: bool = True) -> Transfer:
+        """Start a turn. If the update runs on the host, start to copy the parameters there."""
         self._source = self._narrow if values else None
         if not values or self._narrow.device == self.device:
             return Transfer(None, self._traffic, self.device)
@@ -262,14 +270,17 @@ class UpcastMaster(OffloadedState):
         return self._here
 
     def leave(self, *, changed: bool) -> None:
+        """Free the float32 values. `FlatParam.publish` has already written changes to the parameters."""
         if self._here is not None:
             self._scratch.give_back(self._here)
         self._here = self._source = None
 
     def read(self, into: Tensor, start: int = 0) -> Transfer:
+        """Refuse the read: checkpoints read the parameters."""
         raise NotImplementedError("parameters are read where they lie")
 
     def write(self, source: Tensor, start: int = 0) -> Transfer:
+        """Refuse the write: `FlatParam.publish` writes the parameters."""
         raise NotImplementedError("parameters are written by Flat.publish")
 
     def drop(self) -> None:

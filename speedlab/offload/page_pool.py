@@ -41,10 +41,14 @@ class RepinnableTensor(ABC):
     here = False
 
     @abstractmethod
-    def materialize(self) -> None: ...
+    def materialize(self) -> None:
+        """Give the tensor memory, with arbitrary values. Does nothing if it has memory."""
+        ...
 
     @abstractmethod
-    def free(self) -> None: ...
+    def free(self) -> None:
+        """Free the memory; the address stays reserved."""
+        ...
 
 
 class PagePool:
@@ -76,12 +80,22 @@ class PagePool:
     # ---- for those that come and go ----------------------------------------------------------------------------------
 
     def leave(self, which: _Moved) -> None:
-        """Note that a tensor was freed and still has its pages."""
+        """Note that a tensor was freed and still has its pages.
+
+        Args:
+            which: The tensor.
+        """
         self._idle.add(which)
 
     def fill(self, which: _Moved) -> None:
         """Give a tensor pages: its own idle ones, those of another tensor of equal size, or new ones. New pages
         replace as many idle bytes.
+
+        Args:
+            which: The tensor.
+
+        Raises:
+            MemoryError: There is no memory for new pages.
         """
         if which in self._idle:
             self._idle.discard(which)

@@ -25,7 +25,11 @@ _UNUSED_SHARE = 0.25
 
 
 def rounded(nbytes: int) -> int:
-    """Return `nbytes`, rounded up to full pages."""
+    """Round up to full pages.
+
+    Args:
+        nbytes: Number of bytes.
+    """
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
 
@@ -173,15 +177,18 @@ class HostMemory(StagedMemory):
         self._bytes = np.ctypeslib.as_array((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr()))
 
     def straight(self, low: int, high: int, *, direct: bool) -> memoryview | None:
+        """Return the tensor's memory, unless O_DIRECT needs other alignment."""
         view = self._bytes[low - self._start : high - self._start]
         if direct and (low % PAGE_BYTES or high % PAGE_BYTES or view.ctypes.data % PAGE_BYTES):
             return None
         return view.data
 
     def take(self, low: int, high: int, into: Tensor) -> None:
+        """Copy bytes to a buffer, on the calling thread."""
         np.copyto(into.numpy(), self._bytes[low - self._start : high - self._start])
 
     def put(self, low: int, high: int, source: Tensor) -> None:
+        """Copy a buffer to bytes, on the calling thread."""
         np.copyto(self._bytes[low - self._start : high - self._start], source.numpy())
 
 
@@ -196,9 +203,11 @@ class DeviceMemory(StagedMemory):
         self._ready.record(torch.cuda.current_stream(tensor.device))
 
     def take(self, low: int, high: int, into: Tensor) -> None:
+        """Copy bytes from the GPU to a buffer, and wait."""
         self._copy(self._bytes[low - self._start : high - self._start], into)
 
     def put(self, low: int, high: int, source: Tensor) -> None:
+        """Copy a buffer to bytes on the GPU, and wait."""
         self._copy(source, self._bytes[low - self._start : high - self._start])
 
     def _copy(self, source: Tensor, into: Tensor) -> None:
@@ -214,9 +223,11 @@ class Zeros(StagedMemory):
     """A source of zeros of any length."""
 
     def take(self, low: int, high: int, into: Tensor) -> None:
+        """Fill a buffer with zeros."""
         into.numpy().fill(0)
 
     def put(self, low: int, high: int, source: Tensor) -> None:
+        """Refuse the write."""
         raise AssertionError("zeros are read only")
 
 

@@ -41,7 +41,14 @@ class StoreRegistry:
         """Memory for parameters that are gathered on demand."""
 
     def of(self, where: MemoryKind) -> StateStore:
-        """Return the store of a memory other than the device. Raises OffloadError if the store cannot be created."""
+        """Return the store of a memory, created on the first call.
+
+        Args:
+            where: HOST or DISK.
+
+        Raises:
+            OffloadError: The store cannot be created.
+        """
         if where not in self._made:
             self._made[where] = self._make(where)
         return self._made[where]

@@ -1,6 +1,6 @@
 """Block-sparse causal attention over a ring of ranks, each with some blocks of every sequence.
 
-1. The pattern alone tells every rank which key blocks each other rank needs (`ring_needs`).
+1. From the pattern alone, every rank computes which key blocks each other rank needs (`ring_needs`).
 2. Queries stay. In turn k, rank r sends the key and value blocks that rank r + k needs directly to that rank. Both
    compute with earlier blocks meanwhile. Nothing else is sent, and turns without any needed block are skipped.
 3. Outputs of turns are combined in float32, with the logarithms of their sums of exponentials.

@@ -49,7 +49,14 @@ class BuiltIn:
 
     @staticmethod
     def in_model(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        """Return (name, module) of every built-in GPT in `model`."""
+        """Find the built-in GPTs in a model.
+
+        Args:
+            model: Any module.
+
+        Returns:
+            (name, module) of each one.
+        """
         return ((name, module) for name, module in model.named_modules() if is_gpt(module))
 
     def check(self, styles: Mapping[str, Style]) -> None:

@@ -217,7 +217,15 @@ def find_plan(model: nn.Module) -> Plan:
 
 
 def check_plan(model: nn.Module, plan: Mapping[str, str]) -> None:
-    """Raise PlanError for an unsupported style, or a pattern that matches no module of `model`."""
+    """Check that a plan can be applied.
+
+    Args:
+        model: The model.
+        plan: Pattern of module names → name of a style.
+
+    Raises:
+        PlanError: A style is not supported, or a pattern matches no module.
+    """
     for _ in resolve(model, plan):
         pass
 

@@ -167,11 +167,19 @@ class UnshardScheduler:
             following.start_gather()
 
     def is_ahead(self, unit: Unit) -> bool:
-        """Return whether the current pass has not started to gather the unit yet."""
+        """Return whether the current pass has not started to gather the unit yet.
+
+        Args:
+            unit: The unit.
+        """
         return unit in self._left
 
     def stays(self, unit: Unit) -> bool:
-        """Return whether a forward pass leaves the unit gathered, because backward starts with it."""
+        """Return whether a forward pass leaves the unit gathered, because backward starts with it.
+
+        Args:
+            unit: The unit.
+        """
         last = self.order_is_known and unit is self.order[-1]
         return torch.is_grad_enabled() and (unit is self.root or last)
 

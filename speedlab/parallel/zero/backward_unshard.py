@@ -38,7 +38,11 @@ _watching: weakref.WeakSet[SavedTensors] = weakref.WeakSet()
 
 
 def watch_functions(saved: SavedTensors) -> None:
-    """Call `saved.read` before the backward of each custom function, as long as `saved` lives."""
+    """Call `saved.read` before the backward of each custom function, as long as `saved` lives.
+
+    Args:
+        saved: Its units are unsharded; only a weak reference is kept.
+    """
     _watching.add(saved)
     # torch has no hook for custom functions. torch.compile compares Function.apply by identity, so we patch the method
     # that it calls.
@@ -115,7 +119,14 @@ class SavedTensors:
             watch_functions(self)
 
     def index_of(self, tensor: Tensor) -> int | None:
-        """Return the index of the watched unit whose parameters share memory with `tensor`; None for other tensors."""
+        """Return the index of the watched unit whose parameters share memory with a tensor.
+
+        Args:
+            tensor: Any tensor.
+
+        Returns:
+            The index; None for other tensors.
+        """
         try:
             return self._indices.get(tensor.untyped_storage()._cdata)
         except (NotImplementedError, RuntimeError):  # Sparse tensors and some subclasses have no storage.
@@ -144,7 +155,11 @@ class SavedTensors:
         return hooks is not None and any(own == hooks for _, own in reversed(self._entered))
 
     def leave(self, module: nn.Module) -> None:
-        """Leave the hooks at the end of a forward of `module`, if this forward entered them."""
+        """Leave the hooks at the end of a forward, if this forward entered them.
+
+        Args:
+            module: The module whose forward ends.
+        """
         if self._entered and self._entered[-1][0] is module:
             _, hooks = self._entered.pop()
             if hooks is not None:
@@ -216,7 +231,9 @@ def _active_hooks() -> _Hooks | None:
 
 
 def _leave(hooks: _Hooks) -> None:
-    """Leave the hooks, and those above them, which Ctrl-C can leave behind; nothing if they were left already."""
+    """Leave these hooks, and restore the ones above them, which Ctrl-C can leave active. Does nothing if they were
+    left already.
+    """
     above = list[_Hooks]()
     while (top := _active_hooks()) is not None:
         saved_tensors_hooks(*top).__exit__()

@@ -24,20 +24,44 @@ _FLOAT32 = 4
 class Work(Protocol):
     """A pending operation; `wait` returns after its end."""
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        """Wait for the end of the operation."""
+        ...
 
 
 class AllGather(Protocol):
     """Gathers the shards of a flat."""
 
-    def offer(self, shards: Sequence[Tensor]) -> None: ...
-    def all_gather(self, full: Tensor, shard: Tensor) -> Work: ...
+    def offer(self, shards: Sequence[Tensor]) -> None:
+        """Announce the shards that peers will read in the next gathers, in this order.
+
+        Args:
+            shards: This rank's shards.
+        """
+        ...
+
+    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
+        """Start to gather a flat.
+
+        Args:
+            full: Output, (padded,).
+            shard: This rank's shard, (padded / ranks,).
+        """
+        ...
 
 
 class Summing(Protocol):
     """Reduces gradients so that each rank gets the sum of its own partition."""
 
-    def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Work: ...
+    def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Work:
+        """Start to reduce a gradient.
+
+        Args:
+            full: This rank's gradient, (padded,).
+            into: Output, (padded / ranks,): the sum of this rank's partition.
+            accumulate: Whether to add to `into`.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,5 +172,6 @@ class TakenBySecondary:
 
     @torch.no_grad()
     def wait(self) -> None:
+        """Wait for the gather, then fill the secondary partition."""
         self._gather.wait()
         self._secondary.take(self._full)

@@ -526,7 +526,11 @@ class FlatParam:
         return [self.slots[index].name for index in self._shown.written()]
 
     def is_written(self, index: int) -> bool:
-        """Return whether the caller wrote to the parameter at this index of `slots`."""
+        """Return whether the caller wrote to a parameter.
+
+        Args:
+            index: Index of the parameter in `slots`.
+        """
         return self._shown.is_written(index)
 
     def _change_masters(self, changed: Sequence[tuple[slice, Tensor]]) -> None:
@@ -648,5 +652,9 @@ class FlatParam:
 
 
 def trainable_in_low_precision(dtype: torch.dtype) -> bool:
-    """Return whether parameters of this dtype need float32 masters for training."""
+    """Return whether parameters need float32 masters for training.
+
+    Args:
+        dtype: Dtype of the parameters.
+    """
     return dtype in (torch.float16, torch.bfloat16)

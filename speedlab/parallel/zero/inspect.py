@@ -15,14 +15,23 @@ from speedlab.parallel.zero.zero import Zero
 
 
 def name_of(parameter: Tensor) -> tuple[Zero, str] | None:
-    """Return the Zero that partitions a parameter, and the parameter's full name; None for any other tensor."""
+    """Return the Zero that partitions a parameter, and the parameter's full name.
+
+    Args:
+        parameter: Any tensor.
+
+    Returns:
+        None for a tensor that no engine has.
+    """
     place = find(parameter)
     return None if place is None else (place.zero, place.slot.name)
 
 
 def remember(zero: Zero) -> None:
-    """Register the parameters of `zero`, so that they print their owners and `gather` finds them. Lasts as long as
-    `zero` lives.
+    """Register parameters, so that they print their owners and `gather` finds them.
+
+    Args:
+        zero: The Zero of the parameters. The registration ends when it is freed.
     """
     this = weakref.ref(zero)
     ids = []
@@ -43,7 +52,11 @@ def _drop(ids: list[int], owner: weakref.ref[Zero]) -> None:
 
 
 def forget(zero: Zero) -> None:
-    """Undo `remember`."""
+    """Undo `remember`.
+
+    Args:
+        zero: The Zero of the parameters.
+    """
     for flat in zero.flats:
         for parameter in flat.parameters:
             places.pop(id(parameter), None)

@@ -23,7 +23,11 @@ from speedlab.parallel.zero.units import Unit, takes_hooks
 
 
 def parts_of(unit: Unit) -> list[nn.Module]:
-    """Return the submodules of a unit's modules that hold parameters of the unit themselves."""
+    """Return the submodules that hold parameters of a unit themselves.
+
+    Args:
+        unit: The unit; its own modules are not included.
+    """
     held = {id(parameter) for flat in unit.flats for parameter in flat.parameters}
     inside = dict.fromkeys(part for module in unit.modules for part in module.modules())
     return [
@@ -119,8 +123,10 @@ class _ModuleHook:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor in nested tuples, lists, sets, mappings and dataclasses (Hugging Face outputs are
-    mappings).
+    """Yield every tensor in nested containers.
+
+    Args:
+        value: A tensor, or nested tuples, lists, sets, mappings and dataclasses (Hugging Face outputs are mappings).
     """
     if isinstance(value, Tensor):
         yield value

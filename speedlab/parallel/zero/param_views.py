@@ -83,16 +83,28 @@ class ParamViews:
             return [index for index in range(len(self._parameters)) if self.is_written(index)]
 
     def is_written(self, index: int) -> bool:
-        """Return whether the caller wrote to this parameter in place, or assigned to its `.data`."""
+        """Return whether the caller wrote to this parameter in place, or assigned to its `.data`.
+
+        Args:
+            index: Index of the parameter.
+        """
         counted = self._parameters[index]._version != self._versions[index]
         return counted or index in self._lost or self.is_replaced(index)
 
     def is_replaced(self, index: int) -> bool:
-        """Return whether the caller assigned another tensor to the `.data` of this parameter."""
+        """Return whether the caller assigned another tensor to the `.data` of this parameter.
+
+        Args:
+            index: Index of the parameter.
+        """
         return not _is_same(self._parameters[index], self._values[index])
 
     def told(self, index: int) -> None:
-        """Mark the write to this parameter as handled."""
+        """Mark the write to a parameter as handled.
+
+        Args:
+            index: Index of the parameter.
+        """
         self._versions[index] = self._parameters[index]._version
         self._lost.discard(index)
 

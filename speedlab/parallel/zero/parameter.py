@@ -47,7 +47,14 @@ tensors that we do not own."""
 
 
 def find(parameter: Tensor) -> ParameterOwner | None:
-    """Return the location of a parameter; None if no engine has this parameter."""
+    """Return the location of a parameter in its flat.
+
+    Args:
+        parameter: Any tensor.
+
+    Returns:
+        None for a tensor that no engine has.
+    """
     reference, unit_index, flat_index, index = places.get(id(parameter), (lambda: None, 0, 0, 0))
     zero = reference()
     if zero is None:
@@ -63,7 +70,11 @@ set_gradient = cast(Any, torch.Tensor.grad).__set__
 
 
 def clear_gradient(parameter: Tensor) -> None:
-    """Set `.grad` to None, without the checks of `UnshardedParameter`."""
+    """Set `.grad` to None, without the checks of `UnshardedParameter`.
+
+    Args:
+        parameter: Any parameter.
+    """
     set_gradient(parameter, None)
 
 
@@ -78,6 +89,11 @@ class UnshardedParameter(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]  # torch's is an attribute that C++ makes
+        """The gradient.
+
+        Raises:
+            RuntimeError: The engine holds the gradient, so that torch's attribute would be None.
+        """
         found: Tensor | None = gradient_of(self)
         if found is None and (place := find(self)) is not None and _holds_gradient(place) and not asked_by_torch():
             refuse_gradient_read(place.slot.name)
@@ -300,11 +316,14 @@ def owners_of(flat: Any, slot: ParamSlot) -> list[tuple[int, int, int]]:
 
 
 def stays_whole(parameter: Tensor) -> bool:
-    """Return whether a parameter stays outside of flats, because of its class:
+    """Return whether a parameter stays outside of flats, because of its class.
 
     - A tensor subclass of several tensors, such as torchao's quantized weights.
     - bitsandbytes' 8-bit weights, which each forward assigns to `.data`; and its 4-bit weights on a CPU, which a
       forward without gradients packs.
+
+    Args:
+        parameter: Any parameter.
     """
     kind = type(parameter)
     if is_traceable_wrapper_subclass(parameter):

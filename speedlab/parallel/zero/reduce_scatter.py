@@ -71,6 +71,9 @@ class ReduceScheduler:
     def is_over(self, unit: Unit) -> bool:
         """Return whether the unit's gradients of this pass are already being reduced, so that no further gradient is
         allowed.
+
+        Args:
+            unit: The unit.
         """
         return self.sync and self._cursor > self._turn[unit]
 

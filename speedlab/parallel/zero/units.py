@@ -155,7 +155,11 @@ def _is_bare(module: nn.Module) -> bool:
 
 
 def takes_hooks(module: nn.Module) -> bool:
-    """Return whether hooks on the module see its calls. Hooks on TorchScript modules do not."""
+    """Return whether hooks on the module see its calls.
+
+    Args:
+        module: Any module. Hooks on TorchScript modules do not see calls.
+    """
     return not isinstance(module, torch.jit.ScriptModule)
 
 
@@ -244,9 +248,21 @@ class UnitPhase(Enum):
 class ValueObserver(Protocol):
     """Observes the values of units while they are gathered."""
 
-    def came(self, unit: Unit) -> None: ...
+    def came(self, unit: Unit) -> None:
+        """Called after the parameters of a unit got their values.
 
-    def goes(self, unit: Unit) -> None: ...
+        Args:
+            unit: The gathered unit.
+        """
+        ...
+
+    def goes(self, unit: Unit) -> None:
+        """Called before the parameters of a unit are released.
+
+        Args:
+            unit: The gathered unit.
+        """
+        ...
 
 
 class Unit:
@@ -258,8 +274,8 @@ class Unit:
         self.gathers: list[Work] | None = None
         """The pending gather; None: released; []: gathered."""
         self.cut_off = False
-        """Whether waiting for the pending gather failed. Then nobody waits for it again, and its memory stays until
-        `forget_gather`."""
+        """Whether waiting for the pending gather failed. The gather is not waited for again, and its memory stays
+        until `forget_gather`."""
         self.missing = self.trainable_count
         """Number of gradients that this backward pass still has to compute."""
         self.gradients = [flat.gradient for flat in flats if flat.gradient is not None]
