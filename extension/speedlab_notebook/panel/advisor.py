@@ -1,4 +1,4 @@
-"""What a panel finds out beside the person's clicks, in threads: changes that fit, and how fast a disk is."""
+"""Background work of the panel, in threads: find changes that make a model fit, and measure the speed of a disk."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from speedlab.cluster import Cluster
 
 _REST_SECONDS = 0.3
-"""A control that is being moved rests so long before changes that fit are looked for: they cost more than an update."""
+"""Wait after a change of a control before the search starts. The search costs more than an update of the panel."""
 
 _MEASURE_SECONDS = 60.0
-"""A disk is measured in a few seconds, unless the engine is busy."""
+"""Timeout. The measurement takes a few seconds unless the engine is busy."""
 
 
 class Asking(Protocol):
-    """What a panel says now, and what it does with what is found."""
+    """The part of the panel that Advisor and DiskMeasurer use."""
 
     cluster: Cluster | None
     config: RunConfig | None
@@ -43,16 +43,16 @@ class Asking(Protocol):
 
 
 class Advisor:
-    """Looks for the cheapest changes that make fit what does not."""
+    """A search, in a thread, for the cheapest changes that make a model fit."""
 
     def __init__(self, panel: Asking) -> None:
         self._panel = panel
         self._found: tuple[Setup | None, str] = (None, "")
-        """How what does not fit would, and what it was that does not."""
+        """The setup that does not fit, and the changes that make it fit."""
         self.watch = PollingThread(self._look)
 
     def text(self) -> str:
-        """How what does not fit would, once that is found."""
+        """Return the changes that make the present setup fit; start the search if they are not known yet."""
         prediction = self._panel.prediction
         assert prediction is not None
         setup, text = self._found
@@ -62,7 +62,7 @@ class Advisor:
         return "looking for changes that fit …"
 
     def _look(self) -> float | None:
-        """Find what makes the present controls fit; again at once when they have been moved since."""
+        """Search for the present setup. Return 0 to search again if the controls changed meanwhile, else None."""
         time.sleep(_REST_SECONDS)
         prediction = self._panel.prediction
         if prediction is None or not fit_problem(prediction, self._panel.devices):
@@ -77,20 +77,24 @@ class Advisor:
 
 
 class DiskMeasurer:
-    """Lets an engine measure the disk that was chosen, once; the kernel has no torch."""
+    """A measurement, once for each folder, of the disk for offloaded states.
+
+    An engine measures, because the kernel has no torch.
+    """
 
     def __init__(self, panel: Asking) -> None:
         self._panel = panel
         self._tried: set[Path] = set()
-        """Folders of which the disk was measured, or could not be."""
+        """Folders whose disk was measured, or could not be measured."""
         self.watch = PollingThread(self._look)
 
     def measure_if_wanted(self) -> None:
+        """Start the measurement if states go to a disk that was not measured and the engines are free."""
         if self._folder() is not None:
             self.watch.start()
 
     def _folder(self) -> Path | None:
-        """Where states are to lie whose disk nobody has measured, while the engines have nothing else to do."""
+        """Return the folder for offloaded states whose disk should be measured now, or None."""
         panel = self._panel
         if panel.config is None or panel.prediction is None or panel.is_busy:
             return None

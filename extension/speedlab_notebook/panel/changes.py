@@ -1,8 +1,8 @@
-"""Where a panel differs from the run that is on: what can be applied live, and what needs a restart.
+"""Texts for changes: differences to the active run, the effect of the last change, notes next to fields, the summary.
 
-What a control has changed in memory, speed and placement, in a line: before → after.
-
-What stands beside each field of a panel, and the line below its tabs.
+1. `changes` compares a panel's configuration with the active run: each difference is live or needs a restart.
+2. `effect_text` describes how a change moved memory, speed and placement.
+3. `show_notes` and `summary_parts` give the notes next to the fields and the line below the tabs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _NAMES = {"zero": "stage", "micro_batches": "micro-batches"}
 _FIELDS = {"zero": "zero.stage", "micro_batches": "batch.accumulation"}
-"""Word of `run.reshape` -> the field that says it, where that is not the layout's of this name."""
+"""Argument of `run.reshape` -> path of its field, if that path is not `parallel.` plus the argument."""
 _PLACES = {"offload.optimizer", "offload.parameters"}
 _SHAPE = {"zero.stage", *_PLACES, *(f"parallel.{name}" for name in CHANGES)}
 _MOST_SHOWN = 4
@@ -36,13 +36,13 @@ _MOST_SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class PendingChange:
-    """One field in which the panel differs from the run that is under way."""
+    """One field in which the panel differs from the active run."""
 
     path: str
     before: Any
     after: Any
     live: bool = False
-    """Whether it can be applied between two steps; `path` is then one of `run.reshape`'s words."""
+    """Whether the change can be applied between two steps; `path` is then an argument of `run.reshape`."""
 
     def __str__(self) -> str:
         told = [f"{path} {_shown(before)} → {_shown(after)}" for path, before, after in self._parts()]
@@ -50,12 +50,12 @@ class PendingChange:
 
     @property
     def when(self) -> str:
-        """'live', or that it needs a restart."""
+        """'live', or 'needs a restart'."""
         return ("live, under 1 s" if self.path == "zero" else "live") if self.live else "needs a restart"
 
     @property
     def marks(self) -> dict[str, str]:
-        """Path of a field -> what stands beside it: 'the run has 2 · live'."""
+        """Path of a field -> the mark next to its control, for example 'the run has 2 · live'."""
         if self.path == "offload":
             return {f"offload.{name}": self._mark(self.before[name]) for name in self._moved}
         field = _FIELDS.get(self.path, f"parallel.{self.path}" if self.live else self.path)
@@ -75,12 +75,19 @@ class PendingChange:
 
 
 def changes(running: RunConfig, wanted: RunConfig, engines: int) -> list[PendingChange]:
-    """Where `wanted` differs from a run on `engines` engines that is of `running` now; what is live first. Its name and
-    folder are not part of the comparison: they are the next run's."""
+    """Return the differences between a run and a configuration, live changes first.
+
+    The run's name and folder are not compared, because they belong to the next run.
+
+    Args:
+        running: The run's present configuration.
+        wanted: The configuration of the panel.
+        engines: The number of engines of the run.
+    """
     shape = shape_of(running, engines)
     live = differences(running, wanted, engines)
     if live.keys() & {"islands", "tp", "pp", "cp"}:
-        live.pop("dp", None)  # It follows.
+        live.pop("dp", None)  # dp follows from the other axes.
     found = [PendingChange(path=name, before=shape[name], after=value, live=True) for name, value in live.items()]
     before, after = _flat(running, engines), _flat(wanted, engines)
     return found + [
@@ -91,12 +98,23 @@ def changes(running: RunConfig, wanted: RunConfig, engines: int) -> list[Pending
 
 
 def reshaping(found: Sequence[PendingChange]) -> dict[str, Any]:
-    """What `run.reshape` is to be given for the changes that are live."""
+    """Return the keyword arguments of `run.reshape` that apply the live changes.
+
+    Args:
+        found: The result of `changes`.
+    """
     return {change.path: change.after for change in found if change.live}
 
 
 def changes_line(found: Sequence[PendingChange]) -> str:
-    """'changed: stage 2 → 3 (live, under 1 s) · steps 200 → 400 (needs a restart)'; '' when nothing differs."""
+    """Return the differences as one line, at most 4 of them.
+
+    Args:
+        found: The result of `changes`.
+
+    Returns:
+        For example 'changed: stage 2 → 3 (live, under 1 s) · steps 200 → 400 (needs a restart)'; '' if there are none.
+    """
     if not found:
         return ""
     more = [f"{len(found) - _MOST_SHOWN} more"] if len(found) > _MOST_SHOWN else []
@@ -105,15 +123,32 @@ def changes_line(found: Sequence[PendingChange]) -> str:
 
 
 def live_config(run: Run, began_as: RunConfig, engines: int) -> RunConfig:
-    """What `run` began as, with the shape that it has now: by its newest change, or a newer record's stage."""
+    """Return the run's first configuration with the present ZeRO stage and layout.
+
+    The newest `reshaped` event gives the shape; a newer step record gives the stage.
+
+    Args:
+        run: The run, for its events and its last record.
+        began_as: The configuration with which the run began.
+        engines: The number of engines of the run.
+    """
     config, last = present_config(began_as, run.feed.events, engines), run.feed.last
     changed = next((event.time for event in reversed(run.feed.events) if event.kind == "reshaped"), float("-inf"))
     return config.replace(zero={"stage": last.zero_stage}) if last is not None and last.time > changed else config
 
 
 def live_batch(running: RunConfig, engines: int) -> dict[str, Any]:
-    """The batch fields of a form that shows a run: the global batch stays when the layout changes, and the number of
-    micro-batches follows."""
+    """Return the batch fields of a form that shows a run.
+
+    The global batch stays when the layout changes, and the number of micro-batches follows.
+
+    Args:
+        running: The run's present configuration.
+        engines: The number of engines of the run.
+
+    Returns:
+        Path of a field -> its value; the accumulation is None, because it follows.
+    """
     batch = running.batch.resolve(running.layout(engines, built_in=False).data_size)
     return {
         "batch.global_size": batch.global_size,
@@ -123,7 +158,11 @@ def live_batch(running: RunConfig, engines: int) -> dict[str, Any]:
 
 
 def marks(found: Sequence[PendingChange]) -> dict[str, str]:
-    """Path of a field -> how it differs from the run."""
+    """Return the marks of all changes: path of a field -> how the field differs from the run.
+
+    Args:
+        found: The result of `changes`.
+    """
     told: dict[str, str] = {}
     for change in found:
         told |= change.marks
@@ -131,7 +170,7 @@ def marks(found: Sequence[PendingChange]) -> dict[str, str]:
 
 
 def _flat(config: RunConfig, engines: int) -> dict[str, Any]:
-    """Every field by path, but those of the shape; of the batch, the global one."""
+    """Return every field by path, without the fields of the shape; of the batch, only the global size."""
     flat = _by_path(config.model_dump(exclude={"name", "folder", "batch"}))
     kept = {path: value for path, value in flat.items() if path not in _SHAPE}
     shares = config.layout(engines, built_in=False).data_size
@@ -152,15 +191,22 @@ def _shown(value: Any) -> str:
 
 
 _SAME = 5e-4
-"""A share of a number, below which it stayed."""
+"""Relative change below which a number counts as unchanged."""
 _HALF = 0.5
-"""Of what was: from there on a factor says more than a share."""
+"""Below this ratio (and above its inverse) the change is shown as a factor instead of a percentage."""
 _STATES = {"parameters": "parameter", "gradients": "gradient", "optimizer_moments": "optimizer_state"}
 
 
 def effect_text(before: PanelPrediction, after: PanelPrediction) -> str:
-    """'a rank holds 19.9 MiB → 13.7 MiB (-31.2%) · 41 k → 38 k tokens/s (-7.3%) · parameters: whole on every
-    rank → 1/4 a rank'."""
+    """Describe how a change moved memory, speed, layout and placement.
+
+    Args:
+        before: The prediction before the change.
+        after: The prediction after the change.
+
+    Returns:
+        For example 'a rank holds 19.9 MiB → 13.7 MiB (-31.2%) · parameters: whole on every rank → 1/4 a rank'.
+    """
     held = _held(before), _held(after)
     speed = before.plan.time.tokens_per_second, after.plan.time.tokens_per_second
     parts = []
@@ -177,12 +223,12 @@ def effect_text(before: PanelPrediction, after: PanelPrediction) -> str:
 
 
 def _held(prediction: PanelPrediction) -> int:
-    """Bytes of the rank that holds most."""
+    """Return the bytes of the rank that holds most."""
     return prediction.heaviest[prediction.stage].total
 
 
 def _share(before: float, after: float) -> str:
-    """'+12%', '3.1 times as much'; '' where it stayed."""
+    """Return '+12.0%' or '3.1 times as much'; '' if the number is unchanged."""
     ratio = after / before
     if abs(ratio - 1) <= _SAME:
         return ""
@@ -190,7 +236,7 @@ def _share(before: float, after: float) -> str:
 
 
 def _placed(prediction: PanelPrediction) -> dict[str, str]:
-    """State -> what each rank has of it, and where: '1/4 on disk'."""
+    """Return state -> the share that each rank holds, and the place: '1/4 a rank, disk'."""
     setup, device = prediction.plan.setup, "cpu" if prediction.plan.machines.device.on_host else "cuda"
     zero_policy, ranks = zero_policy_of(setup, device), setup.layout.replicas
     widths, places = state_widths(setup, device), state_places(zero_policy)
@@ -212,8 +258,20 @@ def show_notes(
     prediction: PanelPrediction | None,
     marks: Mapping[str, str],
 ) -> dict[str, str]:
-    """Show beside each field what is wrong, why it is greyed, what its value means here, and how it differs from the
-    run (`marks`). Returns what is wrong, by path."""
+    """Update the note next to each field.
+
+    A note shows the problem, the reason for being disabled, the meaning of the value, or the difference to the run.
+
+    Args:
+        fields: The form's fields by path; their notes are changed.
+        reading: The values of the controls with their problems.
+        devices: One device for each rank.
+        prediction: The prediction of the last valid configuration.
+        marks: Path of a field -> how the field differs from the run.
+
+    Returns:
+        Path of a field -> its problem.
+    """
     problems: dict[str, str] = {}
     for path, text in reading.problems:
         problems[path] = f"{problems[path]}; {text}" if path in problems else text
@@ -238,7 +296,16 @@ def show_notes(
 
 
 def engines_text(cluster: Cluster | None, devices: Sequence[Device], hosts: str) -> str:
-    """'4 engines (not started) on cpu', or on hosts whose devices nobody knows yet."""
+    """Return the number of engines and their devices as text.
+
+    Args:
+        cluster: The cluster; None if the engines have not started.
+        devices: One device for each rank.
+        hosts: The line that names hosts; '' for this machine.
+
+    Returns:
+        For example '4 engines (not started) on cpu'. Devices of other hosts are unknown before the start.
+    """
     names = ", ".join(dict.fromkeys(device.name for device in devices))
     if cluster is None and hosts.strip():
         names = f"{hosts.strip()}: whether it fits is known once they have started"
@@ -249,7 +316,19 @@ def engines_text(cluster: Cluster | None, devices: Sequence[Device], hosts: str)
 def summary_parts(
     config: RunConfig, prediction: PanelPrediction, devices: Sequence[Device], batch: str, advice: str, *, known: bool
 ) -> tuple[str, list[str]]:
-    """Whether it fits; and that with speed, layout and batch. `known`: whether these are the devices."""
+    """Return the parts of the line below the tabs.
+
+    Args:
+        config: A valid configuration.
+        prediction: Its memory and speed.
+        devices: One device for each rank.
+        batch: The batch equation.
+        advice: Changes that make the model fit; '' if it fits.
+        known: Whether `devices` are the real devices; if not, fit and speed are left out.
+
+    Returns:
+        The text about fit, which is '' for unknown devices; and all parts: fit, advice, speed, layout, batch, bubble.
+    """
     layout = config.layout(len(devices))
     fits = fit_text(prediction, devices) if known else ""
     parts = [fits, advice, speed_text(prediction)] if known else []

@@ -1,4 +1,4 @@
-// A radio group: one of a few values, of which single ones may be greyed, each with its reason.
+// A radio group whose single options can be disabled, each with a reason.
 
 function render({ model, el }) {
   const id = `speedlab-${crypto.randomUUID?.() ?? Math.random().toString(36).slice(2)}`;
@@ -42,7 +42,7 @@ function render({ model, el }) {
     });
   }
 
-  // Text comes from the kernel: it is always text, never markup.
+  // Strings of the kernel are inserted as text, never as markup.
   const shown = ["change:index", "change:reasons", "change:label"];
   model.on("change:options", build);
   shown.forEach((event) => model.on(event, show));

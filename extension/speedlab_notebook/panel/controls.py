@@ -1,6 +1,6 @@
-"""A field's control and note as widgets. Layouts and styles are shared: each would be a model of its own.
+"""Widgets of a field: its control and its note; layouts and styles shared by all widgets of a panel.
 
-A radio group of which single options can be greyed: what ipywidgets' own cannot.
+Layouts and styles are shared because each one is a separate model on the page.
 """
 
 from __future__ import annotations
@@ -18,20 +18,32 @@ from speedlab_notebook.panel.fields import ControlKind, Field
 
 
 class Choice(anywidget.AnyWidget):
-    """One of a few values. `value` is the one chosen; the page has the texts, and says which it is by its number."""
+    """A radio group whose single options can be disabled, which the radio buttons of ipywidgets cannot do.
+
+    `value` is the chosen value. The page has the texts of the options, and sends the index of the chosen one.
+    """
 
     _esm = Path(__file__).with_name("choice.js")
 
     label = traitlets.Unicode().tag(sync=True)
     meaning = traitlets.Unicode().tag(sync=True)
-    """Told where the pointer rests. (`tooltip`, which each widget has, asks on the page for a description, too.)"""
+    """Shown on hover. (`tooltip`, which every widget has, also requires a description on the page.)"""
     options = traitlets.List(traitlets.Unicode()).tag(sync=True)
     reasons = traitlets.List(traitlets.Unicode()).tag(sync=True)
-    """Of each option, why it is greyed; '' where it is not."""
+    """For each option, why it is disabled; '' if it is enabled."""
     index = traitlets.Int().tag(sync=True)
     value = traitlets.Any()
 
     def __init__(self, label: str, values: Sequence[Any], value: Any, *, meaning: str, layout: Any) -> None:
+        """Make a radio group.
+
+        Args:
+            label: The text in front of the options.
+            values: The values; their `str` is the text of each option.
+            value: The chosen value, one of `values`.
+            meaning: The text on hover.
+            layout: The widget's layout.
+        """
         self._values = list(values)
         texts = [str(option) for option in values]
         super().__init__(
@@ -51,7 +63,12 @@ class Choice(anywidget.AnyWidget):
         return {value: not reason for value, reason in zip(self._values, self.reasons, strict=True)}
 
     def offer(self, values: Sequence[Any], reasons: Mapping[Any, str]) -> None:
-        """Show these values, greyed where there is a reason."""
+        """Show these options; the chosen value must be one of them.
+
+        Args:
+            values: The values of the options.
+            reasons: Value -> why it is disabled.
+        """
         if list(values) != self._values:
             self._values = list(values)
             with self.hold_sync():
@@ -70,11 +87,11 @@ class Choice(anywidget.AnyWidget):
 LABEL_WIDTH = "122px"
 CONTROL_WIDTH = "318px"
 _MOST_LETTERS = 16
-"""Options with more letters than this, together, do not fit beside their note."""
+"""If the options together have more letters than this, the note moves below the control."""
 
 
 class StyleCache:
-    """Layouts and styles of one panel's widgets, each made once."""
+    """Layouts and styles for the widgets of one panel, each made once."""
 
     def __init__(self) -> None:
         self.control = widgets.Layout(width=CONTROL_WIDTH, margin="0")
@@ -84,7 +101,13 @@ class StyleCache:
         self._made: list[widgets.Widget] = []
 
     def make(self, kind: Any, *, layout: widgets.Layout | None = None, **more: Any) -> Any:
-        """A widget of this kind, with the style that all of its kind share."""
+        """Make a widget that shares the style of all widgets of its kind.
+
+        Args:
+            kind: The widget class.
+            layout: The widget's layout; None takes the plain one.
+            more: Keyword arguments of the class.
+        """
         shared = self._styles.get(kind)
         widget = kind(layout=layout or self.plain, **more, **({"style": shared} if shared is not None else {}))
         if shared is None and hasattr(widget, "style"):
@@ -94,23 +117,50 @@ class StyleCache:
         return self.keep(widget)
 
     def keep(self, widget: Any) -> Any:
-        """`widget`, which is to be closed with the others, and is heard while a cell runs."""
+        """Register a widget, so that `close` closes it and its events are handled while a cell runs.
+
+        Args:
+            widget: Any widget.
+
+        Returns:
+            The same widget.
+        """
         self._made.append(widget)
         _hear_where_it_is_sent(widget)
         return widget
 
     def box(self, children: Sequence[Any], *names: str) -> Any:
+        """Make a box.
+
+        Args:
+            children: The widgets in the box.
+            names: CSS classes.
+        """
         return with_classes(self.make(widgets.Box, children=tuple(children)), *names)
 
     def html(self, *names: str, value: str = "") -> Any:
+        """Make an HTML widget.
+
+        Args:
+            names: CSS classes.
+            value: The HTML; the caller escapes text.
+        """
         return with_classes(self.make(widgets.HTML, value=value), *names)
 
     def button(self, text: str, tooltip: str, *names: str, style: str = "") -> Any:
+        """Make a button.
+
+        Args:
+            text: The button's text.
+            tooltip: The text on hover.
+            names: CSS classes.
+            style: The button style of ipywidgets, for example 'primary'.
+        """
         made = self.make(widgets.Button, description=text, tooltip=tooltip, button_style=style)
         return with_classes(made, *names)
 
     def close(self) -> None:
-        """Close all that was made, on the page or not, with its layout and style."""
+        """Close all widgets with their layouts and styles, also widgets that were never displayed."""
         for widget in self._made:
             for name in ("layout", "style"):
                 if (part := getattr(widget, name, None)) is not None:
@@ -122,7 +172,7 @@ class StyleCache:
 
 
 class ShownField:
-    """A field on the page."""
+    """The widgets of one field: control and note."""
 
     def __init__(self, field: Field, looks: StyleCache) -> None:
         self._field = field
@@ -136,9 +186,10 @@ class ShownField:
         self.control.observe(lambda change: field.put(change["new"]), "value")
 
     def show(self) -> None:
-        """Show the field as it is now."""
+        """Update the widgets from the field's data."""
         field, control = self._field, self.control
         if isinstance(control, Choice):
+            # `value` must be an option both before and after `offer`, so the order depends on the new value.
             if field.value in control.offered:
                 control.value = field.value
                 control.offer(field.options, field.greyed)
@@ -154,35 +205,56 @@ class ShownField:
 
 
 def _hear_where_it_is_sent(widget: Any) -> None:
-    """Let what a person does reach the thread that the page sends it to: JupyterLab's subshell for widgets, which
-    listens while a cell runs. ipykernel would take it to the thread that spoke last on this comm, mostly the cells'
-    own, where it waits for the end of `run.wait_until()`. A kernel without subshells never asks."""
+    """Handle events of a widget on the thread to which the page sends them.
+
+    JupyterLab sends widget events to a subshell of the kernel, which runs while a cell runs. ipykernel would move them
+    to the thread that last used this comm, mostly the main shell's, where they wait for example for `run.wait_until()`.
+    A kernel without subshells never calls this function.
+    """
     if widget.comm is not None:
         widget.comm._reply_subshell_for = lambda _, sent_to: sent_to
 
 
 def class_of(path: str) -> str:
-    """The CSS class of a field's control."""
+    """Return the CSS class of a field's control.
+
+    Args:
+        path: Path of the field.
+    """
     return f"speedlab-{path.replace('.', '-').replace('_', '-')}"
 
 
 def note_html(field: Field) -> str:
-    """What stands beside a control: how it differs from the run, then what is wrong, why it is greyed, or what it
-    means."""
+    """Return the note of a field as HTML: the mark, then the problem, the reason for being disabled, or the meaning.
+
+    Args:
+        field: The field.
+    """
     kind = "problem" if field.problem else "reason" if field.reason else "help"
     mark = f'<span class="speedlab-mark">{escape(field.mark)}</span> ' if field.mark else ""
     return f'{mark}<span class="speedlab-{kind}">{escape(field.text)}</span>'
 
 
 def with_classes(widget: Any, *names: str) -> Any:
-    """`widget`, with these CSS classes."""
+    """Add CSS classes to a widget and return the widget.
+
+    Args:
+        widget: Any widget.
+        names: CSS classes.
+    """
     for name in names:
         widget.add_class(name)
     return widget
 
 
 def set_class(widget: Any, name: str, *, on: bool) -> None:
-    """Give a widget a CSS class, or take it; nothing is sent where it is so already."""
+    """Add or remove a CSS class; nothing is sent to the page if the widget has the wanted state.
+
+    Args:
+        widget: Any widget.
+        name: The CSS class.
+        on: Whether the widget should have the class.
+    """
     if on != (name in widget._dom_classes):
         (widget.add_class if on else widget.remove_class)(name)
 

@@ -1,4 +1,4 @@
-"""Why a control of the panel is greyed, and what this machine makes of a value."""
+"""The reasons why controls and options of the panel are disabled, and remarks on what a value means on this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,15 @@ _FLOAT16_ON_CPU = "CPUs do not multiply float16 fast; bfloat16 is as small and n
 
 
 def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[str, str]:
-    """Path of a field -> why it is greyed, given all `values` by path."""
+    """Return the fields that are disabled.
+
+    Args:
+        values: The values of all fields by path.
+        devices: One device for each rank.
+
+    Returns:
+        Path of a field -> why it is disabled.
+    """
     optimizer, dtype = values["optimizer.name"], values["precision.dtype"]
     reasons = _greyed_parallel(values, len(devices)) | _greyed_offload(values) | _greyed_inputs(values)
     reasons |= _greyed_switches(values)
@@ -106,7 +114,10 @@ def _greyed_outer(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _greyed_offload(values: Mapping[str, Any]) -> dict[str, str]:
-    """A control that says something other than 'none' is not greyed: it is what has to be changed."""
+    """Return why offload fields are disabled.
+
+    A field other than 'none' stays enabled, because the user must change it.
+    """
     optimizer, parameters = values["offload.optimizer"], values["offload.parameters"]
     reasons = {}
     if parameters == "none" and values["zero.stage"] != 3:
@@ -124,7 +135,7 @@ def _greyed_offload(values: Mapping[str, Any]) -> dict[str, str]:
 
 def _greyed_inputs(values: Mapping[str, Any]) -> dict[str, str]:
     path = "activation.partition_inputs"
-    if values[path]:  # It is what has to be changed, or does nothing, which is told.
+    if values[path]:  # The user must be able to switch it off; a remark says if it has no effect.
         return {}
     tp = values["parallel.tp"]
     if values["activation.checkpointing"] == "none":
@@ -138,7 +149,10 @@ _SWITCHES = ("zero.quantized_weights", "zero.quantized_gradients", "zero.seconda
 
 
 def _greyed_switches(values: Mapping[str, Any]) -> dict[str, str]:
-    """ZeRO++'s. One that is on is not greyed: it is what has to be changed."""
+    """Return why switches of ZeRO++ are disabled.
+
+    A switch that is on stays enabled, because the user must change it.
+    """
     stage, optimizer = values["zero.stage"], values["optimizer.name"]
     weights, gradients, secondary = _SWITCHES
     reasons = {}
@@ -159,7 +173,7 @@ def _greyed_switches(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _no_delay(values: Mapping[str, Any]) -> str:
-    """What stands against updates that are late by a step; '' when nothing does."""
+    """Return why updates cannot be delayed by a step; '' if they can."""
     if values["offload.optimizer"] == "none":
         return "an update on the device has nothing to hide behind; offload the optimizer first"
     if values["optimizer.in_backward"]:
@@ -170,8 +184,10 @@ def _no_delay(values: Mapping[str, Any]) -> str:
 
 
 def _offload_remarks(values: Mapping[str, Any], devices: Sequence[Device], plan: Plan | None) -> dict[str, str]:
-    """What a place means here: on CPU cores that host and device are one memory; of a disk its speed, and whether that
-    limits."""
+    """Return remarks on the offload fields.
+
+    On CPUs, host and device are the same memory. For a disk, the remark gives its speed and whether that limits.
+    """
     found = {}
     one_memory = devices[0].kind == "cpu"
     for name in ("optimizer", "parameters", "activations"):
@@ -187,14 +203,27 @@ def _offload_remarks(values: Mapping[str, Any], devices: Sequence[Device], plan:
 
 
 def sizes(engines: int) -> list[int]:
-    """Sizes of an axis that the number of engines divides by."""
+    """Return the sizes of a mesh axis that divide the number of engines.
+
+    Args:
+        engines: The number of engines.
+    """
     return [size for size in range(1, engines + 1) if engines % size == 0]
 
 
 def greyed_options(
     values: Mapping[str, Any], config: RunConfig | None, devices: Sequence[Device]
 ) -> dict[str, dict[Any, str]]:
-    """Path of a field -> its options that are not offered, each with the reason. What is chosen is not greyed."""
+    """Return the options that are disabled. A chosen option is never disabled.
+
+    Args:
+        values: The values of all fields by path.
+        config: The configuration of `values`; None if they give none, and then no layout option is disabled.
+        devices: One device for each rank.
+
+    Returns:
+        Path of a field -> its disabled options, each with the reason.
+    """
     greyed: dict[str, dict[Any, str]] = {}
     if not any(device.kind == "cuda" for device in devices) and values["precision.dtype"] != "float16":
         greyed["precision.dtype"] = {"float16": _FLOAT16_ON_CPU}
@@ -215,8 +244,8 @@ def greyed_options(
 
 
 def _against(config: RunConfig, engines: int, name: str, option: Any) -> str:
-    """What stands against this option, given all other values; '' when nothing does."""
-    # Another pipeline is cut anew, unless a person says how.
+    """Return why this option is impossible with all other values; '' if it is possible."""
+    # A change of pp or of the schedule changes the stages: do not keep the present cut.
     cut = {} if name in ("islands", "tp", "cp") else {"cut": None}
     return why_not(config, engines, **cut, **{name: option}) or ""
 
@@ -228,7 +257,18 @@ def remarks(
     greyed: Mapping[str, Mapping[Any, str]],
     plan: Plan | None = None,
 ) -> dict[str, str]:
-    """Path of a field -> what is to be said of its value here, beside the description. `plan`: of these values."""
+    """Return remarks on the values, shown after the fields' descriptions.
+
+    Args:
+        values: The values of all fields by path.
+        devices: One device for each rank.
+        config: The configuration of `values`; None if they give none.
+        greyed: The result of `greyed_options`.
+        plan: The plan of `values`; None leaves out remarks that need one.
+
+    Returns:
+        Path of a field -> the remark.
+    """
     found = {**_parallel_remarks(config, len(devices), greyed), **_dtype_remark(values, devices, greyed)}
     found |= _offload_remarks(values, devices, plan)
     if values["activation.partition_inputs"]:
@@ -263,17 +303,25 @@ def _parallel_remarks(
 
 
 def _greyed_text(reasons: Mapping[Any, str]) -> str:
-    """'greyed: interleaved, zero-bubble: pp 4 × 2 stages a rank …': each reason once, with its options."""
+    """Return each reason once with its options: 'greyed: interleaved, zero-bubble: pp 4 × 2 stages a rank …'."""
     options: dict[str, list[str]] = {}
     for option, reason in reasons.items():
         options.setdefault(_short(reason), []).append(str(option))
-    # Sizes stand in their reasons already.
+    # The reason of a size names the size already.
     told = [f"{', '.join(names)}: {why}" if not names[0].isdecimal() else why for why, names in options.items()]
     return f"greyed: {'; '.join(told)}" if told else ""
 
 
 def ways_text(config: RunConfig, layout: Layout) -> str:
-    """How the ranks along cp divide attention: '2 share heads, in a ring of 2'."""
+    """Return how the cp ranks divide attention.
+
+    Args:
+        config: A valid configuration.
+        layout: Its layout.
+
+    Returns:
+        For example '2 share heads in a ring of 2'.
+    """
     shared = heads_shared(config.model, layout, config.parallel.cp_heads)
     ring = layout.cp // shared
     parts = [f"{shared} share heads" if shared > 1 else "", f"a ring of {ring}" if ring > 1 else ""]
@@ -281,7 +329,15 @@ def ways_text(config: RunConfig, layout: Layout) -> str:
 
 
 def bubble_text(config: RunConfig, layout: Layout) -> str:
-    """'bubble 20 % by theory, with 4 micro-batches'; '' without a pipeline."""
+    """Return the theoretical bubble share of the pipeline.
+
+    Args:
+        config: A valid configuration.
+        layout: Its layout.
+
+    Returns:
+        For example 'bubble 20 % by theory, with 4 micro-batches'; '' without a pipeline.
+    """
     if layout.pp == 1:
         return ""
     parallel, micro_batches = config.parallel, config.batch.resolve(layout.data_size).accumulation
@@ -294,7 +350,7 @@ def _layout(config: RunConfig, engines: int) -> Layout | None:
 
 
 def _short(reason: str) -> str:
-    """Without the layouts that would work instead, which the buttons themselves show."""
+    """Return the reason without the layouts that would work, because the options themselves show those."""
     return reason.partition("; on ")[0].partition("; use a multiple")[0]
 
 

@@ -1,4 +1,4 @@
-"""What a person does with a panel's fields as a whole: look for one, take changes back, take a preset, export."""
+"""Actions on all fields of a panel: search, undo and redo, presets, export."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Edited(Protocol):
-    """The panel whose fields are edited."""
+    """The part of the panel that Edits uses."""
 
     cluster: Cluster | None
     config: RunConfig | None
@@ -37,9 +37,15 @@ class Edited(Protocol):
 
 
 class Edits:
-    """The row above the tabs, the tabs behind the fields, and what was changed so far."""
+    """The row of tools above the tabs, the tabs for presets and export, and the undo history."""
 
     def __init__(self, panel: Edited, view: PanelView) -> None:
+        """Make the tools and connect their buttons.
+
+        Args:
+            panel: The panel whose fields are edited.
+            view: The panel's widgets.
+        """
         self._panel = panel
         self._view = view
         self._form = view.form
@@ -59,23 +65,32 @@ class Edits:
     # Fields
 
     def go_to(self, path: str) -> None:
-        """Open the tab of a field and put the keyboard's focus there."""
+        """Open the tab of a field and focus the field's control.
+
+        Args:
+            path: Path of the field.
+        """
         self._form.go_to(path)
         self._view.keys.send({"do": "focus", "name": class_of(path)})
 
     def changed(self, path: str) -> None:
-        """A person has moved the control of this field."""
+        """Record a change that the user made, and show its effect.
+
+        Args:
+            path: Path of the changed field.
+        """
         field, before = self._form.fields[path], self._history.shown[path]
         self._done(f"{field.label} {_shown(before)} → {_shown(field.value)}")
 
     def follow(self) -> None:
-        """The controls show something by themselves, which is nothing to take back."""
+        """Take the present values as the new base. The panel set them itself, so Undo has nothing to restore."""
         self._history.follow(self._form.shown)
 
     def _take_run(self) -> None:
-        """Show the configuration of the run again, as a change that can be taken back."""
+        """Load the configuration of the run as one change that Undo can take back."""
         shown = self._form.shown
         self._panel.show_run_config()
+        # `show_run_config` moved the base of the history. Move it back, so that the load counts as one change.
         self._history.follow(shown)
         self._done("as the run")
 
@@ -85,7 +100,7 @@ class Edits:
             self._done(preset.name)
 
     def _done(self, words: str) -> None:
-        """Take in what the controls show now, and tell what the change came to."""
+        """Record what the controls show now, and show the effect of the change."""
         before = self._panel.prediction
         if self._history.note(words, self._form.shown) is not None:
             self._refresh(words, before)
@@ -103,14 +118,22 @@ class Edits:
     # Undo
 
     def undo(self, steps: int | None = 1) -> None:
-        """Take back so many changes of a person's; None: all."""
+        """Undo changes of the user.
+
+        Args:
+            steps: The number of changes; None undoes all.
+        """
         if (last := self._history.last) is not None:
             before = self._panel.prediction
             self._form.restore(self._history.undo(steps))
             self._refresh(f"taken back: {last.words}" if steps == 1 else "changes taken back", before)
 
     def redo(self, steps: int = 1) -> None:
-        """Do again what was taken back."""
+        """Redo changes that were undone.
+
+        Args:
+            steps: The number of changes.
+        """
         if (following := self._history.next) is not None:
             before = self._panel.prediction
             self._form.restore(self._history.redo(steps))
@@ -131,7 +154,7 @@ class Edits:
 
     @property
     def offered(self) -> dict[str, bool]:
-        """Which of the buttons are offered."""
+        """Name of a button -> whether it is enabled."""
         last, following = self._history.last, self._history.next
         return {
             "undo": last is not None,
@@ -141,7 +164,7 @@ class Edits:
         }
 
     def show(self) -> None:
-        """Show what follows from the controls, where it is to be seen."""
+        """Update tooltips, and the content of the presets or export tab if that tab is open."""
         last, following = self._history.last, self._history.next
         buttons = self._view.buttons
         buttons["undo"].tooltip = f"Take back: {last.words}" if last else "Nothing to take back"
@@ -156,13 +179,13 @@ class Edits:
         if self._presets is None:
             self._presets = PresetTab(self._view.looks, self._view.presets, self._take_preset)
         elif panel.config is None or panel.problems:
-            return  # What it shows is of the last that was a configuration.
+            return  # Keep the presets of the last valid configuration.
         now = panel.config if panel.config is not None and not panel.problems else RunConfig()
         self._presets.show(presets(now, panel.devices, link_of(panel.cluster)))
 
     @property
     def export_tab(self) -> ExportTab:
-        """The tab with the text; made when it opens, or is asked for."""
+        """The export tab; made when it is first opened or read."""
         if self._export is None:
             self._export = ExportTab(self._view.looks, self._view.export, self._panel.tell, self._panel.tell_error)
         return self._export

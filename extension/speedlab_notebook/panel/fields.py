@@ -1,6 +1,6 @@
-"""What the panel has for each field of RunConfig: what its control shows, and what is said beside it. No widgets.
+"""The panel's data for each field of RunConfig: the value of its control and the text next to it. No widgets.
 
-What a panel's controls say: a configuration and its batch, or what is wrong and beside which control it is told.
+`FormValues` turns the values of all controls into a configuration, or into problems with the field of each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "telemetry",
     ),
 }
-"""Tab -> the parts and fields of RunConfig it shows. Every field of RunConfig is in exactly one."""
+"""Tab -> the sections and fields of RunConfig it shows. Every field of RunConfig is in exactly one tab."""
 
 _LABELS = {
     "zero.stage": "stage",
@@ -90,15 +90,15 @@ _PLACEHOLDERS = {
     "model.attention.mask": "of 'custom' only",
 }
 _AXES = frozenset({"parallel.islands", "parallel.tp", "parallel.pp", "parallel.cp"})
-"""Chosen among what the number of engines divides by."""
+"""The options of these fields are the divisors of the number of engines."""
 _KNOWN = {"data.source": ("stdlib",), "data.tokenizer": ("bpe", "bytes")}
-"""Text, of which some values have names."""
+"""Text fields for which some values have names."""
 _MOST_IN_A_NUMBER_BOX = 2**53 - 1
-"""A page's numbers are exact up to here."""
+"""JavaScript numbers are exact integers up to here."""
 
 
 class ControlKind(Enum):
-    """What a control is."""
+    """The kind of control that edits a field."""
 
     CHOICE = "one of a few, all to be seen"
     LIST = "one of many"
@@ -119,12 +119,22 @@ class Shows(Protocol):
 
 
 class Field:
-    """One field of the configuration: what its control shows, and what stands beside it. No widget until somebody asks
-    for `control` or `note`, which is when its tab opens."""
+    """One field of the configuration: the value of its control, and the note next to the control.
+
+    The widgets are made when `control` or `note` is first read, which happens when their tab opens.
+    """
 
     def __init__(
         self, path: str, info: Any, on_change: Callable[[str], object], make_shown: Callable[[Field], Shows]
     ) -> None:
+        """Make a field that shows the default value.
+
+        Args:
+            path: Path of the field in RunConfig, for example 'zero.stage'.
+            info: Pydantic's FieldInfo of the field.
+            on_change: Called with the path after each change of the value.
+            make_shown: Makes the widgets of the field.
+        """
         self.path = path
         self.label = _LABELS.get(path, path.rpartition(".")[2].replace("_", " "))
         self.description: str = info.description or ""
@@ -136,16 +146,16 @@ class Field:
         self._shown: Shows | None = None
         self.options: list[Any] = _options(path, info)
         self.value: Any = self._shown_as(info.default)
-        """What its control shows."""
+        """The value that the control shows; text for a tuple or an optional value."""
         self.reason = self.problem = self.more = self.mark = ""
-        """Why it is greyed; what is wrong; what is said of its value; how it differs from the run."""
+        """Why the control is disabled; the problem of the value; a remark on the value; the difference to the run."""
         self.greyed: Mapping[Any, str] = {}
-        """Options that cannot be taken, each with its reason."""
+        """Disabled options, each with its reason."""
 
     # Its value
 
     def get(self) -> Any:
-        """The value as RunConfig takes it; text is left to RunConfig to read."""
+        """Return the value as RunConfig takes it. RunConfig itself parses text."""
         if self.kind not in (ControlKind.TEXT, ControlKind.KNOWN):
             return self.value
         text = self.value.strip()
@@ -157,11 +167,19 @@ class Field:
         return tuple(part for part in re.split(r"[,\s]+", text) if part) if _is_tuple(self._info.annotation) else text
 
     def set(self, value: Any) -> None:
-        """Show `value`, a value of RunConfig's."""
+        """Show a value of RunConfig.
+
+        Args:
+            value: The value, in the type of the RunConfig field.
+        """
         self.put(self._shown_as(value))
 
     def put(self, shown: Any) -> None:
-        """Show `shown`, a value of the control's. `on_change` is called when that is another one."""
+        """Show a value of the control, and call `on_change` if the value is new.
+
+        Args:
+            shown: The value, in the type of the control (text for a text box).
+        """
         if shown == self.value and type(shown) is type(self.value):
             return
         self.value = shown
@@ -172,10 +190,14 @@ class Field:
         self._on_change(self.path)
 
     def offer(self, options: Sequence[Any]) -> None:
-        """Offer other options; what is chosen stays one of them."""
+        """Replace the options. The chosen value stays an option.
+
+        Args:
+            options: The new options.
+        """
         self.options = list(options) if self.value in options else sorted([*options, self.value])
 
-    # What stands beside it
+    # Its note
 
     def show(
         self,
@@ -186,8 +208,15 @@ class Field:
         mark: str = "",
         greyed: Mapping[Any, str] | None = None,
     ) -> None:
-        """Say what is wrong, or why the control is greyed (which it is with a `reason`), or what the field means and
-        `more`. `mark`: how it differs from the run. `greyed`: options that cannot be taken, each with its reason."""
+        """Set the note: the problem, else the reason for being disabled, else the description.
+
+        Args:
+            reason: Why the control is disabled; '' enables it.
+            problem: What is wrong with the value.
+            more: A remark that follows the description.
+            mark: How the field differs from the run.
+            greyed: Disabled options, each with its reason.
+        """
         self.reason, self.problem, self.more, self.mark = reason, problem, more, mark
         self.greyed = dict.fromkeys(self.options, reason) if reason else greyed or {}
         if self._shown is not None:
@@ -195,17 +224,17 @@ class Field:
 
     @property
     def text(self) -> str:
-        """The note without its marks."""
+        """The note without its mark."""
         return self.problem or self.reason or " · ".join(filter(None, (self.description, self.more or self._units())))
 
     @property
     def is_idle(self) -> bool:
-        """Whether it does nothing now, and nothing is to be said of it but that."""
+        """Whether the field has no effect now, and its note says only that."""
         return bool(self.reason) and not self.problem and not self.mark
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Least and most that a box for whole numbers takes."""
+        """The least and the largest value that a box for whole numbers takes."""
         lower = next((ge for bound in self._info.metadata if (ge := getattr(bound, "ge", None)) is not None), 0)
         return lower, _MOST_IN_A_NUMBER_BOX
 
@@ -213,11 +242,12 @@ class Field:
 
     @property
     def control(self) -> Any:
-        """The widget. `field.control.value = 3` is a person's click."""
+        """The widget. Setting `field.control.value = 3` acts like a click of the user."""
         return self._on_page.control
 
     @property
     def note(self) -> Any:
+        """The widget with the note."""
         return self._on_page.note
 
     @property
@@ -231,7 +261,7 @@ class Field:
         return bytes_text(self.value) if self.path.endswith("_bytes") and isinstance(self.value, int) else ""
 
     def _shown_as(self, value: Any) -> Any:
-        """A value of RunConfig's as the control shows it, and `get` reads it."""
+        """Return a value of RunConfig as the control shows it; `get` is the inverse."""
         if self.kind not in (ControlKind.TEXT, ControlKind.KNOWN):
             return value
         if value is None:
@@ -268,7 +298,12 @@ def _options(path: str, info: Any) -> list[Any]:
 
 
 def value_at(config: RunConfig, path: str) -> Any:
-    """The value of a field by its path: 'zero.stage'."""
+    """Return the value of a field by its path.
+
+    Args:
+        config: The configuration.
+        path: For example 'zero.stage'.
+    """
     value: Any = config
     for name in path.split("."):
         value = getattr(value, name)
@@ -285,18 +320,25 @@ def _is_tuple(kind: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class FormValues:
-    """What follows from the controls alone."""
+    """The configuration and the batch that the values of all controls give."""
 
     config: RunConfig | None
-    """None while they say no configuration."""
+    """None if the values give no valid configuration."""
     batch: Batch | None
-    """How the batch divides; None while it does not."""
+    """How the batch divides; None if it does not divide."""
     problems: list[tuple[str, str]]
-    """(path of the field or '', what is wrong)"""
+    """(path of the field or '', problem)."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any], fields: Mapping[str, Field], engines: int, last: str) -> FormValues:
-        """Of what the controls say, as keywords of RunConfig, for so many engines. `last`: the field changed last."""
+        """Build the configuration and collect its problems.
+
+        Args:
+            values: Keyword arguments of RunConfig.
+            fields: The form's fields by path.
+            engines: The number of engines.
+            last: Path of the field that changed last; a rule over several fields is reported there.
+        """
         found: Sequence[tuple[str, str]] = ()
         config, batch = None, None
         try:
@@ -311,9 +353,18 @@ class FormValues:
 
 
 def place_problem(path: str, text: str, fields: Mapping[str, Field], last: str) -> str:
-    """The path of the field beside which a line of a ConfigError belongs; '' where there is none.
+    """Return the path of the field next to which one line of a ConfigError is shown.
 
-    A rule over several fields names them; it belongs to the one changed last, else to the first that it names.
+    A rule over several fields names them. It is shown at the field that changed last, else at the first named field.
+
+    Args:
+        path: The path that the error gives; may be '' or the path of a section.
+        text: The line of the error.
+        fields: The form's fields by path.
+        last: Path of the field that changed last.
+
+    Returns:
+        A path of `fields`; '' if no field is named.
     """
     if path in fields:
         return path
@@ -326,8 +377,15 @@ def place_problem(path: str, text: str, fields: Mapping[str, Field], last: str) 
 
 
 def layout_field(text: str, last: str) -> str:
-    """The path of the field beside which a LayoutError belongs: of the layout's, the one changed last, else the one
-    that it begins with."""
+    """Return the path of the field next to which a LayoutError is shown.
+
+    Args:
+        text: The message of the error.
+        last: Path of the field that changed last; it wins if it is a field of the layout.
+
+    Returns:
+        A path below `parallel`.
+    """
     if last.startswith("parallel."):
         return last
     named = re.match(r"parallel[:.] ?(islands|tp|pp|cp|cp_heads|cp_pad|cut|schedule)\b", text)

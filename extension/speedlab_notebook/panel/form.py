@@ -1,6 +1,6 @@
-"""All fields of a configuration, in tabs that are made when they open.
+"""The form of the panel: every field of RunConfig, in tabs whose widgets are made when the tab opens.
 
-A tab of the panel: its fields, made when it opens. Fields in a row that do nothing now are folded to one line.
+Neighbouring fields that have no effect now are folded into one line.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from speedlab_notebook.panel.controls import ShownField, StyleCache
 from speedlab_notebook.panel.fields import SECTIONS, Field, value_at
 
 _FEWEST_FOLDED = 3
+"""Number of neighbouring idle fields with one common reason that are folded into one line."""
 _FEWEST_APART = 6
-"""So many are folded where each has a reason of its own, which says what would make it do something."""
+"""The same if the reasons differ. The number is higher because folding hides each field's own reason."""
 _MOST_NAMED = 4
 
 
 @dataclass(frozen=True)
 class Section:
-    """Fields below a heading."""
+    """Fields under a heading."""
 
     heading: str
     fields: list[Field]
     below: str = ""
-    """What stands below them, by name."""
+    """Name of the widget under the fields; '' for none."""
 
 
 class _Fold:
-    """A line in the place of fields that do nothing now, which shows them when it is pressed."""
+    """A button that replaces folded fields and shows them when it is clicked."""
 
     def __init__(self, page: FormPage, looks: StyleCache) -> None:
         self._fields: Sequence[Field] = ()
@@ -54,11 +55,19 @@ class _Fold:
 
 
 class FormPage:
-    """One tab. `box` is there at once, and empty until `arrange`, which its form calls while it is open."""
+    """One tab of the form. `box` exists at once; `arrange` fills it when the tab is open."""
 
     def __init__(
         self, looks: StyleCache, sections: Sequence[Section], extra: Sequence[Any], below: Mapping[str, Any]
     ) -> None:
+        """Make an empty tab.
+
+        Args:
+            looks: Makes the widgets.
+            sections: The fields of the tab.
+            extra: Widgets at the top of the tab.
+            below: Widgets by the name that `Section.below` gives.
+        """
         self._looks = looks
         self._sections = sections
         self._extra = extra
@@ -66,23 +75,31 @@ class FormPage:
         self._headings: dict[str, Any] = {}
         self._folds: dict[str, _Fold] = {}
         self._unfolded: set[str] = set()
-        """Paths of fields that a person wanted to see."""
+        """Paths of fields that the user has unfolded."""
         self.box = looks.box((), "speedlab-page")
 
     def __contains__(self, field: Field) -> bool:
         return any(field in section.fields for section in self._sections)
 
     def unfold(self, *fields: Field) -> None:
-        """Show these fields, whether they do something or not."""
+        """Show these fields for good, even if they are idle.
+
+        Args:
+            fields: The fields to show.
+        """
         self._unfolded |= {field.path for field in fields}
         self.arrange()
 
     def unfold_around(self, field: Field) -> None:
-        """Show the section of a field that was looked for."""
+        """Show the whole section of a field.
+
+        Args:
+            field: A field of this tab, found by search.
+        """
         self.unfold(*next(section.fields for section in self._sections if field in section.fields))
 
     def arrange(self) -> None:
-        """Rows as they are to be now; nothing is sent where they are so already."""
+        """Build the rows of the tab. Nothing is sent to the page if the rows are unchanged."""
         rows = (*self._extra, *(row for section in self._sections for row in self._rows(section)))
         if rows != self.box.children:
             self.box.children = rows
@@ -121,7 +138,7 @@ _BATCH = ("batch.global_size", "batch.micro_size", "batch.accumulation")
 
 
 class Form:
-    """The fields by path, and their tabs. `on_change(path)` is called when a person, or `put`, has changed one."""
+    """The fields by path, and their tabs."""
 
     def __init__(
         self,
@@ -131,13 +148,20 @@ class Form:
         extra: Mapping[str, Sequence[Any]],
         more: Mapping[str, Any],
     ) -> None:
-        """`extra`: widgets at the top of a tab of SECTIONS. `more`: tabs behind those, by title."""
+        """Make the fields and empty tabs.
+
+        Args:
+            looks: Makes the widgets.
+            on_change: Called with the path after the user changed a field; not called by `load`, `put` and `restore`.
+            extra: Title of a tab of fields -> widgets at its top.
+            more: Title -> content of tabs that follow the tabs of fields.
+        """
         self._on_change = on_change
         self._looks = looks
         self._quiet = False
         self.fields: dict[str, Field] = {}
         self.attention: Any = looks.html("speedlab-seen")
-        """What queries see, below the fields of `model.attention`; empty for dense attention."""
+        """The picture of what queries see, under the fields of `model.attention`; empty for dense attention."""
         self._more = list(more)
         self.pages: list[FormPage] = []
         for title, names in SECTIONS.items():
@@ -150,18 +174,22 @@ class Form:
 
     @property
     def open_tab(self) -> str:
-        """The title of the tab that is open."""
+        """The title of the open tab."""
         return [*SECTIONS, *self._more][self.tabs.selected_index or 0]
 
     def go_to(self, path: str) -> None:
-        """Open the tab of a field, and show it where it is folded away."""
+        """Open the tab of a field and unfold the field's section.
+
+        Args:
+            path: Path of the field.
+        """
         field = self.fields[path]
         number = next(i for i, page in enumerate(self.pages) if field in page)
         self.pages[number].unfold_around(field)
         self.tabs.selected_index = number
 
     def arrange(self) -> None:
-        """Make what the open tab shows, its fields folded as they do something now or not."""
+        """Build the rows of the open tab."""
         number = self.tabs.selected_index
         if number is not None and number < len(self.pages):
             self.pages[number].arrange()
@@ -169,7 +197,7 @@ class Form:
     # Values
 
     def values(self) -> dict[str, Any]:
-        """What the controls say, as keywords of RunConfig."""
+        """Return the values of all controls as keyword arguments of RunConfig."""
         values: dict[str, Any] = {}
         for path, field in self.fields.items():
             *parts, name = path.split(".")
@@ -185,19 +213,36 @@ class Form:
         return {path: field.value for path, field in self.fields.items()}
 
     def load(self, config: RunConfig) -> None:
-        """Show `config`; on_change is not called."""
+        """Show a configuration; `on_change` is not called.
+
+        Args:
+            config: The configuration.
+        """
         self.put({path: value_at(config, path) for path in self.fields})
 
     def put(self, values: Mapping[str, Any]) -> None:
-        """Show these values of RunConfig's, by path; on_change is not called."""
+        """Show values of RunConfig; `on_change` is not called.
+
+        Args:
+            values: Path of a field -> its value.
+        """
         self._quietly({path: lambda field, value=value: field.set(value) for path, value in values.items()})
 
     def restore(self, shown: Mapping[str, Any]) -> None:
-        """Show what was `shown` before; on_change is not called."""
+        """Show an earlier state of the controls; `on_change` is not called.
+
+        Args:
+            shown: An earlier value of `shown`.
+        """
         self._quietly({path: lambda field, value=value: field.put(value) for path, value in shown.items()})
 
     def mark(self, problems: Collection[str], differing: Collection[str]) -> None:
-        """Put a mark on the tabs that hold one of these fields, so that it is found from any tab."""
+        """Mark the tabs that hold problems (▲) or differences to the run (•), because a field may be in a closed tab.
+
+        Args:
+            problems: Paths of fields with a problem.
+            differing: Paths of fields that differ from the run.
+        """
 
         def title(name: str, inside: Sequence[str]) -> str:
             if any(path.partition(".")[0] in inside for path in problems):
@@ -217,7 +262,7 @@ class Form:
     # Making
 
     def _sections(self, owner: type[ConfigSection], name: str, path: str) -> list[Section]:
-        """The field `name` of `owner`; of a part, its heading and its fields, which may be parts, too."""
+        """Return the sections of a field; of a nested section of RunConfig, its heading and its fields, recursively."""
         info, part = owner.model_fields[name], owner.part_of(name)
         if part is None:
             field = self.fields[path] = Field(path, info, self._changed, lambda one: ShownField(one, self._looks))
@@ -234,11 +279,11 @@ class Form:
         if path == "model.preset":
             self._fill_from_preset()
         if path in _BATCH and all(self.fields[other].get() is not None for other in _BATCH):
-            # Any two are given and the third follows: the newest one counts, and what it decides makes way.
+            # Two of the three decide the third: keep the newest value and clear the one that follows from it.
             self.put({"batch.micro_size" if path == "batch.accumulation" else "batch.accumulation": None})
         self._on_change(path)
 
     def _fill_from_preset(self) -> None:
-        """The shape that belongs to the preset, as RunConfig would take it."""
+        """Fill the model's fields with the shape of the preset."""
         config = RunConfig(model={"preset": self.fields["model.preset"].get()}, data={"sequence_length": 1})
         self.put({path: value_at(config, path) for path in self.fields if path.startswith("model.")})

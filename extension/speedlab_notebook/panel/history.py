@@ -1,4 +1,4 @@
-"""What was changed in a panel, to be taken back and done again. Pure."""
+"""The undo history of a panel's controls. Pure."""
 
 from __future__ import annotations
 
@@ -12,35 +12,48 @@ Shown = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Edit:
-    """One change of a person's: what the controls showed before and behind it."""
+    """One change of the user: what the controls showed before and after it."""
 
     words: str
-    """'stage 2 → 3'"""
+    """For example 'stage 2 → 3'."""
     before: Shown
     after: Shown
 
 
 class UndoHistory:
-    """Changes that were made, and those that were taken back since."""
+    """Changes that were made, and changes that were undone."""
 
     def __init__(self, shown: Shown) -> None:
+        """Start an empty history.
+
+        Args:
+            shown: What the controls show now.
+        """
         self.shown = shown
-        """What they show now."""
+        """What the controls show now."""
         self._done: list[Edit] = []
         self._undone: list[Edit] = []
 
     @property
     def last(self) -> Edit | None:
-        """What `undo` takes back."""
+        """The change that `undo` would undo; None if there is none."""
         return self._done[-1] if self._done else None
 
     @property
     def next(self) -> Edit | None:
-        """What `redo` does again."""
+        """The change that `redo` would redo; None if there is none."""
         return self._undone[-1] if self._undone else None
 
     def note(self, words: str, shown: Shown) -> Edit | None:
-        """A person has made the controls show this; the change, if it is one. What was taken back before is gone."""
+        """Record what the controls show after a change of the user; changes that were undone are dropped.
+
+        Args:
+            words: The change as text.
+            shown: What the controls show now.
+
+        Returns:
+            The change; None if the controls show the same as before.
+        """
         if shown == self.shown:
             return None
         change = Edit(words, self.shown, shown)
@@ -50,18 +63,36 @@ class UndoHistory:
         return change
 
     def follow(self, shown: Shown) -> None:
-        """The controls show this by themselves, as they follow a run: nothing that a person would take back."""
+        """Take values that the panel set itself, for example from a run, as the new base. Undo ignores them.
+
+        Args:
+            shown: What the controls show now.
+        """
         self.shown = shown
 
     def undo(self, steps: int | None = 1) -> Shown:
-        """Take back so many changes, None: all; returns what the controls are to show."""
+        """Undo changes.
+
+        Args:
+            steps: The number of changes; None undoes all.
+
+        Returns:
+            What the controls must show.
+        """
         for _ in range(len(self._done) if steps is None else min(steps, len(self._done))):
             self._undone.append(self._done.pop())
             self.shown = self._undone[-1].before
         return self.shown
 
     def redo(self, steps: int = 1) -> Shown:
-        """Do again what was taken back."""
+        """Redo changes that were undone.
+
+        Args:
+            steps: The number of changes.
+
+        Returns:
+            What the controls must show.
+        """
         for _ in range(min(steps, len(self._undone))):
             self._done.append(self._undone.pop())
             self.shown = self._done[-1].after

@@ -1,4 +1,4 @@
-// What the panel's page does by itself: keys, the focus of a field that was looked for, names for screen readers.
+// The panel's own script on the page: keyboard shortcuts, focus of a field found by search, names for screen readers.
 
 const TEXT = 'input[type="text"], input[type="number"], textarea';
 
@@ -13,7 +13,7 @@ function render({ model, el }) {
     }
     panel.setAttribute("role", "region");
     panel.setAttribute("aria-label", "SpeedLab panel");
-    window.addEventListener("keydown", onKey, true); // Before JupyterLab, which listens at the document.
+    window.addEventListener("keydown", onKey, true); // Capture on window: runs before JupyterLab, which listens on document.
     panel.addEventListener("focusin", describe);
     panel.addEventListener("click", copy);
     for (const name of ["effect", "changes"]) {
@@ -26,7 +26,7 @@ function render({ model, el }) {
     if (!panel.contains(event.target)) {
       return;
     }
-    // JupyterLab takes arrows, Enter and letters for its cells, unless the element with the focus says otherwise.
+    // JupyterLab uses arrows, Enter and letters as shortcuts unless the focused element has this attribute.
     const plain = !(event.ctrlKey || event.metaKey || event.altKey);
     event.target.toggleAttribute("data-lm-suppress-shortcuts", plain);
     const key = event.key.toLowerCase();
@@ -41,12 +41,12 @@ function render({ model, el }) {
     model.send({ do: key === "y" || event.shiftKey ? "redo" : "undo" });
   }
 
-  // Letters that are not taken yet are the box's own to undo.
+  // While a box has text that is not committed yet, the browser undoes letters in the box.
   function isBeingWritten(box) {
     return box.matches(TEXT) && box.value !== box.dataset.speedlabValue;
   }
 
-  // A screen reader reads the note beside a control with it.
+  // Let a screen reader read the note together with its control.
   function describe(event) {
     if (event.target.matches(TEXT)) {
       event.target.dataset.speedlabValue = event.target.value;
@@ -78,7 +78,7 @@ function render({ model, el }) {
       return;
     }
     const until = performance.now() + 3000;
-    // Its tab may have to be drawn first.
+    // The tab of the field may not be drawn yet: retry for 3 seconds.
     (function find() {
       const row = panel.querySelector(`.${CSS.escape(message.name)}`);
       const control = row?.querySelector("input:checked, input:not([type=radio]), select, textarea") ?? row?.querySelector("input");

@@ -1,14 +1,15 @@
-"""The configuration panel: what a run will hold before it starts, and the words for a run that is on.
+"""The configuration panel: configure a run, predict its memory and speed, start the run, and control it.
 
-1. A change of any control makes a RunConfig of all of them, and from it the batch equation, what each rank will
-   hold, how fast it will be, what the change came to, and the differences to the run that is under way (`refresh`, a
-   few milliseconds). Nothing else happens, but that changes are looked for which make fit what does not.
-2. Train ships the configuration from a thread, after it has started engines where there are none. The other buttons
-   post control words, which return at once.
-3. A thread follows the run (`PanelRun`): its state greys the buttons, and answers to words are told as they come.
+1. A change of any control builds a RunConfig of all controls (`refresh`, a few milliseconds).
+   `refresh` derives the batch equation, the memory of each rank, the speed, and the differences to the active run.
+   If the model does not fit, a thread searches for changes that make it fit.
+2. Train submits the configuration from a thread, after it has started engines if none run. The other buttons post
+   commands and return at once.
+3. A thread follows the run (`PanelRun`): the run's state enables or disables the buttons, and the panel shows each
+   answer when it arrives.
 
-JupyterLab sends what a person does to a subshell of the kernel where there are some, so that it is heard while a cell
-runs: everything here may come from any thread, and `_lock` keeps them apart.
+JupyterLab sends widget events to a subshell of the kernel if the kernel has subshells, so that a click is handled
+while a cell runs. Therefore any thread may call any method here; `_lock` serializes them.
 """
 
 from __future__ import annotations
@@ -50,27 +51,40 @@ if TYPE_CHECKING:
 
 
 class Panel(widgets.VBox):
-    """The panel. `show` makes and displays one. What it shows can be read from its attributes, also without a page."""
+    """The configuration panel as a widget; `show` makes one and displays it.
+
+    The attributes give what the panel shows, also in a kernel without a page.
+    """
 
     def __init__(
         self, cluster: Cluster | None = None, run: Run | None = None, *, on_run: Callable[[Run], object] | None = None
     ) -> None:
+        """Make the panel's widgets and, if a run is given, follow that run.
+
+        Args:
+            cluster: The cluster to train on; None lets Train start one (or takes the cluster of `run`).
+            run: A run to show and control; its configuration fills the form.
+            on_run: Called with each run that Train starts.
+        """
         self.cluster = cluster if cluster is not None or run is None else run.cluster
         self.config: RunConfig | None = None
-        """What the controls say; None while that is no configuration."""
+        """The configuration of the controls; None while the controls give no valid configuration."""
         self.problems: list[tuple[str, str]] = []
-        """(path of the field or '', what is wrong): nothing can be trained while there is one."""
+        """(path of the field or '', problem). Train is disabled while this list has an entry."""
         self.prediction: PanelPrediction | None = None
-        """Memory at every stage and speed, as the controls say; of the last that was a configuration."""
+        """Memory at every ZeRO stage, and the speed, of the last valid configuration."""
         self.changes: list[PendingChange] = []
-        """Where the panel differs from the run that is under way."""
+        """The differences between the controls and the active run."""
         self.batch_text = self.summary_text = self.status_text = self.message_text = self.effect_text = ""
-        """The batch equation; the line below the tabs; the line beside the buttons; what was told last; what the last
-        change of a control came to."""
+        """Texts on the page.
+
+        In order: the batch equation; the line below the tabs; the line next to the buttons; the last message;
+        the effect of the last change of a control.
+        """
         self._lock = threading.RLock()
         self._last_changed = self._hosts_problem = ""
         self.devices: Sequence[Device] = devices_of(self.cluster)
-        """One for each rank: the cluster's, or those that Train would take."""
+        """One device for each rank: the cluster's devices, or the devices that Train would take."""
         self._run = PanelRun(self, self._lock)
         self._train = PanelTrain(self, self._run, on_run)
         self._advisor = Advisor(self)
@@ -89,23 +103,28 @@ class Panel(widgets.VBox):
 
     @property
     def run(self) -> Run | None:
-        """The run that the buttons speak to; after Train, the one it started."""
+        """The run that the buttons control; after Train, the run that Train started."""
         return self._run.run
 
     @property
     def states(self) -> list[RankMemory]:
-        """What the rank that holds most will hold at stages 0 to 3."""
+        """Memory of the rank that holds most, at stages 0 to 3; empty before the first prediction."""
         return [] if self.prediction is None else self.prediction.heaviest
 
     @property
     def fields(self) -> dict[str, Field]:
-        """The form's fields by path. `panel.fields["zero.stage"].control.value = 3` is a person's click."""
+        """The form's fields by path.
+
+        Setting `panel.fields["zero.stage"].control.value = 3` acts like a click of the user.
+        """
         return self._view.form.fields
 
     @property
     def buttons(self) -> dict[str, Any]:
-        """train, pause, resume, step, save, prove, stop, apply, reset, undo, redo. `panel.buttons["train"].click()` is
-        a person's click."""
+        """The buttons by name: train, pause, resume, step, save, prove, stop, apply, reset, undo, redo, undo all.
+
+        `panel.buttons["train"].click()` acts like a click of the user.
+        """
         return self._view.buttons
 
     @property
@@ -115,31 +134,31 @@ class Panel(widgets.VBox):
 
     @property
     def engines(self) -> Any:
-        """The box with the number of engines; greyed once they run."""
+        """The box with the number of engines; disabled after the engines have started."""
         return self._view.engines
 
     @property
     def hosts(self) -> Any:
-        """The box for a line that names hosts; greyed once engines run."""
+        """The box for the line that names hosts; disabled after the engines have started."""
         return self._view.hosts
 
     @property
     def edits(self) -> Edits:
-        """What a person does with the fields as a whole: `undo(steps)`, `redo(steps)`, `search`, presets, export."""
+        """Actions on all fields: `undo(steps)`, `redo(steps)`, `search`, presets, export."""
         return self._edits
 
     @property
     def is_busy(self) -> bool:
-        """Whether engines start, or compute."""
+        """Whether engines are starting or a run is active."""
         return bool(self._train.activity) or self._run.under_way
 
     @property
     def following(self) -> bool:
-        """Whether a thread follows the run."""
+        """Whether the thread that follows the run is alive."""
         return self._run.watch.running
 
     def close(self) -> None:
-        """Stop following the run and take the panel from the page, with all its widgets; the run goes on."""
+        """Stop following the run and remove the panel with all its widgets from the page. The run continues."""
         for watch in (self._run.watch, self._advisor.watch, self._disk.watch):
             watch.close()
         with self._lock:
@@ -170,7 +189,7 @@ class Panel(widgets.VBox):
 
     def _on_engines(self, change: Any) -> None:
         if self.cluster is not None:
-            return  # Not a person: the box follows the cluster that was started.
+            return  # Not a click: the panel itself wrote the size of the started cluster.
         hosts, self._hosts_problem = self.hosts.value, ""
         asked = self.engines.value if change.owner is self.engines else None
         try:
@@ -185,7 +204,7 @@ class Panel(widgets.VBox):
         self.refresh()
 
     def refresh(self) -> None:
-        """Show what follows from the controls and from the run's state."""
+        """Recompute and show everything that follows from the controls and from the run's state."""
         with self._lock:
             reading = self._read_controls()
             running = self._run.running if self._run.under_way else None
@@ -211,7 +230,7 @@ class Panel(widgets.VBox):
         return reading
 
     def _compare(self, running: RunConfig | None) -> None:
-        """Set `changes`: what differs from the run that is on."""
+        """Set `changes` to the differences from the active run."""
         self.changes = []
         if running is not None and self.config is not None and not self.problems:
             self.changes = changes(running, self.config, len(self.devices))
@@ -229,7 +248,7 @@ class Panel(widgets.VBox):
         self._view.show_line(self._view.engines_note, engines_note(self.cluster, self.hosts.value), kind=kind)
 
     def show_summary(self) -> None:
-        """The line below the tabs: whether it fits, how fast it is, the batch; or what is wrong."""
+        """Show the line below the tabs: fit, speed and batch, or the problems."""
         self._disk.measure_if_wanted()
         if self.problems or self.config is None or self.prediction is None:
             self.summary_text = f"cannot run: {'; '.join(self._naming_its_field(*told) for told in self.problems)}"
@@ -242,7 +261,10 @@ class Panel(widgets.VBox):
         self._view.show_line(self._view.summary, self.summary_text, strong=fits)
 
     def _naming_its_field(self, path: str, text: str) -> str:
-        """What is wrong, away from the field that it is told beside, whose tab may be closed."""
+        """Return `text` with the field's label in front, unless the text names the field already.
+
+        The summary is far from the field, whose tab may be closed.
+        """
         field = self.fields.get(path)
         if field is None or any(name in text for name in (field.label, path.rpartition(".")[2])):
             return text
@@ -250,16 +272,20 @@ class Panel(widgets.VBox):
 
     @property
     def _elsewhere(self) -> bool:
-        """Whether engines are to be started on hosts whose devices nobody knows yet."""
+        """Whether engines will start on other hosts, whose devices are not known yet."""
         return self.cluster is None and bool(self.hosts.value.strip())
 
     def _engines_text(self) -> str:
         return engines_text(self.cluster, self.devices, self.hosts.value)
 
-    # 2. What a person asks for
+    # 2. Actions of the user
 
     def take_devices(self, devices: Sequence[Device]) -> None:
-        """Engines have started, or are others now."""
+        """Use the devices of engines that have started or changed.
+
+        Args:
+            devices: One device for each rank, in rank order.
+        """
         self.devices = devices
         self.engines.value = len(devices)
 
@@ -269,20 +295,24 @@ class Panel(widgets.VBox):
             self._run.post(lambda run: run.reshape(**wanted))
 
     def show_run_config(self) -> None:
-        """Show what the run is configured as."""
+        """Load the run's configuration into the form, with the batch as `live_batch` gives it."""
         if (running := self._run.running) is not None:
             self._view.form.load(running)
             self.show(live_batch(running, len(self.devices)))
 
     def show(self, values: Mapping[str, Any]) -> None:
-        """Show these values of fields, by path, as what they follow; a person's Undo does not touch them."""
+        """Show values that the panel computed itself. Undo ignores this change.
+
+        Args:
+            values: Values of RunConfig by path of their field.
+        """
         self._view.form.put(values)
         self._edits.follow()
 
     # 3. The run
 
     def show_run(self) -> None:
-        """The line beside the buttons, the differences, and which buttons are offered."""
+        """Show the status line, the differences and the proof, and enable or disable the buttons."""
         self.status_text = self._train.activity or (run_line(self.run) if self.run is not None else "no run yet")
         self._view.show_line(self._view.status, self.status_text)
         self._view.show_changes(changes_line(self.changes))
@@ -303,7 +333,7 @@ class Panel(widgets.VBox):
             self._view.offer(word, None if is_offered else self._why_not(word))
 
     def _why_not(self, word: str) -> str:
-        """Why a control word is not offered."""
+        """Return why the button of this command is disabled."""
         if self._train.activity or self.run is None:
             return self._train.activity or "there is no run; Train starts one"
         if word in self._run.waiting:
@@ -323,11 +353,20 @@ class Panel(widgets.VBox):
         return self.prediction is not None and (self._elsewhere or not fit_problem(self.prediction, self.devices))
 
     def tell(self, text: str) -> None:
+        """Show a message below the buttons.
+
+        Args:
+            text: The message; '' clears the last one.
+        """
         self.message_text = text
         self._view.show_message(text, error=False)
 
     def tell_error(self, error: Exception) -> None:
-        """What went wrong; for what nobody foresaw, with its traceback."""
+        """Show an error below the buttons, with a traceback if the error is unexpected.
+
+        Args:
+            error: The error; the types of `TROUBLE` and OSError show their message alone.
+        """
         told = isinstance(error, (*TROUBLE, OSError))
         self.message_text = str(error) if told else "".join(traceback.format_exception(error)).rstrip()
         self._view.show_message(self.message_text, error=True)
@@ -336,10 +375,15 @@ class Panel(widgets.VBox):
 def show(
     cluster: Cluster | None = None, run: Run | None = None, *, on_run: Callable[[Run], object] | None = None
 ) -> Panel:
-    """Display a panel: for a new run on `cluster` (started by Train when it is None), or for `run`.
+    """Display a panel for a new run on `cluster`, or for `run`.
 
-    `on_run(run)` is called with each run that Train starts; without it, `run` and `cluster` are set in the notebook's
-    namespace.
+    Args:
+        cluster: The cluster to train on; None lets Train start one.
+        run: A run to show and control.
+        on_run: Called with each run that Train starts. None sets `run` and `cluster` in the notebook's namespace.
+
+    Returns:
+        The displayed panel.
     """
     from IPython.core.getipython import get_ipython
     from IPython.display import display

@@ -1,4 +1,4 @@
-"""What a rank will hold, as pictures: bars of all stages side by side, and the numbers; and how fast it will be."""
+"""The panel's prediction: memory of each rank at every ZeRO stage, and speed; as texts, bars and a table in HTML."""
 
 from __future__ import annotations
 
@@ -36,7 +36,12 @@ _MOST_BARS = 8
 
 
 def compute_dtype(dtype: Dtype | Literal["auto"], devices: Sequence[Device]) -> Dtype:
-    """The dtype that `precision.dtype` stands for: 'auto' is bfloat16 where every device does it fast."""
+    """Return the compute dtype that `precision.dtype` stands for.
+
+    Args:
+        dtype: 'auto' means bfloat16 if every device is fast in bfloat16, else float32.
+        devices: One device for each rank.
+    """
     if dtype != "auto":
         return dtype
     return "bfloat16" if all(device.fast_dtype == "bfloat16" for device in devices) else "float32"
@@ -44,31 +49,38 @@ def compute_dtype(dtype: Dtype | Literal["auto"], devices: Sequence[Device]) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class PanelPrediction:
-    """What follows from a configuration on this machine's devices."""
+    """The predicted memory and speed of a configuration on the panel's devices."""
 
     plan: Plan
-    """Of the configuration as it is."""
+    """The plan of the configuration at its own stage."""
     by_stage: list[list[RankMemory]]
-    """At stages 0 to 3, of each rank."""
+    """Memory at stages 0 to 3, of each rank."""
 
     @property
     def stage(self) -> int:
+        """The ZeRO stage of the configuration."""
         return self.plan.setup.zero_stage
 
     @property
     def heaviest(self) -> list[RankMemory]:
-        """At stages 0 to 3, the rank that holds most: what fits there fits everywhere."""
+        """Memory at stages 0 to 3 of the rank that holds most. If this rank fits, all ranks fit."""
         return [max(by_rank, key=lambda rank: rank.total) for by_rank in self.by_stage]
 
 
 def predict(config: RunConfig, devices: Sequence[Device], link: Link | None = None) -> PanelPrediction:
-    """Memory at every stage and the speed; one rank on each of `devices`. `link`: which they pretend to have."""
+    """Predict memory at every stage, and the speed, with one rank on each device.
+
+    Args:
+        config: The configuration; if its layout or batch is invalid, plain data parallelism is predicted.
+        devices: One device for each rank.
+        link: The simulated link between the devices; None takes this machine's.
+    """
     dtype = compute_dtype(config.precision.dtype, devices)
     hardware = hardware_here(devices, dtype, config.offload.folder or config.folder)
     hardware = hardware if link is None else hardware.over(link)
     try:
         setup = Setup.of_config(config, len(devices), dtype=dtype)
-    except (ConfigError, LayoutError):  # Told beside its field; the picture shows dp alone until it is set right.
+    except (ConfigError, LayoutError):  # The field's note shows the error. Predict pure dp until it is fixed.
         alone = config.replace(parallel=ParallelConfig().model_dump(), batch=BatchConfig().model_dump())
         setup = Setup.of_config(alone, len(devices), dtype=dtype)
     by_stage = []
@@ -78,7 +90,14 @@ def predict(config: RunConfig, devices: Sequence[Device], link: Link | None = No
 
 
 def link_of(cluster: Cluster | None) -> Link | None:
-    """What the cluster's engines pretend to have between them; None where they pretend nothing, or nothing runs."""
+    """Return the simulated link of the cluster.
+
+    Args:
+        cluster: The cluster; None if no engines run.
+
+    Returns:
+        The link; None if the cluster simulates none or does not run.
+    """
     with suppress(ClusterError):
         if cluster is not None and (rate := cluster.link) is not None:
             return pretended(str(rate), bits_per_second=rate.bits_per_second, latency_seconds=rate.latency_seconds)
@@ -86,21 +105,36 @@ def link_of(cluster: Cluster | None) -> Link | None:
 
 
 def _at_stage(setup: Setup, stage: int) -> Setup:
-    """The same at another stage; below the third parameters stay on the device."""
+    """Return the setup at another stage. Below stage 3 parameters stay on the device."""
     if stage == 3:
         return replace(setup, zero_stage=stage)
     return replace(setup, zero_stage=stage, offload=setup.offload.model_copy(update={"parameters": "none"}))
 
 
 def smallest(devices: Sequence[Device]) -> Device:
-    """The device with the least free memory: what fits there fits everywhere."""
+    """Return the device with the least free memory. If a model fits there, it fits on every device.
+
+    Args:
+        devices: One device for each rank.
+    """
     return min(devices, key=lambda device: device.free_bytes)
 
 
 def fit_problem(prediction: PanelPrediction, devices: Sequence[Device]) -> str:
-    """Why it cannot be held; '' when it can."""
+    """Return why the configuration does not fit.
+
+    Compare with the capacity of the smallest device, and with host memory and disk for offloaded states.
+
+    Args:
+        prediction: The prediction of the configuration.
+        devices: One device for each rank.
+
+    Returns:
+        The problem with its byte counts; '' if the configuration fits.
+    """
     capacity = min(device.capacity_bytes for device in devices)
     need = prediction.heaviest[prediction.stage].total
+    # Compare with capacity. `fit_text` says 'tight' if less memory is free now.
     if need <= capacity:
         full = [str(place) for place in prediction.plan.places if not place.fits and place.name != "device"]
         return "; ".join(full)
@@ -108,7 +142,11 @@ def fit_problem(prediction: PanelPrediction, devices: Sequence[Device]) -> str:
 
 
 def advice_text(plan: Plan) -> str:
-    """The cheapest changes that make it fit. It may take seconds, so it is asked for in a thread."""
+    """Return the cheapest changes that make the plan fit. The search may take seconds, so call it in a thread.
+
+    Args:
+        plan: A plan that does not fit.
+    """
     changes = plan.cheapest_changes()
     if not changes:
         return "no change of one or two controls makes it fit; take more engines or a smaller model"
@@ -116,7 +154,15 @@ def advice_text(plan: Plan) -> str:
 
 
 def fit_text(prediction: PanelPrediction, devices: Sequence[Device]) -> str:
-    """'fits, 5.2 GiB free of 6.0 GiB', or why it does not."""
+    """Return whether the configuration fits.
+
+    Args:
+        prediction: The prediction of the configuration.
+        devices: One device for each rank.
+
+    Returns:
+        For example 'fits, 5.2 GiB free of 6.0 GiB', 'tight: …' or 'does not fit: …'.
+    """
     if problem := fit_problem(prediction, devices):
         return f"does not fit: {problem}"
     device, need = smallest(devices), prediction.heaviest[prediction.stage].total
@@ -130,18 +176,33 @@ def fit_text(prediction: PanelPrediction, devices: Sequence[Device]) -> str:
 
 
 def speed_text(prediction: PanelPrediction) -> str:
-    """'about 41.2 k tokens/s (not yet calibrated)'."""
+    """Return the predicted speed: 'about 41.2 k tokens/s (not yet calibrated)'.
+
+    Args:
+        prediction: The prediction of the configuration.
+    """
     note = prediction.plan.hardware.note
     return f"about {count_text(prediction.plan.time.tokens_per_second)} tokens/s{f' {note}' if note else ''}"
 
 
 def limit_text(prediction: PanelPrediction) -> str:
-    """'speed: limited by the update (31% of the step)'."""
+    """Return what limits the speed: 'speed: limited by the update (31% of the step)'.
+
+    Args:
+        prediction: The prediction of the configuration.
+    """
     return f"speed: limited by {prediction.plan.time.limit}"
 
 
 def disk_text(plan: Plan) -> str:
-    """'disk: reads 1.9 GB/s, writes 1.2 GB/s (measured), not limiting', for states that lie there."""
+    """Return the speed of the disk that holds offloaded states.
+
+    Args:
+        plan: A plan with states on disk.
+
+    Returns:
+        For example 'disk: reads 1.9 GB/s, writes 1.2 GB/s (measured), not limiting'.
+    """
     host, waited = plan.machines.host, plan.time.parts["offload"] / plan.time.step_seconds
     reads, writes = host.disk_read_bytes_per_second / 1e9, host.disk_write_bytes_per_second / 1e9
     known = "measured" if host.disk_measured else "assumed, not measured"
@@ -150,7 +211,13 @@ def disk_text(plan: Plan) -> str:
 
 
 def states_html(prediction: PanelPrediction, devices: Sequence[Device], *, running: int | None) -> str:
-    """The pictures, the numbers and a sentence; `running` is the stage of a live run."""
+    """Return the predicted memory as HTML: bars, a table and sentences.
+
+    Args:
+        prediction: The prediction of the configuration.
+        devices: One device for each rank.
+        running: The ZeRO stage of the active run; None without one.
+    """
     stage, setup, heaviest = prediction.stage, prediction.plan.setup, prediction.heaviest
     layout = setup.layout
     count = f"{count_text(prediction.plan.parameters)} parameters, {setup.dtype}"
@@ -188,7 +255,7 @@ def _stage_bars(states: Sequence[RankMemory], stage: int, running: int | None) -
 
 
 def _by_rank(stage: int, by_rank: Sequence[RankMemory], capacity: int) -> str:
-    """The chosen stage for each rank; of neighbours that hold the same, the first."""
+    """Return bars of the chosen stage by rank; neighbours with equal memory share a bar."""
     groups = [list(ranks) for _, ranks in groupby(range(len(by_rank)), key=lambda rank: by_rank[rank].total)]
     if len(groups) > _MOST_BARS:
         groups = [groups[0], groups[len(groups) // 2], groups[-1]]

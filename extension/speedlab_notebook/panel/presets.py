@@ -1,4 +1,4 @@
-"""Named configurations for the devices at hand: what each changes, and what it comes to here, as the planner says."""
+"""Presets of the panel: named configurations, each with its predicted memory and speed on these devices."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from speedlab.planner.setup import Setup
 from speedlab_notebook.panel.prediction import PanelPrediction, fit_problem, predict
 
 _Changes = dict[str, Any]
-"""Parts of a RunConfig; and the largest `micro_size`, and how many `micro_batches` there are to be at least."""
+"""Sections of a RunConfig, plus `micro_size` (the largest) and `micro_batches` (the least number of them)."""
 
 _ARRANGED = ("parallel", "outer", "zero", "offload", "activation", "batch")
-"""Parts that a preset says whole. Model, data, optimizer and the rest stay what they are."""
+"""Sections that a preset replaces completely. Model, data, optimizer and the rest keep their values."""
 
 
 _LEAST: _Changes = {"zero": 3, "activation": {"checkpointing": "block"}, "micro_size": 1}
@@ -27,17 +27,23 @@ _LEAST: _Changes = {"zero": 3, "activation": {"checkpointing": "block"}, "micro_
 
 @dataclass(frozen=True, kw_only=True)
 class PanelPreset:
-    """A configuration with a name."""
+    """A named configuration."""
 
     name: str
     about: str
     config: RunConfig | None
     result: str
-    """What it comes to on these devices; where `config` is None, why it cannot be."""
+    """Predicted memory and speed on these devices; if `config` is None, why the preset is impossible."""
 
 
 def presets(now: RunConfig, devices: Sequence[Device], link: Link | None = None) -> list[PanelPreset]:
-    """Named configurations of what `now` trains, with its global batch, in an order from plain to special."""
+    """Return the presets, from plain to special, for the present model and global batch.
+
+    Args:
+        now: The present configuration.
+        devices: One device for each rank.
+        link: The simulated link between the devices; None takes this machine's.
+    """
     found = [_tried(name, about, now, changes, devices, link) for name, about, changes in _named(now, devices)]
     return [*found, _fastest(now, devices, link), _largest(now, devices, link)]
 
@@ -56,7 +62,7 @@ def _tried(
 
 
 def _arranged(now: RunConfig, changes: _Changes, engines: int) -> RunConfig:
-    """`now` with these parts, and with its global batch. Raises ConfigError and LayoutError."""
+    """Return `now` with these sections and the same global batch. Raise ConfigError or LayoutError if impossible."""
     changes = dict(changes)
     most, micro_batches = changes.pop("micro_size", None), changes.pop("micro_batches", 1)
     kept = {name: value for name, value in now.model_dump().items() if name not in (*_ARRANGED, *changes)}
@@ -103,7 +109,7 @@ def _fastest(now: RunConfig, devices: Sequence[Device], link: Link | None) -> Pa
 
 
 def _largest(now: RunConfig, devices: Sequence[Device], link: Link | None) -> PanelPreset:
-    """The largest of the built-in models that these devices hold, arranged for least memory."""
+    """Return the largest built-in model that fits on these devices with the least-memory settings."""
     name, about = "Largest model", "the largest built-in model that fits, arranged for least memory"
     for model in reversed(MODEL_PRESETS):
         tried = _tried(name, about, now, {**_LEAST, "model": {"preset": model}}, devices, link)
@@ -113,7 +119,7 @@ def _largest(now: RunConfig, devices: Sequence[Device], link: Link | None) -> Pa
 
 
 def _as_fields(setup: Setup, now: RunConfig) -> dict[str, Any]:
-    """What a search chose, as fields of a configuration; what it took over stays."""
+    """Return the layout that a search found as sections of a configuration; outer and offload keep their values."""
     layout = setup.layout
     parallel = {"tp": layout.tp, "pp": layout.pp, "cp": layout.cp, "islands": layout.islands}
     parallel |= {"sequence": setup.sequence_parallel, "schedule": setup.schedule, "chunks": setup.chunks}

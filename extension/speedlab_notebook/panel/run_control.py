@@ -1,6 +1,6 @@
-"""The run that a panel speaks to: what it began as and has become, words that wait for answers, a thread that looks.
+"""The run that a panel controls: its state, the commands that wait for an answer, and the thread that follows the run.
 
-What the panel can do with a run, and how it follows one: words, answers, and a thread that looks.
+The file also holds the texts for the run's status, for commands and for their answers.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 BUSY_LOOK_SECONDS = 0.2
 RESTING_LOOK_SECONDS = 1.0
-"""A paused run may be resumed from a cell or another kernel."""
+"""A paused run is polled as well, because a cell or another kernel may resume it."""
 
 _WORTH_TELLING = 1e-3
-"""Seconds; a pause, which only sets a flag, took less."""
+"""Seconds. A command that only sets a flag, such as pause, took less; its time is not shown."""
 ENDED = frozenset({RunState.FINISHED, RunState.STOPPED, RunState.FAILED})
 _UNDER_WAY = frozenset({RunState.STARTING, RunState.RUNNING, RunState.PAUSED})
 
@@ -54,11 +54,18 @@ WORDS: dict[str, tuple[frozenset[RunState], str]] = {
     "stop": (_UNDER_WAY, "End the run after the step that is being computed"),
     "reshape": (_UNDER_WAY - {RunState.STARTING}, "Change the stage or layout of the run between two steps"),
 }
-"""Control word -> the states of a run in which it is offered, and what it does."""
+"""Command -> the states of a run in which the command is enabled, and what the command does."""
 
 
 def run_line(run: Run) -> str:
-    """'● running: step 120 of 2,000 · loss 5.91 · 41.2 k tokens/s', and what of a run that has ended is not saved."""
+    """Return the status line of a run, with a warning if an ended run has unsaved steps.
+
+    Args:
+        run: The run to describe.
+
+    Returns:
+        For example '● run-1 running: step 120 of 2,000 · loss 5.910 · 41.2 k tokens/s'.
+    """
     state, last = run.state, run.feed.last
     figures = f" · loss {last.loss:.3f} · {count_text(last.tokens_per_second)} tokens/s" if last is not None else ""
     line = f"{STATE_MARKS[state]} {run.name} {state}: step {run.step:,} of {run.feed.status.steps:,}{figures}"
@@ -66,7 +73,11 @@ def run_line(run: Run) -> str:
 
 
 def request_line(word: str) -> str:
-    """What follows after a control word was posted, by the name of its button."""
+    """Return the message that follows a click on a command's button.
+
+    Args:
+        word: The command's name, as the button shows it.
+    """
     if word == "prove":
         return (
             "proof: asked for; the ranks check the next batch after the step that is being computed, and training "
@@ -76,7 +87,14 @@ def request_line(word: str) -> str:
 
 
 def proof_problem(event: Event) -> str:
-    """Which checks of a proof raised errors, or why the proof could not be written; '' if nothing failed."""
+    """Return which checks of a proof raised errors, or why the proof file could not be written.
+
+    Args:
+        event: The event of kind 'proof'.
+
+    Returns:
+        One line; '' if nothing failed.
+    """
     failed = event.details.get("failed")
     parts = [f"proof at step {event.step:,}:"]
     if isinstance(failed, list) and failed:
@@ -87,7 +105,14 @@ def proof_problem(event: Event) -> str:
 
 
 def answer_line(event: Event) -> str:
-    """What the ranks answered to a control word: 'checkpoint step-000120, 36.1 MiB, at step 120 in 0.2 s'."""
+    """Return the answer of the ranks to a command as one line.
+
+    Args:
+        event: The event that answers the command.
+
+    Returns:
+        For example 'checkpoint step-000120, 36.1 MiB in 0.2 s'.
+    """
     size, seconds = event.details.get("bytes"), event.details.get("seconds")
     # The panel shows the findings in a table; the next step adds to them, so their text here would be out of date.
     parts = ["proof made"] if event.kind == "proof" else [f"{event.kind} {event.text}".strip()]
@@ -100,7 +125,7 @@ def answer_line(event: Event) -> str:
 
 
 class PollingThread:
-    """Calls `look` in a thread of its own, again after the seconds that it returns, until it returns None."""
+    """A thread that calls `look`, sleeps for the seconds that `look` returned, and ends when `look` returns None."""
 
     def __init__(self, look: Callable[[], float | None]) -> None:
         self._look = look
@@ -111,11 +136,11 @@ class PollingThread:
 
     @property
     def running(self) -> bool:
-        """Whether the thread is at work."""
+        """Whether the thread is alive."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Look at once, and go on; also after it had ended."""
+        """Call `look` now. Start the thread if it has ended; wake it if it sleeps."""
         with self._lock:
             self._wake.set()
             if not self._closed and self._thread is None:
@@ -123,7 +148,7 @@ class PollingThread:
                 self._thread.start()
 
     def close(self) -> None:
-        """End the thread, for good."""
+        """End the thread for good; wait at most 2 seconds for it."""
         with self._lock:
             self._closed = True
             self._wake.set()
@@ -136,7 +161,7 @@ class PollingThread:
             self._wake.clear()
             seconds = self._look()
             with self._lock:
-                # One decision: whoever starts it later finds no thread, whoever did before has set the event.
+                # Both tests under one lock: a later `start` makes a new thread, an earlier `start` has set `_wake`.
                 if self._closed or (seconds is None and not self._wake.is_set()):
                     self._thread = None
                     return
@@ -144,11 +169,11 @@ class PollingThread:
 
 
 TROUBLE = (RunError, RankError, ClusterError, RunFolderError, ConfigError, LayoutError)
-"""What a person can set right: told without a traceback."""
+"""Errors that the user can fix. The panel shows them without a traceback."""
 
 
 class Showing(Protocol):
-    """What a panel does with the news of its run."""
+    """The part of the panel that PanelRun uses."""
 
     cluster: Cluster | None
     devices: Sequence[Device]
@@ -162,7 +187,7 @@ class Showing(Protocol):
 
 
 class PanelRun:
-    """One run at a time, followed by a thread while it is under way. What it finds is shown under the panel's lock."""
+    """The run of a panel, one at a time. A thread polls an active run and shows its news under the panel's lock."""
 
     def __init__(self, panel: Showing, lock: threading.RLock) -> None:
         self._panel = panel
@@ -170,35 +195,40 @@ class PanelRun:
         self.run: Run | None = None
         self.state: RunState | None = None
         self.running: RunConfig | None = None
-        """What the run began as, with the shape that it has now."""
+        """The configuration with which the run began, with the run's present ZeRO stage and layout."""
         self._began_as = RunConfig()
         self._pending: list[CommandFuture] = []
         self._proof: Proof | None = None
         self._proof_of: tuple[Run | None, int] = None, 0
-        """The run of `_proof`, and how many proofs it had made."""
+        """The run of `_proof`, and the number of proofs in that run's events when `_proof` was read."""
         self.watch = PollingThread(self._look)
 
     @property
     def under_way(self) -> bool:
+        """Whether the run has not ended."""
         return self.state is not None and self.state not in ENDED
 
     @property
     def has_engines(self) -> bool:
-        """Whether words reach it."""
+        """Whether the run has a cluster to which commands can be sent."""
         return self.run is not None and self.run.cluster is not None
 
     @property
     def engines_run(self) -> bool:
-        """Whether these engines still run. Without them only resume works: engines that run now take the run."""
+        """Whether the engines of the run are alive. Without them only resume works, on the engines that run now."""
         return self.has_engines and self.run is not None and self.run.has_engines
 
     @property
     def waiting(self) -> set[str]:
-        """Words that were posted and not yet answered."""
+        """Names of commands that were posted and not yet answered."""
         return {pending.word for pending in self._pending}
 
     def proof(self) -> Proof | None:
-        """What was checked of the run, read again when the run says that there is a new one; None without one."""
+        """Return the newest proof of the run; read the file again if the run reports a new one.
+
+        Returns:
+            The proof; None if there is no run or the run has none.
+        """
         run = self.run
         if run is None:
             return None
@@ -210,12 +240,17 @@ class PanelRun:
             except RunFolderError as error:
                 self._panel.tell_error(error)
                 self._proof_of = run, count
-            if self._proof is not None or not count:  # From another host the file may come after the event.
+            if self._proof is not None or not count:  # The file of another host may arrive after the event: retry.
                 self._proof_of = run, count
         return self._proof
 
     def take(self, run: Run, began_as: RunConfig) -> None:
-        """Speak to `run` from now on; differences are told from what it began as and has become."""
+        """Control `run` from now on and start following it.
+
+        Args:
+            run: The run to control.
+            began_as: The configuration with which the run began; differences are computed from it.
+        """
         engines = len(self._panel.devices)
         with self._lock:
             self.run, self._began_as, self._pending, self.state = run, began_as, [], None
@@ -224,7 +259,11 @@ class PanelRun:
         self.watch.start()
 
     def post(self, word: Callable[[Run], CommandFuture]) -> None:
-        """Post a control word; the thread tells the answer."""
+        """Post a command to the run. The polling thread shows the answer.
+
+        Args:
+            word: Calls one command of the run and returns its future.
+        """
         if self.run is None:
             return
         try:
@@ -232,7 +271,7 @@ class PanelRun:
         except TROUBLE as error:
             with self._lock:
                 self._panel.tell_error(error)
-                self._panel.show_run()  # Engines of a run that has ended may be gone; no thread has looked since.
+                self._panel.show_run()  # The engines of an ended run may be gone; nothing polls an ended run.
             return
         with self._lock:
             self._pending.append(pending)
@@ -241,7 +280,7 @@ class PanelRun:
         self.watch.start()
 
     def _look(self) -> float | None:
-        """Take in what the run has done; seconds until the next look, None when nothing is to come."""
+        """Show what the run has done. Return the seconds until the next poll, or None if nothing more can come."""
         run = self.run
         if run is None:
             return None
@@ -251,15 +290,17 @@ class PanelRun:
             if self.state is RunState.FINISHED and before not in (None, *ENDED):
                 self._learn(run)
             return again
-        except (*TROUBLE, OSError) as error:  # Its folder has been removed, say: there is nothing left to follow.
+        except (*TROUBLE, OSError) as error:  # For example, the run folder was removed: stop polling.
             self._panel.tell_error(error)
             return None
 
     def _follow(self, run: Run) -> float | None:
+        """Update state, configuration and answers under the lock. Return the seconds until the next poll, or None."""
         with self._lock:
             moved = self._take_engines(run)
             state, running = run.state, live_config(run, self._began_as, len(self._panel.devices))
             self._hear_answers()
+            # Show the error of a failed run once, not at each poll.
             if state is RunState.FAILED and self.state is not state:
                 self._panel.tell_error(run.errors[-1] if run.errors else RunError(run.feed.status.text))
             news = moved or (state, running) != (self.state, self.running)
@@ -274,21 +315,21 @@ class PanelRun:
         return RESTING_LOOK_SECONDS if state is RunState.PAUSED and not waiting else BUSY_LOOK_SECONDS
 
     def _take_engines(self, run: Run) -> bool:
-        """Show the engines that the run has now, which `reshape(engines=…)` may have changed; whether it has."""
-        with suppress(ClusterError):  # They are gone: what was there is all there is to show.
+        """Show the run's present engines, which `reshape(engines=…)` may have changed. Return whether they changed."""
+        with suppress(ClusterError):  # The engines are gone: keep showing the last ones.
             if run.cluster is not None and (devices := run.cluster.devices) != self._panel.devices:
                 self._panel.take_devices(devices)
                 return True
         return False
 
     def _learn(self, run: Run) -> None:
-        """Let a calibrated machine learn from a run that has just finished, and tell what was predicted of it."""
+        """Update this machine's calibration from a finished run, and show what was predicted and measured."""
         if store.path().exists():
-            with suppress(ConfigError):  # A run of which nothing can be learned: too few steps, somebody's own model.
+            with suppress(ConfigError):  # The run teaches nothing: too few steps, or a model of the user.
                 self._panel.tell(learn_from(run.folder))
 
     def _hear_answers(self) -> None:
-        """Tell the answers to words that have come in."""
+        """Show the answers that have arrived, and drop their commands from `_pending`."""
         for pending in tuple(self._pending):
             try:
                 event = pending.wait(0)

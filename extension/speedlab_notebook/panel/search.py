@@ -1,4 +1,4 @@
-"""Fields by their name, by what is said of them, and by what DeepSpeed calls them."""
+"""Search for fields of the panel by name, by description, and by DeepSpeed's name."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ _WRITTEN = (
     RunConfig(zero=0, optimizer={"name": "zero_one_adam", "freeze_step": 20}),
     RunConfig(model={"attention": {"kind": "block_sparse"}}),
 )
-"""Configurations that, written as DeepSpeed's, use each of its keys that we have: the reader says which field is which,
-so that no table of names can differ from it."""
+"""Configurations that together use every DeepSpeed key we support.
+
+`deepspeed_names` writes them as DeepSpeed's and reads them back, so that no second table of names can go stale.
+"""
 
 
 @cache
 def deepspeed_names() -> dict[str, str]:
-    """Path of a field -> what DeepSpeed calls it."""
+    """Return DeepSpeed's names: path of a field -> its DeepSpeed key."""
     found: dict[str, str] = {}
     for config in _WRITTEN:
         for entry in RunConfig.deepspeed_reading(config.to_deepspeed()).honoured:
@@ -35,19 +37,25 @@ def deepspeed_names() -> dict[str, str]:
 
 
 def find(text: str, fields: Mapping[str, Field]) -> list[Field]:
-    """Fields that have all words of `text`, best first: in their name, in DeepSpeed's, in what is said of them."""
+    """Return the fields that contain every word of a text, best first, at most 6.
+
+    Args:
+        text: The words, separated by spaces, dots or underscores.
+        fields: The form's fields by path.
+    """
     words = re.findall(r"[^\s._]+", text.lower())
     ranked = [(rank, field) for field in fields.values() if words and (rank := _rank(words, field)) is not None]
     return [field for _, field in sorted(ranked, key=lambda each: each[0])][:MOST_FOUND]
 
 
 def _rank(words: list[str], field: Field) -> tuple[int, int] | None:
-    """Where the words are found, the best place first; a shorter name before a longer one. None: not all are there."""
+    """Return (rank of the place that has all words, length of the name), best lowest; None if a word is missing."""
     name = f"{field.path} {field.label}".lower()
     theirs = deepspeed_names().get(field.path, "").lower()
     options = " ".join(map(str, field.options)).lower()
     for number, place in enumerate((field.label.lower(), name, theirs, f"{name} {theirs} {options}")):
         if all(word in place for word in words):
             return number, len(name)
+    # Descriptions are long and match many words, so they rank last.
     told = f"{name} {theirs} {options} {field.description}".lower()
     return (4, len(name)) if all(word in told for word in words) else None

@@ -1,6 +1,6 @@
-"""What a panel has beside its fields: a search over them, undo, presets and text to copy, as widgets.
+"""The panel's tools: search over the fields, presets, and export of the configuration as text.
 
-A configuration as text that can be kept: JSON, YAML, Python, DeepSpeed's JSON.
+Export formats are JSON, YAML, Python and DeepSpeed's JSON.
 """
 
 from __future__ import annotations
@@ -24,8 +24,13 @@ _WIDTH = 96
 
 
 def python_text(config: RunConfig) -> str:
-    """The lines that make `config`: only what differs from the defaults is named, of the model what differs from its
-    preset."""
+    """Return Python code that builds a configuration.
+
+    The code gives only values that differ from the defaults; for the model, values that differ from its preset.
+
+    Args:
+        config: The configuration.
+    """
     named: dict[str, Any] = config.model_dump(mode="json", exclude_defaults=True)
     if "model" in named:
         own = config.model.changes()
@@ -46,13 +51,20 @@ FORMATS: dict[str, tuple[str, Callable[[RunConfig], str]]] = {
     "Python": (".py", python_text),
     "DeepSpeed JSON": ("-deepspeed.json", _deepspeed_text),
 }
-"""Format -> how its file ends, and the text."""
+"""Format -> the end of the file's name, and a function that returns the text."""
 
 
 class Search:
-    """A box, and below it the fields that are found, each a button that goes there."""
+    """A search box, and below it a button for each field that was found."""
 
     def __init__(self, looks: StyleCache, fields: Mapping[str, Field], go_to: Callable[[str], object]) -> None:
+        """Make the box, and no result yet.
+
+        Args:
+            looks: Makes the widgets.
+            fields: The form's fields by path.
+            go_to: Called with the path of the chosen field.
+        """
         self._looks = looks
         self._fields = fields
         self._go_to = go_to
@@ -68,7 +80,7 @@ class Search:
 
     @property
     def found(self) -> list[str]:
-        """Paths, best first."""
+        """Paths of the fields that were found, best first."""
         return [field.path for field in self._found]
 
     def _show(self, text: str) -> None:
@@ -88,7 +100,11 @@ class Search:
         return button
 
     def choose(self, number: int) -> None:
-        """Go to one that was found, counted from 0."""
+        """Go to a result and clear the box; do nothing if there are fewer results.
+
+        Args:
+            number: Index of the result, from 0.
+        """
         if number < len(self._found):
             path = self._found[number].path
             self.box.value = ""
@@ -103,9 +119,16 @@ def _found_text(field: Field) -> str:
 
 
 class PresetTab:
-    """The named configurations, each a button, with what it comes to here."""
+    """The tab with a button for each preset, and the predicted memory and speed of the preset on these devices."""
 
     def __init__(self, looks: StyleCache, page: Any, take: Callable[[PanelPreset], object]) -> None:
+        """Make an empty tab.
+
+        Args:
+            looks: Makes the widgets.
+            page: The box of the tab.
+            take: Called with the chosen preset.
+        """
         self._looks = looks
         self._take = take
         self.presets: list[PanelPreset] = []
@@ -113,6 +136,11 @@ class PresetTab:
         self._page = page
 
     def show(self, presets: Sequence[PanelPreset]) -> None:
+        """Show a row for each preset; a preset without a configuration is disabled.
+
+        Args:
+            presets: The presets, in order.
+        """
         self.presets = list(presets)
         while len(self._rows) < len(presets):
             self._rows.append(self._row(len(self._rows)))
@@ -131,11 +159,19 @@ class PresetTab:
 
 
 class ExportTab:
-    """The configuration as text: to be copied, or written to a file."""
+    """The tab with the configuration as text, to copy or to write to a file."""
 
     def __init__(
         self, looks: StyleCache, page: Any, tell: Callable[[str], object], tell_error: Callable[[Exception], object]
     ) -> None:
+        """Make the tab's widgets.
+
+        Args:
+            looks: Makes the widgets.
+            page: The box of the tab.
+            tell: Shows a message.
+            tell_error: Shows an error.
+        """
         self._tell, self._tell_error = tell, tell_error
         self._config: RunConfig | None = None
         self.format = looks.keep(
@@ -154,7 +190,11 @@ class ExportTab:
         page.children = (self.format, row, self.text)
 
     def show(self, config: RunConfig | None) -> None:
-        """Show `config` as text; None while the controls say none."""
+        """Show a configuration as text.
+
+        Args:
+            config: The configuration; None if the controls give none, and then both buttons are disabled.
+        """
         self._config = config
         ending, text_of = FORMATS[self.format.value]
         self.text.value = "" if config is None else text_of(config)

@@ -1,6 +1,8 @@
-"""What Train does: engines where there are none, then the run. In a thread, because both take their time.
+"""Train: start engines if none run, then start the run.
 
-Where a panel's engines are to run, on this machine or on the hosts that a line names, and starting them there.
+1. `devices_of` gives the devices for the prediction: of this machine, or of the hosts that a line names.
+2. `Starting` starts the engines there; another thread can cancel the start.
+3. `PanelTrain` does both in a thread, because each takes seconds.
 """
 
 from __future__ import annotations
@@ -25,13 +27,20 @@ HOSTS_EXAMPLE = "this machine; or gpu-1:8, gpu-2:8; slurm nodes=4, gpus_per_node
 
 
 def devices_of(cluster: Cluster | None, engines: int | None = None, hosts: str = "") -> Sequence[Device]:
-    """The cluster's devices; where it does not run, those that a new one would get: `engines` of this machine, None:
-    as many as usual. Of other hosts nobody knows them before the start: as many as `hosts` asks for, of this machine's
-    kind.
+    """Return one device for each rank that Train would use.
 
-    Raises ClusterError for hosts that cannot be read, and for more engines than this machine has devices."""
+    Devices of other hosts are unknown before the start; this machine's first device is assumed for each of their ranks.
+
+    Args:
+        cluster: The cluster, whose devices are returned if it runs.
+        engines: Number of engines on this machine; None takes the default number.
+        hosts: The line that names hosts; '' for this machine.
+
+    Raises:
+        ClusterError: `hosts` cannot be parsed, or this machine has fewer devices than `engines`.
+    """
     if cluster is not None:
-        with suppress(ClusterError):  # Stopped since: Train starts it again.
+        with suppress(ClusterError):  # The cluster was stopped; Train starts it again.
             return cluster.devices
     words = of_line(hosts)
     if not words:
@@ -43,19 +52,36 @@ def devices_of(cluster: Cluster | None, engines: int | None = None, hosts: str =
 
 
 class Starting:
-    """A start of engines, in the thread that trains, which another one may give up."""
+    """A start of engines in one thread, which another thread can cancel."""
 
     def __init__(self, said: Callable[[str], object]) -> None:
-        """`said` hears what the start waits for, as a place in a queue."""
+        """Make a start that is not yet under way.
+
+        Args:
+            said: Called with what the start waits for, for example a place in a queue.
+        """
         self._said = said
         self._cluster: Cluster | None = None
 
     @property
     def under_way(self) -> bool:
+        """Whether the engines are starting."""
         return self._cluster is not None
 
     def start(self, cluster: Cluster | None, engines: int, hosts: str) -> Cluster:
-        """`cluster`, or a new one on `engines` devices of this machine or on `hosts`, running. Raises ClusterError."""
+        """Start the engines and wait until they run.
+
+        Args:
+            cluster: The cluster to start; None makes a new one.
+            engines: Number of engines of a new cluster on this machine.
+            hosts: The line that names hosts of a new cluster; '' for this machine.
+
+        Returns:
+            The running cluster.
+
+        Raises:
+            ClusterError: The engines cannot start, or the start was cancelled.
+        """
         from speedlab.cluster import Cluster
 
         if cluster is None:
@@ -69,12 +95,18 @@ class Starting:
         return cluster
 
     def give_up(self) -> None:
+        """Cancel the start; do nothing if none is under way."""
         if (cluster := self._cluster) is not None:
             cluster.give_up_start()
 
 
 def engines_note(cluster: Cluster | None, hosts: str) -> str:
-    """What is said below the boxes for engines and hosts."""
+    """Return the note below the boxes for engines and hosts.
+
+    Args:
+        cluster: The cluster; None if Train starts one.
+        hosts: The line that names hosts; '' for this machine.
+    """
     if cluster is not None:
         return f"cluster {cluster.name!r} has them; %speedlab stop ends it, then others can start"
     if not hosts.strip():
@@ -89,7 +121,7 @@ def engines_note(cluster: Cluster | None, hosts: str) -> str:
 
 
 class Trained(Protocol):
-    """The panel whose configuration is trained."""
+    """The part of the panel that PanelTrain uses."""
 
     cluster: Cluster | None
     config: RunConfig | None
@@ -104,10 +136,16 @@ class Trained(Protocol):
 
 
 class PanelTrain:
-    """One start at a time. `activity` tells what it does now; '' when nothing."""
+    """Train in a thread, one start at a time. `activity` describes the present action; '' means none."""
 
     def __init__(self, panel: Trained, run: PanelRun, on_run: Callable[[Run], object] | None) -> None:
-        """`on_run` is called with each run that was started."""
+        """Make an idle trainer for a panel.
+
+        Args:
+            panel: The panel that gives the configuration and shows progress.
+            run: Takes each run that was started.
+            on_run: Called with each run that was started.
+        """
         self.activity = ""
         self._panel = panel
         self._run = run
@@ -116,11 +154,11 @@ class PanelTrain:
 
     @property
     def is_starting(self) -> bool:
-        """Whether engines start, which Stop gives up."""
+        """Whether engines are starting; Stop cancels the start then."""
         return self._starting.under_way
 
     def begin(self) -> None:
-        """Train what the panel says, unless that has begun."""
+        """Train the panel's configuration in a thread; do nothing if a start is under way."""
         panel = self._panel
         if panel.config is None or self.activity:
             return
@@ -131,11 +169,12 @@ class PanelTrain:
         if panel.cluster is not None and panel.cluster.running:
             self.activity = "checking configuration and data …"
         panel.refresh()
+        # The controls may change while engines start: train what they showed at the click.
         arguments = (panel.config, count)
         threading.Thread(target=self._work, args=arguments, name="speedlab-panel-train", daemon=True).start()
 
     def stop(self) -> None:
-        """End the run, or give a start up."""
+        """Cancel the start of engines, or stop the run."""
         if self._starting.under_way:
             self._starting.give_up()
         else:
@@ -151,13 +190,13 @@ class PanelTrain:
             self._run.take(run, config)
             if self._on_run is not None:
                 self._on_run(run)
-        except Exception as error:  # Whatever it is: nobody but the panel can tell it.
+        except Exception as error:  # Nothing else reports errors of this thread.
             panel.tell_error(error)
         finally:
             self.activity = ""
             try:
                 panel.refresh()
-            except TROUBLE as error:  # The run's folder may have been damaged since.
+            except TROUBLE as error:  # The run folder may have been damaged meanwhile.
                 panel.tell_error(error)
 
     def _started_cluster(self, count: int) -> Cluster:
@@ -168,6 +207,6 @@ class PanelTrain:
         return panel.cluster
 
     def _waits_for(self, words: str) -> None:
-        """The start tells what it waits for, as a place in a queue."""
+        """Show what the start waits for."""
         self.activity = f"{words}; Stop gives the start up"
         self._panel.refresh()

@@ -19,17 +19,20 @@ from speedlab_notebook.panel.train import HOSTS_EXAMPLE
 _HERE = Path(__file__).parent
 _MOST_ENGINES = 64
 PRESETS, EXPORT = "Presets", "Export"
-"""Tabs behind those of the fields."""
+"""Titles of the tabs that follow the tabs of fields."""
 
 
 class PanelKeys(anywidget.AnyWidget):
-    """What the page does by itself: keys, the focus of a field that was looked for, names for screen readers."""
+    """The page's own script: keyboard shortcuts, the focus of a field found by search, names for screen readers."""
 
     _esm = _HERE / "panel.js"
 
 
 class PanelView:
-    """The widgets, and what is written in them. All text is escaped here; only the states come as HTML."""
+    """The widgets, and methods that write text into them.
+
+    Text is escaped here. Only `states` and the findings of a proof are HTML.
+    """
 
     def __init__(
         self,
@@ -37,6 +40,13 @@ class PanelView:
         on_change: Callable[[str], object],
         handlers: Mapping[str, Callable[[], object]],
     ) -> None:
+        """Make all widgets.
+
+        Args:
+            engines: The number in the box for engines.
+            on_change: Called with the path of a field after its value changed.
+            handlers: Name of a button -> the action of a click.
+        """
         self.looks = looks = StyleCache()
         self.keys = looks.keep(PanelKeys(layout=looks.plain))
         self._make_engines(engines)
@@ -91,7 +101,11 @@ class PanelView:
         self.engines_note = looks.html("speedlab-note")
 
     def arranged(self, tools: Any) -> list[Any]:
-        """Everything from top to bottom; `tools` is the row above the tabs."""
+        """Return all widgets from top to bottom.
+
+        Args:
+            tools: The row above the tabs.
+        """
         buttons, looks = self.buttons, self.looks
         body = looks.box([self.form.tabs, self.states], "speedlab-body")
         words = [buttons[word] for word in ("train", "pause", "resume", "step")]
@@ -100,34 +114,59 @@ class PanelView:
         style = looks.html(
             "speedlab-hidden", value=f"<style>{(_HERE / 'panel.css').read_text(encoding='utf-8')}</style>"
         )
-        # The answer to a button stays in sight next to the button, also if the panel is longer than the page.
+        # Answers are shown next to the buttons, so that they are visible even if the panel is longer than the page.
         foot = looks.box([self.effect, self.summary, row, self.changes_row, self.message], "speedlab-foot")
         return [style, self.keys, tools, body, foot, self.proof]
 
     def on_click(self, handlers: Mapping[str, Callable[[], object]]) -> None:
-        """What buttons do, by their names."""
+        """Set the actions of buttons.
+
+        Args:
+            handlers: Name of a button -> the action of a click.
+        """
         for word, handler in handlers.items():
             self.buttons[word].on_click(lambda _, handler=handler: handler())
 
     def show_line(self, where: Any, text: str, *, kind: str = "line", strong: str = "") -> None:
-        """A line of text, a part of it strong."""
+        """Write a line of text into a widget.
+
+        Args:
+            where: The HTML widget.
+            text: The line; escaped here.
+            kind: Suffix of the CSS class.
+            strong: The part of `text` to show in bold; '' for none.
+        """
         shown = escape(text)
         if strong:
             shown = shown.replace(escape(strong), f"<b>{escape(strong)}</b>", 1)
         where.value = f'<div class="speedlab-{kind}">{shown}</div>'
 
     def show_effect(self, words: str, text: str) -> None:
-        """What the last change of a control came to; without `words`, how it is told."""
+        """Show the effect of the last change of a control.
+
+        Args:
+            words: The change, for example 'stage 2 → 3'; '' shows `text` as help.
+            text: The effect.
+        """
         strong, kind = (f"<b>{escape(words)}</b>: ", "line") if words else ("", "help")
         self.effect.value = f'<div class="speedlab-{kind}">{strong}{escape(text)}</div>'
 
     def show_message(self, text: str, *, error: bool) -> None:
-        """What happened, in the area below the buttons; '' empties it."""
+        """Show a message below the buttons.
+
+        Args:
+            text: The message; '' clears the area.
+            error: Whether screen readers announce the message as an alert.
+        """
         kind, role = (" speedlab-error", "alert") if error else ("", "status")
         self.message.value = f'<div role="{role}" class="speedlab-told{kind}">{escape(text)}</div>' if text else ""
 
     def show_proof(self, proof: Proof | None) -> None:
-        """What was checked of the run; None takes it away."""
+        """Show the proof of the run, opened if a finding needs attention.
+
+        Args:
+            proof: The proof; None clears the area.
+        """
         if proof is None:
             self.proof.value = ""
             return
@@ -136,14 +175,23 @@ class PanelView:
         self.proof.value = f'<details class="speedlab-told"{is_open}>{summary}{proof.findings_html()}</details>'
 
     def offer(self, word: str, why_not: str | None) -> None:
-        """Enable a button, or disable it and give the reason, if there is one, in its tooltip."""
+        """Enable or disable a button.
+
+        Args:
+            word: Name of the button.
+            why_not: The reason for the tooltip of a disabled button; None enables the button.
+        """
         button = self.buttons[word]
         button.disabled = why_not is not None
         if word in WORDS:
             button.tooltip = f"{WORDS[word][1]}. Not now: {why_not}" if why_not else WORDS[word][1]
 
     def show_changes(self, text: str) -> None:
-        """The row that tells differences to the run; '' takes it away."""
+        """Show the row with the differences to the run.
+
+        Args:
+            text: The differences; '' hides the row.
+        """
         self.show_line(self.changes, text)
         set_class(self.changes_row, "speedlab-hidden", on=not text)
 
