@@ -1,10 +1,9 @@
-"""What goes wrong on ranks, as one object: RankError names the ranks, merges equal failures and renders itself.
+"""Errors of ranks as objects: RankError names the ranks, merges equal failures and renders itself in IPython.
 
-A failure on a rank travels as a RemoteFailure: plain strings, so that the kernel never unpickles an engine's exception.
-
-What a rank raised, as plain fields: its own frames without those of the transport around them.
-
-What the ranks of a run raised, kept in its folder: whoever looks at the run later finds it, too.
+1. A failure on a rank is sent as a RemoteFailure: plain strings, so that the kernel never unpickles an engine's
+   exception.
+2. `describe` makes these fields on the rank, without the frames of the transport.
+3. `keep_failure` and `Failures` store the failures of a run in its folder.
 """
 
 from __future__ import annotations
@@ -24,52 +23,51 @@ from speedlab.telemetry.run_folder import RunFolder, open_plain
 
 
 class ClusterError(RuntimeError):
-    """The cluster cannot do what was asked; the message says what it has, what was asked and what to do."""
+    """The cluster cannot do what was asked. The message says what it has, what was asked and what to do."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the message says all, and the frames would be ours."""
+        """Return what IPython shows: only the message, because the frames are internal."""
         return [f"{type(self).__name__}: {with_more(self)}"]
 
 
 INTERRUPTED = "KeyboardInterrupt"
-"""Kind of the failure of a rank that was interrupted."""
+"""Kind of failure of a rank that was interrupted."""
 DIED = "EngineDied"
-"""Kind of the failure of a rank whose engine's process ended while it worked."""
+"""Kind of failure of a rank whose engine process ended during its work."""
 
 _MOST_TRACES = 3
 _IN_WORDS = frozenset({"ConfigError", "LayoutError", "CheckpointError", "BdbQuit"})
 _BARE = frozenset({"Refusal", "Parted"})
-"""Kinds whose message says all, so that no traceback is shown; of the second even their own name says nothing to a
-user."""
+"""Kinds whose message is complete, so that no traceback and no class name is shown."""
 _NO_TEXT: Mapping[str, Any] = {"step": int | None, "module": str | None}
-"""What fields of a failure are that are no text."""
+"""Types of the fields of a failure that are no text."""
 _PEER_GONE = ("closed by peer", "reset by peer", "Broken pipe", "Connection closed", "connection was aborted")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteFailure:
-    """What one rank raised."""
+    """The exception of one rank."""
 
     kind: str
-    """Name of the exception's class."""
+    """Class name of the exception."""
     message: str
     traceback: str = ""
-    """Formatted traceback on the rank, the frames of SpeedLab's transport left out."""
+    """Formatted traceback on the rank, without the frames of SpeedLab's transport."""
     step: int | None = None
-    """The training step in which it happened, when it was one."""
+    """Training step in which it was raised; None outside of a step."""
     module: str | None = None
-    """The module whose forward raised, when it was one: 'blocks.3.mlp'."""
+    """Module whose forward raised, such as 'blocks.3.mlp'; None otherwise."""
 
     @property
     def follows_another(self) -> bool:
-        """Whether this rank failed because another one did: it was interrupted, lost a peer, or waited in vain."""
+        """Whether this rank failed because another rank failed: it was interrupted, lost a peer, or timed out."""
         return self.kind in (INTERRUPTED, "DistStoreError", "PeerLost") or any(
             sign in self.message for sign in _PEER_GONE
         )
 
     @property
     def place(self) -> str:
-        """', step 57, in forward of blocks.3.mlp', or less when less is known."""
+        """', step 57, in forward of blocks.3.mlp', or shorter if less is known."""
         step = f", step {self.step}" if self.step is not None else ""
         return step + (f", in forward of {self.module}" if self.module else "")
 
@@ -79,12 +77,16 @@ class RemoteFailure:
         return f"{self.kind}: {self.message}" if self.message else self.kind
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields as a dict."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> RemoteFailure:
-        """Of what `to_dict` gives; fields that a later version adds are passed over. Raises ValueError for what is no
-        failure."""
+        """Return a failure from the fields of `to_dict`; ignore fields of a later version.
+
+        Raises:
+            ValueError: If the fields are not valid.
+        """
         known = {name: value for name, value in data.items() if name in cls.__dataclass_fields__}
         for name, value in known.items():
             if not isinstance(value, _NO_TEXT.get(name, str)):
@@ -95,7 +97,7 @@ class RemoteFailure:
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
-    """'rank 2', 'ranks 0–3', 'ranks 0, 2–3'."""
+    """Return for example 'rank 2', 'ranks 0–3' or 'ranks 0, 2–3'."""
     ordered = sorted(set(ranks))
     spans: list[list[int]] = []
     for rank in ordered:
@@ -108,30 +110,36 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def restart_of(ranks: Sequence[int]) -> str:
-    """'cluster.restart(0, 2)': what starts the engines of these ranks anew."""
+    """Return the call that restarts these ranks, such as 'cluster.restart(0, 2)'."""
     return f"cluster.restart({', '.join(map(str, sorted(ranks)))})"
 
 
 class RankError(RuntimeError):
-    """One or more ranks failed. `by_rank` holds each rank's RemoteFailure, in the order in which they came in.
+    """One or more ranks failed. `by_rank` holds each rank's RemoteFailure, in the order of arrival.
 
-    str() is short: who, where, what, and what to do next. IPython shows the same with each distinct traceback once.
+    str() is short: who, where, what, and what to do next. IPython also shows each distinct traceback once.
     """
 
     def __init__(self, by_rank: Mapping[int, RemoteFailure], advice: str | None = None) -> None:
+        """Make an error of several ranks.
+
+        Args:
+            by_rank: Failure by rank; not empty.
+            advice: What to do next; None for the default.
+        """
         if not by_rank:
             raise ValueError("a RankError needs at least one rank's failure")
         self.by_rank = dict(by_rank)
         self.advice = advice
         self.notes: list[str] = []
-        """Lines that explain it, shown before the advice."""
+        """Lines that explain the error, shown before the advice."""
         self.stopped = False
-        """Whether somebody had interrupted the ranks before any of them failed."""
+        """Whether the ranks were interrupted before any of them failed."""
         super().__init__(self.by_rank, advice)
 
     @property
     def only_interrupted(self) -> bool:
-        """Whether nothing failed: somebody wanted them to stop. Who waited for a rank that had stopped has lost it."""
+        """Whether no rank failed by itself: ranks were interrupted, or lost a peer that was interrupted."""
         return all(
             failure.kind == INTERRUPTED or (self.stopped and failure.follows_another)
             for failure in self.by_rank.values()
@@ -139,7 +147,7 @@ class RankError(RuntimeError):
 
     @property
     def groups(self) -> list[tuple[list[int], RemoteFailure]]:
-        """(ranks, failure) for each distinct failure; causes first, then what only followed from them."""
+        """(ranks, failure) for each distinct failure: causes first, then those that follow from them."""
         merged: dict[tuple[Any, ...], tuple[list[int], RemoteFailure]] = {}
         for rank, failure in self.by_rank.items():
             key = (failure.kind, failure.message, failure.step, failure.module)
@@ -181,7 +189,7 @@ class RankError(RuntimeError):
         return [*lines, f"  {self.advice or self._default_advice()}"]
 
     def _with_traces(self) -> list[tuple[list[int], RemoteFailure]]:
-        """The groups whose traceback is worth a person's time."""
+        """Return the groups whose traceback is shown."""
         groups = self.groups
         causes = [group for group in groups if not group[1].follows_another] or groups[:1]
         told = [group for group in causes if group[1].traceback and group[1].kind not in _IN_WORDS | _BARE]
@@ -192,12 +200,12 @@ class RankError(RuntimeError):
         if dead:
             them = "it" if len(dead) == 1 else "them"
             return f"The other engines keep their state. Bring {them} back: {restart_of(dead)}"
-        more = "" if self.notes else f" · {more_in('ranks')}"  # Notes say themselves where there is more.
+        more = "" if self.notes else f" · {more_in('ranks')}"  # Notes name their own guide.
         return f"The engines are idle and keep their state. {self.way_to_look}{more}"
 
     @property
     def way_to_look(self) -> str:
-        """How one looks at the first rank that failed."""
+        """How to inspect the first rank that failed."""
         ranks, failure = self.groups[0]
         kept = not failure.follows_another and failure.kind not in _IN_WORDS | _BARE
         debug = f"%speedlab debug {ranks[0]}, or " if kept else ""
@@ -212,7 +220,7 @@ _TRANSPORT = (
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """The fields of a RemoteFailure for an exception of this rank."""
+    """Return the fields of a RemoteFailure for an exception of this rank."""
     return {
         "kind": type(error).__name__,
         "message": _message(error),
@@ -227,12 +235,12 @@ def _message(error: BaseException) -> str:
         return "the debugger was left at its prompt, which ends the cell on this rank"
     try:
         return str(error)
-    except Exception as broken:  # A user's exception class may fail to print itself; the rest is worth showing.
+    except Exception as broken:  # The exception class of a user may fail in str(); still show the rest.
         return f"(its message cannot be shown: {type(broken).__name__})"
 
 
 def _own_frames(error: BaseException) -> str:
-    """The formatted traceback without the frames of the transport and of the shell around a cell."""
+    """Return the formatted traceback without the frames of the transport and of the shell."""
     trace = traceback.TracebackException.from_exception(error)
     kept = [frame for frame in trace.stack if not _is_transport(frame.filename)]
     trace.stack = traceback.StackSummary.from_list(kept)
@@ -246,11 +254,20 @@ def _is_transport(filename: str) -> bool:
 _FILE = "failures.jsonl"
 _MOST_BYTES = 2**22
 _MOST_TEXT = 2**14
-"""Characters of a message or a traceback that are kept, from the end."""
+"""Maximum number of characters of a message or a traceback that are stored, from the end."""
 
 
 def keep_failure(folder: RunFolder, error: RankError, submission: str = "") -> None:
-    """Write down what the ranks raised in this submission. Raises OSError where the folder cannot be written."""
+    """Store the failures of a submission in the run folder.
+
+    Args:
+        folder: Folder of the run.
+        error: Error of the ranks.
+        submission: Id of the submission.
+
+    Raises:
+        OSError: If the folder cannot be written.
+    """
     by_rank = {rank: asdict(failure) for rank, failure in error.by_rank.items()}
     for failure in by_rank.values():
         failure |= {name: failure[name][-_MOST_TEXT:] for name in ("message", "traceback")}
@@ -267,7 +284,12 @@ def keep_failure(folder: RunFolder, error: RankError, submission: str = "") -> N
 
 
 def is_kept(folder: RunFolder, submission: str) -> bool:
-    """Whether what was raised in this submission was written down."""
+    """Return whether the failures of this submission were stored.
+
+    Args:
+        folder: Folder of the run.
+        submission: Id of the submission; "" is never stored.
+    """
     if not submission:
         return False
     try:
@@ -278,7 +300,11 @@ def is_kept(folder: RunFolder, submission: str) -> bool:
 
 
 def newest_failure(folder: RunFolder) -> tuple[str, RankError] | None:
-    """The submission in which something was raised last, and what; None where nothing was, or it cannot be read."""
+    """Return (submission id, error) of the last stored failure; None if there is none or it cannot be read.
+
+    Args:
+        folder: Folder of the run.
+    """
     try:
         with open_plain(folder.path / _FILE) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _MOST_BYTES))
@@ -290,7 +316,7 @@ def newest_failure(folder: RunFolder) -> tuple[str, RankError] | None:
 
 
 class Failures:
-    """The failures of one run, read again when there are more."""
+    """The stored failures of one run; reads only new lines."""
 
     def __init__(self, folder: RunFolder) -> None:
         self._path = folder.path / _FILE
@@ -298,7 +324,7 @@ class Failures:
         self._known: list[RankError] = []
 
     def all(self) -> list[RankError]:
-        """Oldest first. Lines that are no failure are passed over."""
+        """Return all errors, oldest first. Invalid lines are skipped."""
         try:
             size = self._path.stat().st_size
         except OSError:

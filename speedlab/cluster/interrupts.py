@@ -1,4 +1,4 @@
-"""Whose a KeyboardInterrupt is: a person's, or that with which Jupyter begins to restart or shut down a kernel."""
+"""Distinguish the KeyboardInterrupt of a user from the one with which Jupyter restarts or shuts down a kernel."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from types import FrameType
 from typing import Any
 
 _REQUEST_SECONDS = 1.0
-"""Jupyter interrupts a kernel and at once asks it to end; where all cores train, this takes a while to arrive."""
+"""Jupyter interrupts a kernel and asks it to end at once; on a busy machine, the request takes a while to arrive."""
 _LOOK_SECONDS = 0.01
 
 
 def is_the_users() -> bool:
-    """Whether a KeyboardInterrupt that has just come is a person's, who wants the ranks to stop.
+    """Return whether the last KeyboardInterrupt is from the user, who wants the ranks to stop.
 
-    In a kernel this waits a moment: the end of a kernel stops no run, and only the request that follows tells it from a
-    person's interrupt.
+    In a kernel this waits up to a second: the end of a kernel stops no run, and only the shutdown request that follows
+    the interrupt distinguishes the two.
     """
     from IPython.core.getipython import get_ipython
 
@@ -33,12 +33,12 @@ def is_the_users() -> bool:
                 return False
             time.sleep(_LOOK_SECONDS)
     except KeyboardInterrupt:
-        return True  # Somebody means it.
+        return True  # A second interrupt is from the user.
     return True
 
 
 class _Noted:
-    """SIGINT, counted on its way to whoever handles it; installed while somebody wants to know."""
+    """Counts SIGINT before the previous handler runs; installed while a caller needs the count."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -67,8 +67,9 @@ _noted = _Noted()
 
 @contextlib.contextmanager
 def noting_interrupts() -> Iterator[Callable[[], bool]]:
-    """Yields what tells whether SIGINT has come since: an event loop that hears it may cancel what is awaited, which
-    looks like any other cancellation."""
+    """Yield a function that returns whether SIGINT has arrived since. An event loop may turn SIGINT into a normal
+    cancellation.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return

@@ -1,8 +1,7 @@
-"""RankResults: what a function returned on each rank, once it has.
+"""RankResults: the results of a submission by rank; and RanksOutput: the output of all ranks.
 
-Each rank ends by itself, also when another one is dead; when one fails, the supervisor releases those that wait for it.
-
-What the ranks of a cluster print, as a handle of it hears it from the supervisor.
+Each rank completes independently, even if another one is dead. If one fails, the supervisor releases the ranks that
+wait for it.
 """
 
 from __future__ import annotations
@@ -27,20 +26,27 @@ if TYPE_CHECKING:
 
 
 CHECK_SECONDS = 1.0
-"""How often whoever waits looks whether the cluster is still there."""
+"""Interval at which a waiting caller checks whether the cluster still runs."""
 
 
 class RankResults:
-    """Results of one submission by rank: `.result()`, `await`, `.wait(timeout)`, or `.done` to look."""
+    """Results of one submission by rank: `.result()`, `await`, `.wait(timeout)`, or read `.done`."""
 
     def __init__(self, cluster: SupervisorConnection, id: str, work: bytes = b"", *, shown: bool = False) -> None:
-        """`id`: the submission's; `work`: what it is, for a supervisor that has not heard of it."""
+        """Make empty results; the connection fills them.
+
+        Args:
+            cluster: Connection to the supervisor.
+            id: Id of the submission.
+            work: Packed work, for a supervisor that does not know the submission.
+            shown: Whether the output of ranks in it is received.
+        """
         self.id = id
         self.work = work
         self.shown = shown
         self.ranks: list[int] = []
         self.wanted: list[int] | None = None
-        """The ranks that were asked for; None for all."""
+        """Ranks that were requested; None for all."""
         self._cluster = cluster
         self._packed: dict[int, bytes] = {}
         self._values: dict[int, Any] = {}
@@ -63,15 +69,22 @@ class RankResults:
 
     @property
     def failures(self) -> dict[int, RemoteFailure]:
-        """Failures so far, by rank, in the order in which they came."""
+        """Failures so far, by rank, in the order of arrival."""
         with self._lock:
             return dict(self._failures)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until every rank is done and its output has been passed on. False when `timeout` seconds came first.
+        """Wait until every rank is done and its output was delivered. An interrupt of the kernel interrupts only this
+        submission.
 
-        Raises ClusterError when the cluster has ended. An interrupt of the kernel interrupts the ranks, too: this
-        submission, and no other.
+        Args:
+            timeout: Longest time to wait, in seconds; None for no limit.
+
+        Returns:
+            False on timeout.
+
+        Raises:
+            ClusterError: If the cluster has ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
@@ -88,7 +101,15 @@ class RankResults:
         return True
 
     def result(self, timeout: float | None = None) -> list[Any]:
-        """What each rank returned, in the order of `ranks`. Raises RankError; TimeoutError after `timeout` seconds."""
+        """Return what each rank returned, in the order of `ranks`.
+
+        Args:
+            timeout: Longest time to wait, in seconds; None for no limit.
+
+        Raises:
+            RankError: If a rank failed.
+            TimeoutError: After `timeout` seconds.
+        """
         if not self.wait(timeout):
             raise TimeoutError(
                 f"ranks {self.unfinished} are not done after {timeout:g} s; wait longer, or call cluster.interrupt()"
@@ -96,13 +117,22 @@ class RankResults:
         return self._outcome()
 
     def interrupt(self, timeout_seconds: float = 2.0) -> list[int]:
-        """Interrupt this submission, or take it back where it has not begun; returns the ranks that are idle then. What
-        else the ranks work on goes on."""
+        """Interrupt this submission, or remove it if it has not begun. Other work of the ranks continues.
+
+        Args:
+            timeout_seconds: Longest time to wait until the ranks stop.
+
+        Returns:
+            The ranks that are idle afterwards.
+        """
         return self._cluster._interrupt(timeout_seconds, id=self.id)
 
     def add_done_callback(self, callback: Callable[[RankResults], object]) -> None:
-        """Call `callback(self)` once all ranks are done; at once if they are. It comes on the thread that hears of the
-        supervisor, so it must not wait for any answer."""
+        """Call `callback(self)` after all ranks are done; at once if they are.
+
+        Args:
+            callback: Called on the thread that receives messages, so it must not wait for answers.
+        """
         with self._lock:
             if not self._finished.is_set():
                 self._callbacks.append(callback)
@@ -110,9 +140,14 @@ class RankResults:
         callback(self)
 
     def sayings(self, timeout_seconds: float) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-        """(rank, kind, content) of what ranks say in it, in Jupyter's protocol, that has come or comes within
-        `timeout_seconds`; of a submission that is shown. The kind 'status' with the execution state 'idle' is the last
-        one of a rank."""
+        """Yield what ranks print and display, in Jupyter's protocol, for a submission with `shown`.
+
+        Args:
+            timeout_seconds: How long to wait for the first message.
+
+        Yields:
+            (rank, kind, content). The last message of a rank has the kind 'status' and the execution state 'idle'.
+        """
         wait = timeout_seconds
         while True:
             try:
@@ -129,7 +164,7 @@ class RankResults:
         woken = asyncio.Event()
 
         def wake(_: RankResults) -> None:
-            if not loop.is_closed():  # Nobody waits any more when it is.
+            if not loop.is_closed():  # With a closed loop, no coroutine waits any more.
                 loop.call_soon_threadsafe(woken.set)
 
         self.add_done_callback(wake)
@@ -143,7 +178,7 @@ class RankResults:
     def _outcome(self) -> list[Any]:
         if self._failures:
             if any(failure.kind == DIED for failure in self._failures.values()) and not self._cluster.running:
-                self._cluster.check_controller()  # Says that it is the whole cluster.
+                self._cluster.check_controller()  # This raises ClusterError if the whole cluster has ended.
             raise RankError(self._failures)
         for rank in self.ranks:
             if rank not in self._values:
@@ -153,20 +188,26 @@ class RankResults:
     # ---- what the supervisor tells -----------------------------------------------------------------------------------
 
     def begun(self, ranks: Sequence[int]) -> None:
-        """It went to these ranks."""
+        """Record the ranks of the submission."""
         with self._lock:
             self.ranks = list(ranks)
-        self._look_whether_done()  # A rank may have ended before.
+        self._look_whether_done()  # A rank may have ended before this call.
 
     def ended(self, message: m.Ended) -> None:
+        """Record the result or failure of a rank."""
         failure = RemoteFailure.from_dict(message.failure) if message.failure is not None else None
         self._set(message.rank, message.value, failure)
 
     def said(self, message: m.DisplayMessage) -> None:
+        """Queue a message for `sayings`."""
         self._said.put((message.rank, message.kind, message.content))
 
     def abandon(self, reason: str) -> None:
-        """Count every unfinished rank as dead, because nothing can come from it any more."""
+        """Fail every unfinished rank as dead, because no answer can arrive.
+
+        Args:
+            reason: Message of the failures.
+        """
         for rank in self.unfinished:
             self._set(rank, b"", RemoteFailure(kind=DIED, message=reason))
 
@@ -204,19 +245,25 @@ class RankResults:
 log = logging.getLogger("speedlab.cluster")
 
 Printed = Callable[[list[int], str, str], None]
-"""printed(ranks, stream, text): `stream` is 'stdout' or 'stderr'; `text` is one or more lines with their ends."""
+"""printed(ranks, stream, text): `stream` is 'stdout' or 'stderr'; `text` is one or more lines with line ends."""
 
 
 class RanksOutput:
-    """What the ranks of a cluster print. `subscribe(callback)`; callbacks come on the thread that hears of the
-    supervisor, and must not wait for any answer of it."""
+    """Output of all ranks of a cluster; receive it with `subscribe(callback)`."""
 
     def __init__(self, cluster: SupervisorConnection) -> None:
         self._cluster = weakref.ref(cluster)
         self._callbacks: list[Printed] = []
 
     def subscribe(self, callback: Printed) -> Callable[[], None]:
-        """Call `callback(ranks, stream, text)` for all output from now on; returns a function that ends it."""
+        """Call `callback(ranks, stream, text)` for all output from now on.
+
+        Args:
+            callback: Called on the thread that receives messages, so it must not wait for answers.
+
+        Returns:
+            A function that ends the subscription.
+        """
         self._callbacks.append(callback)
         cluster = self._cluster()
         if cluster is not None:
@@ -229,7 +276,12 @@ class RanksOutput:
         return unsubscribe
 
     def text(self, rank: int, most_bytes: int = 2**20) -> str:
-        """The end of what `rank` has printed since the cluster was started, as it is kept in the cluster's folder."""
+        """Return the end of what `rank` has printed since the start of the cluster, from the cluster's folder.
+
+        Args:
+            rank: The rank.
+            most_bytes: Maximum length in bytes.
+        """
         cluster = self._cluster()
         if cluster is None:
             return ""
@@ -240,7 +292,7 @@ class RanksOutput:
         return data[-most_bytes:].decode(errors="replace")
 
     def printed(self, ranks: list[int], stream: str, text: str) -> None:
-        """What the supervisor tells."""
+        """Deliver output that the supervisor sent."""
         for callback in list(self._callbacks):
             try:
                 callback(ranks, stream, text)
@@ -249,7 +301,7 @@ class RanksOutput:
                 self._callbacks.remove(callback)
 
     def connected(self) -> None:
-        """There is a new connection to the supervisor."""
+        """Subscribe again over a new connection to the supervisor."""
         cluster = self._cluster()
         if self._callbacks and cluster is not None and cluster._client is not None:
             cluster._client.ask(m.Subscribe(on=True))

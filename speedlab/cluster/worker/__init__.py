@@ -1,1 +1,1 @@
-"""Code that runs in the engine processes: start-up, fork server, cells and serialization."""
+"""Code of the engine processes: start, fork server, cells and serialization."""

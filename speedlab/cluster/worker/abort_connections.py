@@ -1,12 +1,12 @@
-"""Cutting the connections between ranks, so that a rank that waits in native code for a peer comes back to Python.
+"""Abort connections between ranks, so that a rank that waits in native code for a peer returns to Python.
 
-A rank in a collective whose peer never comes waits inside gloo or NCCL for the group's timeout of minutes. SIGINT is
-noticed only afterwards, and gloo cannot be asked to stop. What releases it is the end of the connection, so:
+A rank in a collective with a missing peer waits inside gloo or NCCL for the group's timeout of minutes. SIGINT is
+noticed only afterwards, and gloo has no call to stop a wait. The end of the connection ends the wait:
 
-1. The engine blocks SIGUSR2 in all threads but one, which does nothing but wait for it.
-2. `Cluster.interrupt` sends SIGUSR2 to a rank that did not come back on SIGINT.
-3. That thread shuts down the TCP connections to the processes of the cluster's other ranks, and aborts NCCL's. The
-   wait raises, and the interrupt that is due with it.
+1. The engine blocks SIGUSR2 in all threads except one, which only waits for it.
+2. `Cluster.interrupt` sends SIGUSR2 to a rank that did not stop after SIGINT.
+3. That thread shuts down the TCP connections to the processes of the other ranks, and aborts NCCL. The wait raises, and
+   the pending interrupt is delivered.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ log = logging.getLogger("speedlab.cluster")
 
 
 def start_cutter() -> None:
-    """Start the thread that waits for CUT_SIGNAL. Call it before any other thread starts: they inherit the mask."""
+    """Start the thread that waits for CUT_SIGNAL. Call it before any other thread starts, because threads inherit the
+    signal mask.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {CUT_SIGNAL})
     threading.Thread(target=_cut_when_told, name="speedlab-cutter", daemon=True).start()
 
@@ -44,13 +46,19 @@ def _cut_when_told() -> None:
         try:
             cut(host_rendezvous.is_meant)
         except (OSError, psutil.Error, RuntimeError, ValueError) as error:
-            # The thread must outlive it: the cluster sends the signal again while the rank does not come back.
+            # The thread must survive errors: the cluster sends the signal again while the rank does not stop.
             log.warning("connections to the other ranks could not be cut: %s", error)
 
 
 def cut(is_meant: Callable[[], bool] = lambda: True) -> int:
-    """End this process's connections to the other ranks, as long as they are those that were meant; returns how
-    many."""
+    """End this process's connections to the other ranks.
+
+    Args:
+        is_meant: Polled: whether the signal is still for the current work.
+
+    Returns:
+        Number of connections that were ended.
+    """
     if not is_meant():
         return 0
     _abort_nccl()
@@ -64,9 +72,10 @@ def cut(is_meant: Callable[[], bool] = lambda: True) -> int:
 
 
 def _shut_down(descriptor: int, peer: tuple[str, int]) -> bool:
-    """Shut the connection to `peer` down; False when its owner closed it before, woken by the end of another one."""
+    """Shut down the connection to `peer`; return False if its owner has closed it already."""
     try:
-        # A duplicate, so that the number stays the owner's to close; and it may be somebody else's number by now.
+        # Duplicate the descriptor, because its owner closes the original. Check the peer, because the number may be
+        # reused.
         with socket.socket(fileno=os.dup(descriptor)) as end:
             if end.getpeername() != peer:
                 return False
@@ -77,10 +86,10 @@ def _shut_down(descriptor: int, peer: tuple[str, int]) -> bool:
 
 
 def _addresses_of_others() -> set[tuple[str, int]]:
-    """Local ends of the TCP connections of the other ranks' processes.
+    """Return the local ends of the TCP connections of the other ranks' processes.
 
-    On a cluster of several hosts, whose processes cannot be looked at from here: the far ends of all connections of
-    this process, but those to the controller.
+    In a cluster of several hosts, other processes cannot be inspected. Then return the far ends of all connections of
+    this process, except those to the controller.
     """
     if "SPEEDLAB_STORE" in os.environ:
         return _far_ends() - _controller_ends()
@@ -92,7 +101,7 @@ def _addresses_of_others() -> set[tuple[str, int]]:
         try:
             connections = psutil.Process(engine["pid"]).net_connections("tcp")
         except psutil.NoSuchProcess:
-            continue  # Its ends are closed already.
+            continue  # The process has ended, so its connections are closed.
         addresses.update(_address(connection.laddr) for connection in connections if connection.raddr)
     return addresses
 
@@ -103,25 +112,25 @@ def _far_ends() -> set[tuple[str, int]]:
 
 
 def _controller_ends() -> set[tuple[str, int]]:
-    """Where the controller listens for engines."""
+    """Return the addresses at which the controller listens for engines."""
     known = json.loads(os.environ["IPP_CONNECTION_INFO"])
     address = known["interface"].partition("://")[2]
     return {(address, port) for value in known.values() for port in _numbers(value)}
 
 
 def _numbers(value: Any) -> list[int]:
-    """Ports in an entry of the connection's description: one, or several."""
+    """Return the ports in an entry of the connection file: one or several."""
     found = value if isinstance(value, list) else [value]
     return [port for port in found if isinstance(port, int)]
 
 
 def _address(end: Any) -> tuple[str, int]:
-    """psutil's address of one end; ('', 0) where there is none, as the far end of a listening socket."""
+    """Return psutil's address of one end; ('', 0) without one, such as the far end of a listening socket."""
     return (end.ip, end.port) if end else ("", 0)
 
 
 def _abort_nccl() -> None:
-    """NCCL's ranks talk through shared memory and NVLink, too, but it can be asked to stop."""
+    """Abort NCCL, which also communicates over shared memory and NVLink."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return

@@ -1,6 +1,6 @@
-"""A cell in an engine: run as a notebook would, in the engine's namespace.
+"""Execute cells in an engine, in the engine's namespace, as a notebook would.
 
-Cells in an engine between two steps of a run: what they say is kept, and sent when they are done.
+`LiveCells` executes cells between two steps of a run: the output is collected, and written when the cell is done.
 """
 
 from __future__ import annotations
@@ -27,14 +27,24 @@ from speedlab.telemetry.live_cells import MOST_BYTES, CellOutcome
 def run_cell(
     code: str, interruptible: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 ) -> str | None:
-    """Run a cell in this engine's namespace. Prints the last expression, as a notebook would, and returns its text.
-    What is the user's in it runs inside `interruptible()`."""
+    """Execute a cell. The last expression is printed, as in a notebook.
+
+    Args:
+        code: Source code of the cell.
+        interruptible: Context in which the user's code runs.
+
+    Returns:
+        The text of the last expression; None without one.
+
+    Raises:
+        BaseException: The exception of the cell.
+    """
     from IPython.core.async_helpers import _asyncio_runner
     from IPython.core.getipython import get_ipython
 
     shell: Any = get_ipython()
     shell.ask_exit = _stay
-    if shell.loop_runner is _asyncio_runner:  # Not where the person has chosen another, by %autoawait.
+    if shell.loop_runner is _asyncio_runner:  # Keep a runner that the user has chosen with %autoawait.
         shell.loop_runner = _run_aside
     with _SilentTraceback(shell), interruptible():
         result = shell.run_cell(code, store_history=False)
@@ -50,12 +60,12 @@ def run_cell(
 
 
 def _stay() -> None:
-    """In the place of what `exit()` and `quit()` do to a kernel, which would take its run and its tensors along."""
+    """Replace `exit()` and `quit()`: ending the kernel would lose its run and its tensors."""
     print("an engine does not end from a cell; %speedlab stop ends all of them", file=sys.stderr)
 
 
 def _run_aside(cell: Coroutine[Any, Any, Any]) -> Any:
-    """Run a cell that awaits, on a loop of its own: the engine's is running, and waits for this cell."""
+    """Run a cell with await on its own event loop: the loop of the engine is running and waits for this cell."""
     engines_loop = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -66,8 +76,12 @@ def _run_aside(cell: Coroutine[Any, Any, Any]) -> Any:
 
 
 class _SilentTraceback(contextlib.AbstractContextManager[None]):
-    """Keep the shell from showing and keeping errors: RankError shows them, and a kept traceback would hold tensors.
-    No generator: an engine lets no interrupt into these two functions, and would into what calls a generator."""
+    """Keep the shell from printing and storing errors.
+
+    RankError shows errors, and a stored traceback would keep tensors alive. This is a class and not a generator,
+    because an engine blocks interrupts in these two methods, but could not block them in the code that drives a
+    generator.
+    """
 
     def __init__(self, shell: Any) -> None:
         self._shell = shell
@@ -87,20 +101,27 @@ class _SilentTraceback(contextlib.AbstractContextManager[None]):
 
 
 class LiveCells:
-    """Cells between two steps: `speedlab.trainer.cell_runner.CellRunner`. `patience`: inside, no rank is late in a
-    collective, for cells in which a person may think at another one's prompt."""
+    """Executes cells between two steps, for `speedlab.trainer.cell_runner.CellRunner`."""
 
     def __init__(
         self, patience: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     ) -> None:
+        """Prepare cells.
+
+        Args:
+            patience: Context without collective timeouts, for cells in which a user may think at the prompt of another
+                rank.
+        """
         self._patience = patience
 
     def take(self, path: Path) -> str:
+        """Read and remove the file of a cell. Raises ClusterError if this user did not write it."""
         code = read_signed(path, "Run the cell again").decode()
         path.unlink()
         return code
 
     def write(self, path: Path, data: bytes) -> None:
+        """Write the outcome of a cell to a signed file."""
         write_signed(path, data)
 
     def run(
@@ -110,6 +131,17 @@ class LiveCells:
         names: Mapping[str, Any],
         interruptible: Callable[[], contextlib.AbstractContextManager[object]],
     ) -> CellOutcome:
+        """Execute a cell and collect its output.
+
+        Args:
+            code: Source code of the cell.
+            door: Name of the DebugServer for `breakpoint()`; "" for none.
+            names: Variables of the cell, such as `engine`.
+            interruptible: Context in which the user's code runs.
+
+        Returns:
+            Output, text of the last expression, and failure.
+        """
         shell: Any = get_ipython()
         heard = _Heard(shell)
         text, failure = None, None
@@ -117,13 +149,13 @@ class LiveCells:
         with heard, _with_names(shell.user_ns, names), Breakpoints(door), patience:
             try:
                 text = run_cell(code, interruptible)
-            except BaseException as error:  # Also an interrupt: the run pauses.
+            except BaseException as error:  # Also an interrupt, which pauses the run.
                 failure = {name: _bounded(value) for name, value in describe(error).items()}
         return CellOutcome(heard.messages, _bounded(text), failure)
 
 
 def _bounded(value: Any) -> Any:
-    """Of text the beginning: what is longer would make the answer of all ranks too large to be read."""
+    """Shorten long text; otherwise the answer of all ranks would be too large to read."""
     if not isinstance(value, str) or len(value) <= MOST_BYTES:
         return value
     return f"{value[:MOST_BYTES]}\n… {len(value) - MOST_BYTES:,} characters are left out"
@@ -131,7 +163,9 @@ def _bounded(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _with_names(namespace: dict[str, Any], names: Mapping[str, Any]) -> Iterator[None]:
-    """`names` hide those of the namespace, which has its own again afterwards: it must not keep an engine alive."""
+    """Add `names` to the namespace inside the block, and restore it: the namespace must not keep a training engine
+    alive.
+    """
     hidden = {name: namespace[name] for name in names if name in namespace}
     namespace.update(names)
     try:
@@ -143,7 +177,9 @@ def _with_names(namespace: dict[str, Any], names: Mapping[str, Any]) -> Iterator
 
 
 class _Heard:
-    """Inside, what the shell's cells say is kept in order, as [kind, content] of Jupyter's messages, and not sent."""
+    """Collects the output of the shell inside the block, as [kind, content] of Jupyter's messages, instead of sending
+    it.
+    """
 
     def __init__(self, shell: Any) -> None:
         self.messages: list[list[Any]] = []
@@ -170,7 +206,7 @@ class _Heard:
         shell.display_pub = _OutputPublisher(self)
         hook.write_format_data = self._result
         hook.finish_displayhook = lambda: None
-        hook.update_user_ns = lambda result: None  # `_` would keep an engine alive.
+        hook.update_user_ns = lambda result: None  # The variable `_` would keep a training engine alive.
 
     def __exit__(self, *exception: object) -> None:
         sys.stdout, sys.stderr, self._shell.display_pub = self._before
@@ -182,7 +218,7 @@ class _Heard:
 
 
 def _as_text(value: object) -> str:
-    """Of what is no JSON: a picture's bytes as Jupyter has them, anything else in its own words."""
+    """Return a value that is no JSON as text: the bytes of a picture as base64, anything else by str()."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 

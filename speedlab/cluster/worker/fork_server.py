@@ -1,16 +1,15 @@
-"""The process that engines are forked off: `python -m speedlab.cluster.worker.fork_server DESCRIPTOR`, started by
-`nursery.py`.
+"""Process of the fork server: `python -m speedlab.cluster.worker.fork_server DESCRIPTOR`, started by
+`fork_server_client.py`.
 
-1. Import torch and the engine, and say so in a line on the pipe of that descriptor. It starts no thread, touches no
-   device and joins no group: nothing that a fork breaks.
-2. For every line of its input, an order as JSON, fork an engine, and answer with a line: its process id, or why not.
-   Asked for those that have ended, answer with their exit statuses. An answer has the number of its order.
-3. End with its input, when whoever started it has ended. Engines live on.
+1. Import torch and the engine, and write a line to the pipe DESCRIPTOR. The process starts no thread, uses no device
+   and joins no process group, because a fork would break these.
+2. For each line of stdin, an order as JSON, fork an engine. Answer with its process id, or the error. On request,
+   answer with the exit statuses of ended engines. An answer has the number of its order.
+3. End when stdin is closed, because the parent has ended. Engines continue.
 
-ipyparallel's nanny of an engine, as a fork of it.
-
-The nanny tells the controller at once that its engine's process has ended. ipyparallel starts it by a command, and the
-engine waits while it imports everything again: a third of a second of a core. A fork has it all.
+The nanny of an engine is forked, too. A nanny reports the end of its engine's process to the controller at once.
+ipyparallel starts it as a command, and the engine waits while it imports everything again: a third of a second of a
+core.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import speedlab.cluster.worker.remote as remote
 
 
 def main() -> None:
-    """Fork engines until the input ends."""
+    """Fork engines until stdin is closed."""
     processes.name_fork_server()
     answers = int(sys.argv[1])
     os.set_inheritable(answers, False)
@@ -39,7 +38,7 @@ def main() -> None:
     remote.preload()
     _import_the_rest()
     gc.collect()
-    gc.freeze()  # What the collector never looks at stays shared with the engines.
+    gc.freeze()  # The collector does not touch frozen objects, so their memory stays shared with the engines.
     ended: dict[int, int] = {}
     signal.signal(signal.SIGCHLD, lambda number, frame: _take_off_the_list(ended))
     _answer(answers, {"ready": True})
@@ -47,7 +46,7 @@ def main() -> None:
         order = json.loads(line)
         number = {"number": order["number"]}
         if "ended" in order:
-            _take_off_the_list(ended)  # The signal of one that has just ended may not have come yet.
+            _take_off_the_list(ended)  # SIGCHLD of an engine that has just ended may not have arrived.
             _answer(answers, {**number, "ended": dict(list(ended.items()))})
             continue
         log = -1
@@ -62,7 +61,7 @@ def main() -> None:
         if pid == 0:
             os.close(answers)
             _become_an_engine(order, log)
-            return  # It ends as any process does, and takes no orders.
+            return  # The engine has ended: do not read orders in the fork.
         os.close(log)
         _answer(answers, {**number, "pid": pid})
 
@@ -72,7 +71,7 @@ def _answer(answers: int, answer: dict[str, Any]) -> None:
 
 
 def _import_the_rest() -> None:
-    """What every engine imports before it is ready."""
+    """Import what every engine needs before it is ready."""
     import ipyparallel.engine.app
     import ipyparallel.engine.kernel
     import ipyparallel.engine.nanny
@@ -83,7 +82,7 @@ def _import_the_rest() -> None:
 
 
 def _become_an_engine(order: dict[str, Any], log: int) -> None:
-    """As if `engine_process` had been started with this environment, these arguments and this file for its output."""
+    """Set up the fork like a separate process with this environment, these arguments and this log; run the engine."""
     processes.name_engine(int(order["environment"]["RANK"]))
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -102,24 +101,26 @@ def _become_an_engine(order: dict[str, Any], log: int) -> None:
 
 
 def _draw_other_numbers() -> None:
-    """Modules that seed themselves when they are imported would draw the same numbers in every engine; Python's own
-    does so after a fork by itself, and torch always begins with the same seed."""
+    """Seed NumPy again: a module that seeds itself at import would give all engines the same numbers.
+
+    Python's `random` seeds itself after a fork, and torch always begins with the same seed.
+    """
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
 
 
 def _take_off_the_list(ended: dict[int, int]) -> None:
-    """Engines that have ended are the system's to forget; `ended`: how, by process id."""
+    """Reap ended engines; add their exit status to `ended`, by process id."""
     try:
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
             ended[found[0]] = os.waitstatus_to_exitcode(found[1])
     except ChildProcessError:
-        return  # None is left.
+        return  # There is no child process.
 
 
 def fork() -> None:
-    """Fork the nanny of this process, which is going to be an engine and has no threads yet."""
+    """Fork the nanny of this process, which will become an engine and has no threads yet."""
     import ipyparallel.engine.app as app
 
     (orders, to_nanny), (answers, from_nanny) = os.pipe(), os.pipe()
@@ -131,31 +132,31 @@ def fork() -> None:
         except BaseException:
             traceback.print_exc()
             os._exit(1)
-        os._exit(0)  # What is to be done at the engine's end is not done here.
+        os._exit(0)  # Skip the exit handlers, which belong to the engine.
     os.close(orders)
     os.close(from_nanny)
 
     def start_nanny(**about: Any) -> tuple[str, IO[str]]:
-        with suppress(BrokenPipeError), os.fdopen(to_nanny, "wb") as order:  # It may have ended.
+        with suppress(BrokenPipeError), os.fdopen(to_nanny, "wb") as order:  # The nanny may have ended.
             pickle.dump({**about, "pid": os.getpid()}, order)
         answer = os.fdopen(answers)
         if not (url := answer.readline().strip()):
             raise RuntimeError("the nanny of this engine has ended; this log says why")
-        return url, answer  # Kept as long as the engine lives: the nanny notices when it is closed.
+        return url, answer  # Keep the pipe open while the engine lives: the nanny notices when it closes.
 
     app.start_nanny = start_nanny
 
 
 def _serve(orders: int, answers: int) -> None:
-    """Wait until the engine has an id, then be its nanny; end with it."""
+    """Wait until the engine has an id, then run its nanny until the engine ends."""
     from ipyparallel.engine.nanny import KernelNanny
 
     processes.name_nanny()
-    os.setsid()  # Engines are known by their own sessions and names: in this order it is none at any time.
+    os.setsid()  # Name first, session second: so the nanny never looks like an engine.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with os.fdopen(orders, "rb") as order:
         about = order.read()
-    if about:  # Otherwise the engine has ended before it had one.
+    if about:  # Otherwise the engine ended before it got an id.
         KernelNanny.main(**pickle.loads(about), pipe=os.fdopen(answers, "w", buffering=1))
 
 

@@ -1,11 +1,11 @@
-"""Engines that are forked off one process which has imported torch: the asking side, of a supervisor or an agent.
+"""Client of the fork server, for a supervisor or an agent: fork engines from one process that has imported torch.
 
-To import torch and the engine takes two seconds of a core, and every engine would do it again. Here one process does,
-while the controller starts, and each engine is a fork of it: ready in a tenth of that, and the libraries' memory is
-shared.
+Importing torch and the engine takes two seconds of a core, and every engine would repeat it. One process does it once,
+while the controller starts, and each engine is a fork: ready in a tenth of the time, with shared memory for the
+libraries.
 
-The process (`nursery_process.py`) ends with who started it; its engines live on. It has touched no device, and engines
-of GPUs could be forked off it as well; that was never tried on one, so they are started as processes of their own.
+The process (`fork_server.py`) ends with its parent; its engines continue. It uses no device, so GPU engines could be
+forked, too. That has not been tested on a GPU, so GPU engines are separate processes.
 """
 
 from __future__ import annotations
@@ -29,55 +29,77 @@ from speedlab.cluster.launch.placement import thread_limits
 from speedlab.config.errors import more_in
 
 START_SECONDS = 90.0
-"""How long engines may take to become ready; only a first start from a cold disk comes near."""
+"""Time limit for engines to become ready; only a first start from a cold disk comes near it."""
 
 _POLL_SECONDS = 0.05
 _LOOK_SECONDS = 1.0
-"""How long the process may take to say how engines have ended."""
+"""Time limit of a query about ended engines."""
 _LOG_LINES = 12
 _PLACES = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-"""OpenMP reads them, and the cores, when it is imported, which is before an engine is bound to its own: all ranks would
-compute on the first ones."""
+"""Variables that OpenMP reads at its import, before an engine is bound to its own cores: all ranks would use the first
+cores.
+"""
 
 
 def can_fork(kinds: Iterable[str]) -> bool:
-    """Whether engines of these kinds of devices may be forks: on macOS a fork of a process with its frameworks is not
-    safe."""
+    """Return whether engines on these kinds of devices can be forked: only on Linux, because forking is not safe on
+    macOS.
+
+    Args:
+        kinds: 'cpu' or 'cuda' for each device.
+    """
     return sys.platform == "linux" and all(kind == "cpu" for kind in kinds)
 
 
 class ForkServer:
-    """Forks engines; its process starts with `begin`, `ready` or the first `fork`, and again when it has died.
+    """Forks engines. Methods are thread-safe.
 
-    `environment`: all of it, and of its engines. `log`: what it prints. `seconds`: how long a fork may take, with all
-    imports. Methods may be called from any thread."""
+    The process starts with `begin`, `ready` or the first `fork`, and again after it has died.
+    """
 
     def __init__(self, environment: Mapping[str, str], log: Path, seconds: float = START_SECONDS) -> None:
+        """Describe the process; nothing is started.
+
+        Args:
+            environment: Full environment of the process and its engines.
+            log: File for its output.
+            seconds: Time limit of a fork, including all imports.
+        """
         kept = {name: value for name, value in environment.items() if name not in _PLACES}
         self._environment, self._log, self._seconds = {**kept, "CUDA_VISIBLE_DEVICES": ""}, log, seconds
         self._process: subprocess.Popen[bytes] | None = None
         self._answers = -1
-        """Where the process answers: a pipe of its own, since anything may print on its output."""
+        """Pipe with answers, separate from stdout, because any code may print."""
         self._ready = False
-        """Whether the process has said its first line: it has imported everything."""
+        """Whether the process has sent its first line, after its imports."""
         self._read = b""
         self._log_begins = 0
         self._begun_for: tuple[object, ...] = ()
         self._ended: dict[int, int] = {}
         self._number = 0
-        """Of the last question; its answer has it, too. One that came too late, or while a question was given up, is
-        none of the next."""
+        """Number of the last request; its answer has the same. A late answer to an earlier request is ignored."""
         self._lock = threading.Lock()
 
     def begin(self, threads: int) -> None:
-        """Let it import torch meanwhile, for engines of so many threads. One that has done so for another number, or
-        before something was installed, is followed by another."""
+        """Let the process import torch, without waiting.
+
+        A process for another number of threads, or from before a package was installed, is replaced.
+
+        Args:
+            threads: Threads per engine.
+        """
         with self._lock:
             self._begin(threads)
 
     def ready(self, threads: int) -> bool:
-        """As `begin`; whether a `fork` would be done at once. Raises ClusterError where the process has ended over its
-        imports."""
+        """Do the same as `begin`, and return whether a `fork` would happen at once.
+
+        Args:
+            threads: Threads per engine.
+
+        Raises:
+            ClusterError: If the process ended during its imports.
+        """
         with self._lock:
             if self._process is None or self._ready:
                 self._begin(threads)
@@ -86,8 +108,17 @@ class ForkServer:
     def fork(
         self, environment: Mapping[str, str], arguments: Sequence[str], log: str, cancelled: Callable[[], bool]
     ) -> int:
-        """An engine with this environment, besides its own, these arguments and this file for what it prints; returns
-        its process id. Raises ClusterError where there is none, and once `cancelled()`."""
+        """Fork an engine; return its process id.
+
+        Args:
+            environment: Variables in addition to those of the process.
+            arguments: Command-line arguments of the engine.
+            log: File for its output.
+            cancelled: Polled while waiting.
+
+        Raises:
+            ClusterError: If the engine cannot be forked, or the start was cancelled.
+        """
         order = {"environment": dict(environment), "arguments": list(arguments), "log": log}
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -100,17 +131,19 @@ class ForkServer:
         return answer["pid"]
 
     def ended(self) -> dict[int, int]:
-        """How engines have ended, by process id, as far as the process that they were forked off has lived to see it:
-        an exit status, less than 0 for a signal."""
+        """Return the exit status of ended engines by process id; negative for a signal.
+
+        Ends that the fork server did not live to see are missing.
+        """
         with self._lock:
             if self._process is not None and self._ready and self._process.poll() is None:
                 with suppress(ClusterError):
-                    answer = self._ask({"ended": True}, _LOOK_SECONDS) or {"ended": {}}  # It may be suspended.
+                    answer = self._ask({"ended": True}, _LOOK_SECONDS) or {"ended": {}}  # The process may be suspended.
                     self._ended.update({int(pid): status for pid, status in answer["ended"].items()})
             return dict(self._ended)
 
     def close(self) -> None:
-        """End the process; engines live on."""
+        """End the process; engines continue."""
         with self._lock:
             self._end()
 
@@ -140,7 +173,7 @@ class ForkServer:
         self._answers, self._begun_for = answers, wanted
 
     def _await_imports(self, cancelled: Callable[[], bool]) -> None:
-        """Nothing is ordered before: what is not ordered need not be called off."""
+        """Wait until the process can fork. No order is sent before, so a cancelled start needs no undo."""
         deadline = time.monotonic() + self._seconds
         while not self._is_ready(_POLL_SECONDS):
             if cancelled():
@@ -158,12 +191,13 @@ class ForkServer:
         return self._ready
 
     def _ask(self, order: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
-        """The answer of a process that is ready; None where none comes in time. Raises ClusterError where the process
-        has ended."""
+        """Send an order to a ready process; return its answer, or None on timeout. Raises ClusterError if the process
+        has ended.
+        """
         assert self._process is not None
         assert self._process.stdin is not None
         self._number += 1
-        with suppress(BrokenPipeError):  # It has ended: there is no answer, either.
+        with suppress(BrokenPipeError):  # The process has ended; `_line` reports that.
             self._process.stdin.write(json.dumps({**order, "number": self._number}).encode() + b"\n")
             self._process.stdin.flush()
         deadline = time.monotonic() + seconds
@@ -174,8 +208,9 @@ class ForkServer:
         return None
 
     def _line(self, seconds: float) -> bytes | None:
-        """What the process says next; None where nothing whole came within so many seconds. Raises ClusterError where
-        it has ended."""
+        """Return the next line of the process; None if it is not complete in time. Raises ClusterError if the process
+        has ended.
+        """
         look = select.poll()
         look.register(self._answers, select.POLLIN)
         if b"\n" not in self._read and look.poll(1000 * seconds):
@@ -214,6 +249,6 @@ class ForkServer:
 
 
 def _when_installed() -> tuple[int, ...]:
-    """Changes with every package that is installed: an engine that is started again then imports what is there now."""
+    """Return a value that changes with every installed package, so that a restarted process imports the new one."""
     folders = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
     return tuple(Path(folder).stat().st_mtime_ns for folder in sorted(folders) if Path(folder).exists())

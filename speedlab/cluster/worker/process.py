@@ -1,12 +1,11 @@
-"""The process of one engine: `python -m speedlab.cluster.worker.process`, started by the launchers, or a fork of a
-process that has imported torch already (`nursery_process.py`).
+"""Process of one engine: `python -m speedlab.cluster.worker.process`, or a fork of the fork server (`fork_server.py`).
 
-1. Bind to the device's CPU cores, and start the thread of `wires.py`, before anything else starts threads.
+1. Bind to the device's CPU cores, and start the thread of `abort_connections.py`, before any other code starts threads.
 2. Import torch, while the controller is still starting.
-3. Take the controller's address from its file, and become an ipyparallel engine.
+3. Read the controller's address from its file, and become an ipyparallel engine.
 
-Progress bars in an engine are text: a widget of tqdm's would belong to the engine, to which no page is connected,
-and would stay at 0 %. `tqdm.auto`, which libraries use, asks the modules that are replaced here.
+Progress bars in an engine are text: a widget would belong to the engine, to which no page is connected, and would stay
+at 0 %. `tqdm.auto`, which libraries use, imports the modules that are replaced here.
 """
 
 from __future__ import annotations
@@ -30,21 +29,23 @@ _WIDGETS = ("tqdm.notebook", "tqdm.autonotebook")
 
 
 class TextBars(MetaPathFinder, Loader):
-    """Finds tqdm's bars for terminals where bars for notebooks are imported."""
+    """Import hook that returns tqdm's terminal bars if notebook bars are imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Return a spec for tqdm's notebook modules, None for other modules."""
         return spec_from_loader(fullname, self) if fullname in _WIDGETS else None
 
     def exec_module(self, module: ModuleType) -> None:
+        """Fill a notebook module with the terminal bars."""
         from tqdm.std import tqdm, trange
 
         vars(module).update(tqdm=tqdm, trange=trange, tqdm_notebook=tqdm, tnrange=trange)
 
 
 def use_text_bars() -> None:
-    """From now on, in this process; before anything imports tqdm's bars."""
+    """Use terminal bars in this process; call before any code imports tqdm's bars."""
     sys.meta_path.insert(0, TextBars())
 
 
@@ -53,21 +54,21 @@ _POLL_SECONDS = 0.02
 
 
 def main() -> None:
-    """Run the engine until it is told to stop."""
+    """Run the engine until the controller stops it."""
     take_place()
     remote.preload()
     serve()
 
 
 def take_place() -> None:
-    """Be the engine of the rank that the environment names; before anything starts threads."""
+    """Become the engine of the rank in the environment; call before any code starts threads."""
     processes.name_engine(int(os.environ["RANK"]))
     remote.bind_to_cores()
     wires.start_cutter()
 
 
 def serve() -> None:
-    """Work for the controller until it says to stop."""
+    """Execute tasks of the controller until it stops the engine."""
     if not os.environ.get("IPP_CONNECTION_INFO"):
         os.environ["IPP_CONNECTION_INFO"] = wait_for_controller(
             Path(os.environ["IPP_PROFILE_DIR"])
@@ -82,10 +83,10 @@ def serve() -> None:
 
 
 def leave_interrupts_to_tasks() -> None:
-    """Let SIGINT raise only inside a task's function, where `remote.call` asks for it.
+    """Let SIGINT raise only inside the function of a task, where `remote.call` allows it.
 
-    The kernel would have it raise while it handles any message. A KeyboardInterrupt in its own code goes up through the
-    event loop and ends the engine, when it comes just before the function begins.
+    By default, ipyparallel's kernel lets SIGINT raise while it handles any message. A KeyboardInterrupt in the kernel's
+    own code, just before the function begins, passes through the event loop and ends the engine.
     """
     from ipyparallel.engine.kernel import IPythonParallelKernel
 
@@ -97,7 +98,14 @@ def leave_interrupts_to_tasks() -> None:
 
 
 def wait_for_controller(path: Path) -> str:
-    """The controller's connection information, once its file is whole: it is written in place."""
+    """Wait for the controller's connection file, which is written in place; return its contents.
+
+    Args:
+        path: Connection file.
+
+    Raises:
+        SystemExit: If the file is not complete after 60 s.
+    """
     deadline = time.monotonic() + _CONTROLLER_SECONDS
     while time.monotonic() < deadline:
         try:

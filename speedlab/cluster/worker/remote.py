@@ -1,4 +1,4 @@
-"""Functions that run in the engines. They import torch and SpeedLab's engine inside their bodies only."""
+"""Functions that run in the engines. They import torch and the training engine inside their bodies only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from speedlab.cluster.worker.serialization import Globals, pack, unpack
 from speedlab.config import ConfigError, RunConfig
 
 FAILED = "__speedlab_failed__"
-"""Key that marks an answer of `call` as a failure."""
+"""Key that marks the result of `call` as a failure."""
 
 _WHOLE = {
     os.path.join("distributed", "distributed_c10d.py"): {"init_process_group", "new_group", "destroy_process_group"},
@@ -33,7 +33,7 @@ _WHOLE = {
     os.path.join("debug", "rank_debugger.py"): {"__enter__", "__exit__"},
     os.path.join("worker", "cells.py"): {"__enter__", "__exit__"},
 }
-"""Functions that have to be left to end, by the end of their file's name."""
+"""Functions that must not be interrupted, by the end of their file's path."""
 
 _LIBRARIES = tuple(
     {
@@ -41,16 +41,23 @@ _LIBRARIES = tuple(
         *(str(Path(__file__).parents[3] / package) + os.sep for package in ("speedlab", "cuda_ops")),
     }
 )
-"""Where modules lie that are imported whole or not at all; a user's own may train while it is imported."""
+"""Folders of modules whose import must not be interrupted. A user's own module can be: it may train during its
+import.
+"""
 _COMPILER = f"{os.sep}numba{os.sep}core{os.sep}"
 
 
 def call(work: bytes) -> Any:
-    """Run a function on this rank; `work` is it, its arguments and its keywords, packed. Returns its result, packed, or
-    {FAILED: RemoteFailure as a dict} when it raised.
+    """Run a function on this rank.
 
-    SIGINT raises KeyboardInterrupt only inside the function. Elsewhere in the engine it would cut a message in two, and
-    the kernel would wait for the answer for ever.
+    SIGINT raises KeyboardInterrupt only inside the function. Elsewhere in the engine it would break a message, and the
+    kernel would wait for the answer for ever.
+
+    Args:
+        work: Packed function, arguments and keyword arguments.
+
+    Returns:
+        The packed result, or {FAILED: RemoteFailure as a dict} if the function raised.
     """
     of_a_person = True
     try:
@@ -62,7 +69,7 @@ def call(work: bytes) -> Any:
             with names.kept():
                 result = function(*arguments, **keywords)
         return _packed(result)
-    except BaseException as error:  # SystemExit, too: a rank that calls exit() must not end its engine.
+    except BaseException as error:  # Also SystemExit: exit() in a function must not end the engine.
         signal.signal(signal.SIGINT, _ignore)
         if of_a_person:
             debugging.keep(error)
@@ -70,7 +77,9 @@ def call(work: bytes) -> Any:
 
 
 def _at_work() -> contextlib.AbstractContextManager[None]:
-    """What an agent has to see before it signals this engine, in a cluster of several hosts."""
+    """Record the current message for the agent, which checks it before it signals this engine; only with
+    several hosts.
+    """
     from IPython.core.getipython import get_ipython
 
     shell: Any = get_ipython()
@@ -88,7 +97,7 @@ def _packed(result: Any) -> bytes:
 
 
 def _namespace() -> dict[str, Any]:
-    """Where cells of this engine put their names."""
+    """Return the namespace of cells in this engine."""
     from IPython.core.getipython import get_ipython
 
     shell: Any = get_ipython()
@@ -105,9 +114,12 @@ def _interruptible() -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, but not where half of something would stay behind for ever: half a process group, half a
-    library, half a compiler's registry of types, a cell's limits and hooks. The cluster sends the signal again, and
-    later breaks what such a function waits for."""
+    """Raise KeyboardInterrupt, unless the code must not be interrupted.
+
+    Otherwise half of something would remain for ever: half a process group, half a library, half a compiler's type
+    registry, a cell's timeouts and hooks. The cluster sends the signal again, and later aborts what such a function
+    waits for.
+    """
     while frame is not None:
         if _is_whole(frame):
             return
@@ -116,28 +128,31 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _is_whole(frame: FrameType) -> bool:
-    """Whether what this frame does is to be done whole."""
+    """Return whether the code of this frame must not be interrupted."""
     name, file = frame.f_code.co_name, frame.f_code.co_filename
-    if name == "<module>":  # The engine's own main module is one, too, but nothing imports it.
+    if name == "<module>":  # The main module of the engine is a module, too, but it is not being imported.
         imported = frame.f_back is not None and frame.f_back.f_code.co_filename.startswith("<frozen importlib")
         return imported and file.startswith(_LIBRARIES)
     return any(name in names and file.endswith(end) for end, names in _WHOLE.items()) or _COMPILER in file
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """SIGINT between two tasks: there is nothing to interrupt."""
+    """Ignore SIGINT between two tasks."""
 
 
 def identify() -> dict[str, int]:
-    """Which rank this engine is, and its process."""
+    """Return the rank and the process id of this engine."""
     return {"rank": int(os.environ["RANK"]), "pid": os.getpid()}
 
 
 def reset(generation: int = 0) -> None:
-    """Leave the process group that an interrupt or a death has broken; the next `speedlab.comm.join()` makes one, in
-    that generation at least: on a host whose agent has just ended nobody else tells it."""
+    """Leave the process group that an interrupt or a death has broken; the next `speedlab.comm.join()` makes a new one.
+
+    Args:
+        generation: Lowest generation of the new group. Only this call sets it if the host's agent has just ended.
+    """
     if "SPEEDLAB_STORE" in os.environ:
-        with contextlib.suppress(OSError):  # On a full disk, or behind a lock, the agent or a later reset tells it.
+        with contextlib.suppress(OSError):  # With a full disk or a held lock, the agent or a later reset sets it.
             host_rendezvous.set_generation(Path(os.environ["SPEEDLAB_RENDEZVOUS"]), generation)
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available():
@@ -146,40 +161,42 @@ def reset(generation: int = 0) -> None:
         import speedlab.cluster.worker.abort_connections as wires
         from speedlab.comm import leave
 
-        # A collective may still go on in the background, and leaving would wait for it.
+        # A collective may still run in the background, and `leave` would wait for it.
         wires.cut()
         leave(failed=True)
-    # Groups are named by a counter, which leaving sets back, but a join that was cut off does not. Ranks whose counters
-    # differ would wait for each other under different names.
+    # torch names groups by a counter. `leave` resets the counter, but an interrupted `join` does not. Ranks with
+    # different counters would wait for each other under different names.
     distributed.distributed_c10d._world.group_count = 0
 
 
 def bind_to_cores() -> None:
-    """Restrict every thread of this process to the cores of SPEEDLAB_DEVICE, as far as they may be used."""
+    """Bind every thread of this process to the cores of SPEEDLAB_DEVICE, as far as they may be used."""
     cores = json.loads(os.environ["SPEEDLAB_DEVICE"])["cores"]
     if not cores or not hasattr(os, "sched_setaffinity"):
-        return  # macOS has no affinity; thread counts still hold.
+        return  # macOS has no affinity; the thread counts still apply.
     for thread in os.listdir("/proc/self/task"):
-        # A thread may have ended in between, and a control group may keep all these cores from this process.
+        # A thread may have ended, and a control group may forbid all these cores.
         with contextlib.suppress(OSError):
             os.sched_setaffinity(int(thread), cores)
 
 
 def held_runs() -> dict[str, int]:
-    """The runs that this engine holds: their folder, and the step they stand at."""
+    """Return the step of each run that this engine holds, by run folder."""
     from speedlab.trainer import run_registry
 
     return {origin_of(folder): step for folder, step in run_registry.held().items()}
 
 
 _BESIDE = (identify, reset, held_runs, debugging.post_mortem)
-"""What the cluster does by itself, and looking: these leave alone what a rank keeps of its last exception."""
+"""Functions that the cluster calls itself; they keep the last exception of a rank for its post-mortem."""
 
 
 def rebind(environment: Mapping[str, str]) -> None:
-    """Go on as one of another number of ranks, as the one that `environment` binds it to.
+    """Continue as a rank of another world size. The state of runs is freed; the next `advance` builds it for the new
+    ranks.
 
-    What this engine holds of runs is given up: the next `advance` builds it anew for the new ranks.
+    Args:
+        environment: Environment variables of the new rank.
     """
     from speedlab.trainer import run_registry
 
@@ -192,16 +209,16 @@ def rebind(environment: Mapping[str, str]) -> None:
 
 
 def use_threads() -> None:
-    """As many as the environment says, in a process whose libraries have read it before."""
+    """Set torch's number of threads from the environment, because torch may have been imported before."""
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def preload() -> None:
-    """Import torch and the training engine; an engine process does so before it reports that it is ready.
+    """Import torch and the training engine before the process reports that it is ready.
 
-    Not later: an interrupt in the middle of an import would leave modules half there.
+    A later import could be interrupted, which would leave incomplete modules.
     """
     import speedlab.engine
 
@@ -209,8 +226,18 @@ def preload() -> None:
 
 
 def try_model(config: str, file: str) -> dict[str, Any]:
-    """What `speedlab.engine.model_check.validate_model` says of the model in `file`, for the run of `config`, as
-    JSON."""
+    """Check a user's model without values; see `speedlab.engine.model_check.validate_model`.
+
+    Args:
+        config: Configuration of the run, as JSON.
+        file: File of the model.
+
+    Returns:
+        The findings as plain data.
+
+    Raises:
+        ConfigError: If the model cannot be trained or this host does not see the file.
+    """
     import torch
 
     from speedlab.engine.model_check import validate_model as go
@@ -229,7 +256,14 @@ def try_model(config: str, file: str) -> dict[str, Any]:
 
 
 def measure_disk(folder: str) -> tuple[float, float]:
-    """(bytes read, bytes written a second) of states in `folder`, or in the nearest folder above it."""
+    """Measure the disk of a folder, or of the nearest existing folder above it.
+
+    Args:
+        folder: Path of the folder.
+
+    Returns:
+        (bytes read per second, bytes written per second).
+    """
     from speedlab.offload.disk_benchmark import measure_disk as measure
     from speedlab.planner.hardware.hosts import existing
 
@@ -238,8 +272,16 @@ def measure_disk(folder: str) -> tuple[float, float]:
 
 
 def run_cell_at(door: str, code: str) -> str | None:
-    """As `run_cell`, with `breakpoint()` for whoever serves that door; "" where nobody can be asked. While somebody
-    can, no rank is late in a collective: another one may stand there."""
+    """Execute a cell; `breakpoint()` stops if a DebugServer listens. Meanwhile collectives do not time out on other
+    ranks.
+
+    Args:
+        door: Name of the DebugServer; "" for none.
+        code: Source code of the cell.
+
+    Returns:
+        The text of the last expression; None without one.
+    """
     with debugging.Breakpoints(door), _patience() if door else contextlib.nullcontext():
         return run_cell(code)
 
@@ -251,7 +293,14 @@ def _patience() -> contextlib.AbstractContextManager[None]:
 
 
 def advance(folder: str) -> str:
-    """Carry out the run's control words and train until it pauses, ends or fails; returns the state it is left in."""
+    """Execute the commands of a run and train until it pauses, finishes or fails.
+
+    Args:
+        folder: Folder of the run.
+
+    Returns:
+        The state of the run afterwards.
+    """
     from speedlab.cluster.worker.cells import LiveCells
     from speedlab.trainer.run_registry import advance as go
 
@@ -262,7 +311,15 @@ def advance(folder: str) -> str:
 
 
 def generate(folder: str, prompt: str, tokens: int, *, temperature: float = 0.8, seed: int = 0) -> str:
-    """Text that the run's model writes after `prompt`; all ranks work on it."""
+    """Generate text with the model of a run; all ranks take part.
+
+    Args:
+        folder: Folder of the run.
+        prompt: Beginning of the text.
+        tokens: Number of tokens.
+        temperature: Temperature of the sampling.
+        seed: Seed of the sampling.
+    """
     from speedlab.trainer.run_registry import generate as go
 
     return go(folder_here(folder), prompt, tokens, temperature=temperature, seed=seed)

@@ -1,7 +1,7 @@
-"""What travels to the engines by value: functions, classes and objects of a notebook, and of modules beside it.
+"""Serialize functions, classes and objects of a notebook, and of modules in its folder, by value.
 
-An engine imports what is installed, and nothing of a notebook or of the folder that a notebook works in: it may have
-started elsewhere, or have imported a version that has been edited since.
+An engine can import installed packages only. It must not import from a notebook's folder: it may run elsewhere, or may
+have imported an older version of a module.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import cloudpickle
 from speedlab.cluster.errors import ClusterError
 
 _ALWAYS_THERE = frozenset({"speedlab", "cuda_ops", "speedlab_notebook", cloudpickle.__name__})
-"""Packages that every engine has, wherever they lie."""
+"""Packages that every engine has, wherever they are installed."""
 _NAMESPACE = "the engine's namespace"
 _registering = threading.Lock()
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Functions of the notebook get the engine's namespace as the globals that they do not bring along."""
+    """Pickler that replaces the globals of a notebook by a reference to the engine's namespace."""
 
     _namespace = object()
 
@@ -42,7 +42,7 @@ class _Pickler(cloudpickle.Pickler):
         return _NAMESPACE if obj is self._namespace else None
 
     def reducer_override(self, obj: Any) -> Any:
-        # A tensor on a device of this process: the engine may know that device under another name, or not at all.
+        # Move tensors to the CPU: the engine may number devices differently, or may not have the device.
         torch = sys.modules.get("torch")
         if torch is not None and type(obj) is torch.Tensor and obj.device.type not in ("cpu", "meta"):
             return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -60,7 +60,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Globals(dict[str, Any]):
-    """Globals of functions that came from a notebook: what they brought along, then what the engine's namespace has."""
+    """Globals of functions from a notebook: first those that were sent along, then those of the engine's namespace."""
 
     def __init__(self, namespace: MutableMapping[str, Any]) -> None:
         super().__init__(__name__="__main__")
@@ -71,7 +71,7 @@ class Globals(dict[str, Any]):
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """What a function binds inside with `global` stands in the engine's namespace afterwards."""
+        """Copy what a function binds with `global` inside the block to the engine's namespace."""
         before = dict(self)
         try:
             yield
@@ -80,15 +80,23 @@ class Globals(dict[str, Any]):
 
 
 def pack(thing: Any, parts: Mapping[str, Any]) -> bytes:
-    """`thing` as bytes that `unpack` makes it of again, in a process that knows nothing of this one.
+    """Serialize an object.
 
-    `parts`: what it consists of, by the names that a person knows. Raises ClusterError naming what in it cannot travel,
-    such as a lock or an open file.
+    Args:
+        thing: Object.
+        parts: Its parts by the names that the user knows, for the error message.
+
+    Returns:
+        Bytes for `unpack`, in a process that shares no state with this one.
+
+    Raises:
+        ClusterError: If something cannot be pickled, such as a lock or an open file; names the part.
     """
     try:
         with _by_value():
             return _dump(thing)
-    except Exception:  # Something in a module may not travel: where the engines can import it, its name is enough.
+    # A module may contain something that cannot be pickled. If engines can import the module, its name is enough.
+    except Exception:
         try:
             return _dump(thing)
         except Exception as error:
@@ -102,7 +110,12 @@ def pack(thing: Any, parts: Mapping[str, Any]) -> bytes:
 
 
 def unpack(data: bytes, namespace: dict[str, Any] | None = None) -> Any:
-    """What was packed. Functions of the notebook find further globals in `namespace`."""
+    """Return the object that was packed.
+
+    Args:
+        data: Result of `pack`.
+        namespace: Further globals of functions from a notebook.
+    """
     return _Unpickler(data, {"__name__": "__main__"} if namespace is None else namespace).load()
 
 
@@ -114,7 +127,7 @@ def _dump(thing: Any) -> bytes:
 
 @contextlib.contextmanager
 def _by_value() -> Iterator[None]:
-    """Inside, functions and classes of modules that are not installed are packed by value."""
+    """Pickle functions and classes of modules that are not installed by value, inside the block."""
     with _registering:
         known = cloudpickle.list_registry_pickle_by_value()
         modules = [module for module in _modules_of_the_user() if module.__name__ not in known]
@@ -128,7 +141,7 @@ def _by_value() -> Iterator[None]:
 
 
 def _modules_of_the_user() -> list[types.ModuleType]:
-    """Imported top-level modules and packages that are not installed, but lie in a folder of the user's."""
+    """Return imported top-level modules that are not installed, but stored in a folder of the user."""
     found = []
     for name, module in list(sys.modules.items()):
         if "." in name or name in _ALWAYS_THERE or name == "__main__" or getattr(module, "__name__", None) != name:
@@ -141,7 +154,7 @@ def _modules_of_the_user() -> list[types.ModuleType]:
 
 @functools.cache
 def _is_installed(file: str) -> bool:
-    """Whether it belongs to the standard library or to an installed package."""
+    """Return whether a file belongs to the standard library or to an installed package."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = [*(sysconfig.get_path(name) for name in names), *site.getsitepackages(), site.getusersitepackages()]
     return os.path.realpath(file).startswith(tuple(os.path.realpath(folder) + os.sep for folder in folders))
@@ -151,7 +164,7 @@ def _is_installed(file: str) -> bool:
 
 
 def _fault(thing: Any) -> Exception | None:
-    """Why it cannot be packed; None when it can."""
+    """Return why an object cannot be pickled; None if it can."""
     try:
         with _by_value():
             _dump(thing)
@@ -161,7 +174,7 @@ def _fault(thing: Any) -> Exception | None:
 
 
 def _blame(thing: Any, name: str, fault: Exception, seen: set[int]) -> tuple[str, Any, Exception]:
-    """The innermost part of `thing`, of those that the user wrote, that cannot be packed: its name, itself, and why."""
+    """Return the innermost part that cannot be pickled, among those that the user wrote: name, object, error."""
     seen.add(id(thing))
     for part_name, part in _parts(thing, name):
         if id(part) not in seen and (inner := _fault(part)) is not None:
@@ -186,9 +199,9 @@ def _parts(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}[{number}]", value) for number, value in enumerate(thing))
     elif _is_the_users(thing if isinstance(thing, type) else type(thing)):
         for key, value in list(vars(thing).items()):
-            if key in ("_modules", "_parameters", "_buffers"):  # Of a module of torch: as a person writes them.
+            if key in ("_modules", "_parameters", "_buffers"):  # A torch module: name children as the user writes them.
                 yield from ((f"{name}.{child}", part) for child, part in value.items())
-            elif key not in ("__dict__", "__weakref__"):  # A class is made with new ones.
+            elif key not in ("__dict__", "__weakref__"):  # Every class has its own.
                 yield f"{name}.{key}", value
         if not isinstance(thing, type):
             yield type(thing).__name__, type(thing)

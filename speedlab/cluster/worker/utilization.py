@@ -1,6 +1,6 @@
-"""How busy engines are: the CPU time that their processes take, and their GPUs as NVML tells it.
+"""How busy engines are: CPU time of their processes, and utilization of their GPUs from NVML.
 
-Measured by who looks, between one look and the next: nothing runs while nobody looks.
+Values are computed from one look to the next. Nothing runs in between.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import psutil
 import speedlab.hardware as hardware
 
 AGAIN_SECONDS = 0.5
-"""Looks that follow each other faster, as of several pages, get what the one before got: so short a time tells
-little."""
+"""A look that follows sooner, for example from a second page, gets the last value: the interval is too short to
+measure.
+"""
 STALE_SECONDS = 30.0
-"""After so long without a look the next one begins anew: nobody wants to know the mean of an hour."""
+"""After this time without a look, measuring starts again, because a mean over a long time is of no use."""
 
 
 class Load(NamedTuple):
-    """How busy an engine is; None where nobody knows, as at the first look."""
+    """How busy an engine is; None if unknown, as at the first look."""
 
     cpu_cores: float | None = None
-    """Cores' worth of CPU time that its process took since the look before."""
+    """CPU time of its process per second since the last look, in cores."""
     gpu_share: float | None = None
-    """Share of the last moments in which its GPU computed, 0 to 1."""
+    """Share of the recent past in which its GPU computed, 0 to 1."""
 
 
 class _LastSample(NamedTuple):
@@ -38,22 +39,30 @@ class _LastSample(NamedTuple):
 
 
 class Loads:
-    """Of the processes of one host. Any thread may ask."""
+    """Load of the processes of one host. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock`: returns the time in seconds."""
         self._clock = clock
         self._seen: dict[int, _LastSample] = {}
-        """By process id."""
+        """Last sample by process id."""
         self._lock = threading.Lock()
 
     def of(self, process: psutil.Process) -> Load:
-        """How busy an engine's process is, and its GPU. Raises psutil.NoSuchProcess where it has ended."""
+        """Return how busy an engine's process and its GPU are.
+
+        Args:
+            process: Process of an engine.
+
+        Raises:
+            psutil.NoSuchProcess: If the process has ended.
+        """
         with self._lock:
             now = self._clock()
             self._seen = {pid: seen for pid, seen in self._seen.items() if now - seen.at < STALE_SECONDS}
             before = self._seen.get(process.pid)
             if before is not None and before.started != process.create_time():
-                before = None  # The number is another process's by now.
+                before = None  # The process id was reused.
             if before is not None and now - before.at < AGAIN_SECONDS:
                 return before.load
             times = process.cpu_times()
