@@ -1,4 +1,4 @@
-"""Engines on devices, their results and errors by rank, and the handle of a run. Never imports torch."""
+"""Clusters: engines on devices, results and errors by rank, and handles to runs. Never imports torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HOMES = {
     "attach": "reattach",
     "compare": "compare_runs",
 }
-"""The modules of the names; imported when first used, so that an engine process does not import the kernel's side."""
+"""Module of each name, imported at its first use, so that an engine does not import the kernel's side."""
 
 
 def __getattr__(name: str) -> Any:

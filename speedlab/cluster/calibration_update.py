@@ -1,4 +1,4 @@
-"""A run that ended teaches the planner about this machine: from the run's folder to the user's calibration."""
+"""Update this machine's calibration of the planner from the records of a run."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from speedlab.telemetry.run_shape import present_config
 
 
 def learn_from(run: RunFolder, *, folder: Path | None = None) -> str:
-    """Learn from the run and keep it in this machine's calibration; returns what was predicted and measured, in a line.
+    """Learn from a run and store the result in this machine's calibration.
 
-    `folder`: of the calibration; the user's cache when left out. Raises ConfigError when there is nothing to learn from
-    or nothing to learn for: no calibration, too few steps, a shape that changed on the way, another model than the
-    built-in one.
+    Args:
+        run: Folder of the run.
+        folder: Folder of the calibration; None for the user's cache.
+
+    Returns:
+        One line with the predicted and the measured step time.
+
+    Raises:
+        ConfigError: If there is no calibration, too few steps, a change of layout or stage, a simulated link, or a
+            model other than the built-in one.
     """
     calibration = store.load(folder)
     if calibration is None:

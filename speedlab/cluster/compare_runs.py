@@ -1,4 +1,4 @@
-"""Runs side by side, in Python: figures, what each has come to, and the settings in which they differ."""
+"""Compare runs in Python: figures, results, and the settings in which they differ."""
 
 from __future__ import annotations
 
@@ -32,10 +32,17 @@ if TYPE_CHECKING:
 
 
 class Comparison:
-    """Two or more runs, as they stand whenever somebody asks. As the last line of a cell it shows itself."""
+    """Two or more runs with their current records. Displays itself as the last expression of a cell."""
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
-        """Raises RunError for fewer than two runs, for one that is there twice, and for too many."""
+        """Compare the runs of these feeds.
+
+        Args:
+            feeds: One feed per run.
+
+        Raises:
+            RunError: If there are fewer than two runs, too many, or one twice.
+        """
         paths = [feed.folder.path for feed in feeds]
         if len(set(paths)) < len(paths):
             twice = next(path for path in paths if paths.count(path) > 1)
@@ -45,27 +52,27 @@ class Comparison:
             raise RunError(f"{told}; 2 to {MOST_COMPARED} are compared, as in speedlab.compare('a', 'b')")
         self.feeds = list(feeds)
         self.version = 0
-        """Counts the polls that found something."""
+        """Number of polls that found something new."""
         self._lock = threading.Lock()
         self._histories = [History() for _ in feeds]
         self._looks: list[RunStanding | None] = [None for _ in feeds]
 
     @property
     def settings(self) -> RunsSideBySide:
-        """The settings in which they differ: rows of `name` and `values`, a value for each run."""
+        """Settings that differ: rows of `name` and `values`, with one value per run."""
         return settings_table(self._now())
 
     @property
     def facts(self) -> RunsSideBySide:
-        """What each has come to: step, loss, speed, memory."""
+        """Results of each run: step, loss, speed, memory."""
         return facts_table(self._now())
 
     def figures(self) -> dict[str, Figure]:
-        """Loss, throughput, memory and anatomy of all of them, as plotly takes them."""
+        """Return plotly figures of all runs: loss, throughput, memory and parts of a step."""
         return compared_figures(self._now())
 
     def kept(self) -> dict[str, Any]:
-        """MIME types for where nothing runs: a picture, and the picture with tables."""
+        """Return MIME data for pages without a kernel: a picture, and the picture with tables."""
         looks = self._now()
         svg, html = compared_overview(looks)
         text = "\n\n".join(str(table) for table in (facts_table(looks), settings_table(looks)))
@@ -73,12 +80,12 @@ class Comparison:
 
     @property
     def run_data(self) -> dict[str, object]:
-        """Names the runs to pages, under RUN_MIME."""
+        """Ids of the runs for pages, stored under RUN_MIME."""
         paths = [feed.folder.path for feed in self.feeds]
         return {"version": 1, "runs": list(map(run_id, paths)), "names": [path.name for path in paths]}
 
     def make_known(self) -> None:
-        """Let the Jupyter server know the runs by their ids; where that cannot be, it does not draw them."""
+        """Register the runs with the Jupyter server by their ids; without that, it does not display them."""
         with contextlib.suppress(OSError):
             root().mkdir(mode=0o700, parents=True, exist_ok=True)
             for feed in self.feeds:
@@ -95,29 +102,38 @@ class Comparison:
 
     @property
     def name(self) -> str:
+        """Names of the runs."""
         return " · ".join(feed.folder.name for feed in self.feeds)
 
     @property
     def folder(self) -> Comparison:
-        """Whose `name` and `read_status` a dashboard asks for."""
+        """This object: it has the `name` and `read_status` that a dashboard needs of a folder."""
         return self
 
     @property
     def status(self) -> Status:
-        """Of all of them: it rests when each does."""
+        """Status of all runs together: at rest when every run rests."""
         return _together([feed.status for feed in self.feeds])
 
     def read_status(self) -> Status:
-        """The same, out of their folders. Raises RunFolderError for one that is damaged."""
+        """Read the status of all runs from their folders.
+
+        Raises:
+            RunFolderError: If a folder is damaged.
+        """
         return _together([feed.folder.read_status() for feed in self.feeds])
 
     @property
     def looks(self) -> list[RunStanding]:
-        """How each stood when it was last polled."""
+        """State of each run at the last poll."""
         return [look for look in self._looks if look is not None]
 
     def poll(self, *, files: bool = False) -> bool:
-        """Take in what is new, as Feed.poll does; True when there was something. Any thread may."""
+        """Read new records; return whether there were any. Thread-safe.
+
+        Args:
+            files: Whether to read the files, too; see `Feed.poll`.
+        """
         news = False
         with self._lock:
             for number, (feed, history) in enumerate(zip(self.feeds, self._histories, strict=True)):
@@ -129,7 +145,7 @@ class Comparison:
         return news
 
     def close(self) -> None:
-        """Leave the streams of the runs."""
+        """Close the streams of the runs."""
         for feed in self.feeds:
             feed.close()
 
@@ -141,14 +157,19 @@ class Comparison:
 def _together(statuses: Sequence[Status]) -> Status:
     states = [status.state for status in statuses]
     computing = [state for state in states if state not in RESTING]
-    # Of those that rest, one that may go on: what is pictured at rest is pictured anew when that has ended.
+    # All rest: prefer a paused run, which may continue, so that a picture made now is updated after the run has ended.
     return Status(state=(computing or [state for state in states if state is RunState.PAUSED] or states)[0])
 
 
 def compare(*runs: Run | RunFolder | str | os.PathLike[str]) -> Comparison:
-    """Two to eight runs side by side: handles, or the names or folders of runs.
+    """Compare two to eight runs.
 
-    Raises RunError where there is no such run, or one is there twice, RunFolderError for a folder that cannot be read.
+    Args:
+        *runs: Handles, or names or folders of runs.
+
+    Raises:
+        RunError: If there is no such run, or one is given twice.
+        RunFolderError: If a folder cannot be read.
     """
     folders = [run.folder if isinstance(run, Run) else _folder(run) for run in runs]
     return Comparison([Feed(folder) for folder in folders])

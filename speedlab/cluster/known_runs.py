@@ -1,4 +1,4 @@
-"""Which runs a cluster was given, and where their folders are: how a new kernel finds them again."""
+"""Registry of the runs of a cluster, with their folders, so that a new kernel finds them."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from speedlab.telemetry.run_folder import (
 _REMEMBERED_RUNS = 100
 _SEEN_RUNS = 500
 _MOST_BYTES = 2**23
-"""More than so many paths take, however long they are."""
+"""More than the longest possible list of paths."""
 _SEEN_FILE = ".runs-seen.json"
-"""Beside the clusters' folders; no cluster may have a name that begins so."""
+"""File next to the folders of clusters; no cluster name begins with a dot."""
 
 
 RUN_MIME = "application/vnd.speedlab.run+json"
-"""Names a run to pages of a Jupyter server with our extension, which show it live through that."""
+"""MIME type that names a run to a Jupyter page; with our server extension, the page displays the live run."""
 
 
 class RunError(RuntimeError):
-    """The run cannot do what was asked; the message says where it stands and what to do."""
+    """The run cannot do what was asked. The message says its state and what to do."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the frames that found it out say nothing more."""
+        """Return what IPython shows: only the message, because the frames are internal."""
         return [f"{type(self).__name__}: {with_more(self)}"]
 
 
 class KnownCluster(Protocol):
-    """A cluster, as far as it is known by its folder and its token."""
+    """The part of a cluster that identifies it: folder, name and token."""
 
     @property
     def directory(self) -> Path: ...
@@ -53,25 +53,35 @@ class KnownCluster(Protocol):
 
 
 def run_id(path: Path) -> str:
-    """The id of a run's folder, by which pages name it: it says nothing of where that is."""
+    """Return the id of a run folder for pages; it does not reveal the path."""
     return hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
 
 
 def run_data(path: Path) -> dict[str, object]:
-    """A run's folder under RUN_MIME."""
+    """Return the data of a run for RUN_MIME."""
     return {"version": 1, "run": run_id(path), "name": path.name}
 
 
 def remember_run(cluster: KnownCluster, path: Path) -> None:
-    """Note in the cluster's own folder where this run is, so that a kernel in another directory finds it."""
+    """Record a run in the cluster's folder, so that a kernel in another directory finds it.
+
+    Args:
+        cluster: Cluster of the run.
+        path: Folder of the run.
+    """
     paths = [str(path), *(str(known) for known in remembered_runs(cluster) if known != path)]
     write_atomically(_runs_file(cluster), json.dumps({"runs": paths[:_REMEMBERED_RUNS]}))
     note_seen(cluster.directory.parent, path)
 
 
 def remembered_runs(cluster: KnownCluster) -> list[Path]:
-    """Folders of the runs this cluster was given, newest first; some may be gone. Where its list is damaged, those of
-    the person's registry that it holds or has held, as far as its token is known."""
+    """Return the run folders of this cluster, newest first; some may be deleted.
+
+    If the list is damaged, return the runs in the user's registry with the token of this cluster.
+
+    Args:
+        cluster: Cluster with or without a known token.
+    """
     paths = _paths_in(_runs_file(cluster))
     if paths is None:
         seen = _opened(seen_runs(cluster.directory.parent)) if cluster.token else []
@@ -80,20 +90,27 @@ def remembered_runs(cluster: KnownCluster) -> list[Path]:
 
 
 def note_seen(root: Path, path: Path) -> None:
-    """Note a run's folder in the registry of a person, which outlives clusters. `root`: the folder of all clusters."""
-    # Two clusters may write at once; the list that loses a line has it again with that run's next start.
+    """Record a run folder in the user's registry, which outlives clusters.
+
+    Args:
+        root: Folder of all clusters.
+        path: Folder of the run.
+    """
+    # Two clusters may write at once and lose a line. The next start of that run adds it again.
     paths = [str(path), *(str(known) for known in seen_runs(root) if known != path)]
     write_atomically(root / _SEEN_FILE, json.dumps({"runs": paths[:_SEEN_RUNS]}))
 
 
 def seen_runs(root: Path) -> list[Path]:
-    """Folders of the runs that any cluster of a person was given, newest first; some may be gone. A damaged registry
-    is an empty one: it is written anew with the next run."""
+    """Return the run folders of all clusters of the user, newest first; some may be deleted.
+
+    A damaged registry counts as empty; the next run replaces it.
+    """
     return _paths_in(root / _SEEN_FILE) or []
 
 
 def _paths_in(file: Path) -> list[Path] | None:
-    """None where it is damaged."""
+    """Return the paths in a list; None if it is damaged."""
     with contextlib.suppress(RunFolderError):
         paths = read_object(file, _MOST_BYTES, missing={"runs": []}).get("runs")
         if isinstance(paths, list):
@@ -102,17 +119,17 @@ def _paths_in(file: Path) -> list[Path] | None:
 
 
 def _runs_file(cluster: KnownCluster) -> Path:
-    """Beside the cluster's own files."""
+    """Return the path of the list in the cluster's folder."""
     return cluster.directory / "runs.json"
 
 
 def remembered_folders(cluster: KnownCluster) -> list[RunFolder]:
-    """The runs this cluster was given that are still there, newest first."""
+    """Return the existing runs of this cluster, newest first."""
     return _opened(remembered_runs(cluster))
 
 
 def known_folders(cluster: KnownCluster) -> list[RunFolder]:
-    """The runs this cluster was given and those in ./runs, but for those that cannot be read."""
+    """Return the readable runs of this cluster and those in ./runs."""
     return _opened([*remembered_runs(cluster), *(path.resolve() for path in find_runs("runs"))])
 
 
@@ -121,26 +138,31 @@ def _opened(paths: list[Path]) -> list[RunFolder]:
     for path in dict.fromkeys(paths):
         try:
             folder = RunFolder(path)
-            folder.read_status()  # Who asks for these folders looks at their statuses.
+            folder.read_status()  # Callers read the status, so leave out folders without a readable one.
         except (RunFolderError, PermissionError):
-            continue  # Removed since, damaged or another person's: it is not the run that is looked for.
+            continue  # Deleted, damaged or owned by another user: not the run that the caller needs.
         folders.append(folder)
     return folders
 
 
 def runs_here(folder: RunFolder, cluster: KnownCluster) -> bool:
-    """Whether the engines that hold this run's state are those of `cluster`."""
+    """Return whether the engines of `cluster` hold the state of this run.
+
+    Args:
+        folder: Folder of the run.
+        cluster: The cluster.
+    """
     return folder.read_status().token == cluster.token
 
 
 def saved_step(folder: RunFolder) -> int | None:
-    """The step of the checkpoint from which the run would go on in other engines."""
+    """Return the step of the newest checkpoint; None without one."""
     kept = newest(folder.path / "checkpoints")
     return kept.step if kept is not None else None
 
 
 def refuse_second_run(cluster: KnownCluster) -> None:
-    """Raise ClusterError while a run is under way on these engines."""
+    """Raise ClusterError if a run is active on these engines."""
     for folder in known_folders(cluster):
         status = folder.read_status()
         if status.state not in RESTING and runs_here(folder, cluster):

@@ -1,4 +1,4 @@
-"""A cell between two steps, as a Run hands it out: what the ranks said in it, once they have."""
+"""LiveCell: the kernel's handle to a cell between two steps, with the output of the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LiveCell:
-    """The answer to `run.live`, once there is one: `.wait()` or `await`; `said()` has all that the ranks said."""
+    """The answer to `run.live`: `.wait()` or `await`; `said()` returns all output of the ranks."""
 
     ADVICE = "The run goes on without it; run.state says what it does."
 
@@ -32,25 +32,37 @@ class LiveCell:
 
     @property
     def done(self) -> bool:
+        """Whether the ranks have answered."""
         return self.pending.done
 
     def wait(self, timeout: float | None = None) -> dict[int, str | None]:
-        """The text of the cell's last expression by rank, None where it ends in none.
+        """Wait for the cell; return the text of its last expression by rank, None without one.
 
-        Raises RankError where it failed on a rank (the run goes on all the same), RunError when the word was refused or
-        the run ended before it, TimeoutError after `timeout` seconds. An interrupt of the kernel ends the cell, and
-        pauses the run. Where the cell says `breakpoint()`, this asks for the debugger's commands, by `input`; `q`, or
-        an interrupt there, ends the cell on that rank, and the run goes on.
+        If the cell calls `breakpoint()`, this prompts for the debugger's commands with `input`. `q`, or an interrupt at
+        the prompt, ends the cell on that rank, and the run continues. An interrupt of the kernel ends the cell and
+        pauses the run.
+
+        Args:
+            timeout: Longest time to wait, in seconds; None for no limit.
+
+        Raises:
+            RankError: If the cell raised on a rank; the run continues.
+            RunError: If the command was refused, or the run ended before it.
+            TimeoutError: After `timeout` seconds.
         """
         self.wait_until_done(timeout)
         return self._texts()
 
     def wait_until_done(self, timeout: float | None = None) -> None:
-        """As `wait`, but what the ranks raised is left to look at."""
+        """Do the same as `wait`, but raise no errors of the cell; see `failures`.
+
+        Args:
+            timeout: Longest time to wait, in seconds; None for no limit.
+        """
         try:
             self._run._until(self._served, timeout, str(self.pending))
         except TimeoutError:
-            raise  # The cell goes on, and can be waited for again.
+            raise  # The cell continues, and the caller can wait again.
         except BaseException:
             self._door.close()
             raise
@@ -61,20 +73,24 @@ class LiveCell:
         return self.pending.look()
 
     def __await__(self) -> Generator[Any, None, dict[int, str | None]]:
-        self._door.close()  # A prompt would hold up what else the event loop does.
+        self._door.close()  # A prompt would block the event loop.
         yield from self.pending.__await__()
         return self._texts()
 
     def said(self) -> dict[int, CellOutcome]:
-        """What each rank said in it, as messages of Jupyter. Only once it is done. Raises ClusterError for an answer
-        that this user's engines did not write, RunFolderError for one that is damaged, or was not taken for long."""
+        """Return the output of each rank as Jupyter messages. Call only after the cell is done.
+
+        Raises:
+            ClusterError: If this user's engines did not write an answer.
+            RunFolderError: If an answer is damaged, or was removed because it was not read for long.
+        """
         if self._said is None:
             self._said = take_said(self._run.folder.path, self._cell, _read)
         return self._said
 
     @property
     def failures(self) -> dict[int, RemoteFailure]:
-        """By rank. Only once it is done; raises as `said` does."""
+        """Failures by rank, after the cell is done. Raises the errors of `said`."""
         failed = {rank: told.failure for rank, told in self.said().items() if told.failure is not None}
         try:
             return {rank: RemoteFailure.from_dict(failure) for rank, failure in failed.items()}
@@ -95,8 +111,18 @@ def _read(path: Path) -> bytes:
 
 
 def post_live(run: Run, code: str, ranks: Iterable[int] | None, *, asks: bool) -> LiveCell:
-    """Leave the cell in the run's folder and tell the ranks; see `Run.live`. Raises SyntaxError for code that is none,
-    and RunError where the run has no engines."""
+    """Write the cell to the run folder and post the command; see `Run.live`.
+
+    Args:
+        run: The run.
+        code: Source code of the cell.
+        ranks: Ranks that run it; None for all.
+        asks: Whether `breakpoint()` stops.
+
+    Raises:
+        SyntaxError: If the code is not valid.
+        RunError: If the run has no engines.
+    """
     run.check_can("live")
     compile(_as_python(code), "<live cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     cell = secrets.token_hex(8)
@@ -117,7 +143,7 @@ def post_live(run: Run, code: str, ranks: Iterable[int] | None, *, asks: bool) -
 
 
 def _as_python(code: str) -> str:
-    """With magics as the calls that IPython makes of them."""
+    """Return the code with magics replaced by the calls that IPython makes of them."""
     from IPython.core.inputtransformer2 import TransformerManager
 
     return TransformerManager().transform_cell(code)

@@ -1,7 +1,8 @@
-"""What to say when a rank ran out of memory: which rank, what tipped it, what it held, the cheapest changes that fit.
+"""Report of a rank that ran out of memory: the rank, the failed allocation, the held memory, and the cheapest changes
+that fit.
 
-What tipped it is read from the failure itself: the module whose forward raised, the functions in its traceback, the
-size in the allocator's words. What the rank held is its last ledger.
+The failed allocation is read from the failure: the module whose forward raised, the functions in the traceback, the
+size in the allocator's message. The held memory is the rank's last ledger.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from speedlab.telemetry.run_shape import present_config
 _KINDS = frozenset({"MemoryError", "OutOfMemoryError", "_ArrayMemoryError"})
 _SIGNS = ("out of memory", "can't allocate memory", "Cannot allocate memory")
 _FULL = 0.8
-"""Share of its memory that a rank held last, from which on its process's sudden end is put down to memory."""
+"""Share of its memory that a rank held last. Above this share, a sudden end of its process is attributed to memory."""
 _CATEGORY_OF = (
     (("_gather", "all_gather", "borrow", "reduce_scatter", "all_reduce"), "communication_buffers"),
     (
@@ -37,13 +38,19 @@ _CATEGORY_OF = (
     (("accumulate_grad", ".grad", "gradient_"), "gradients"),
     (("materialise", "to_empty", "reset_parameters", "build_"), "parameters"),
 )
-"""Signs in a traceback, newest call last -> the category whose tensor was asked for; else activations."""
+"""Signs in a traceback, newest call last, and the category of the requested tensor; activations without a sign."""
 _SIZE = re.compile(r"[Tt]ried to allocate (?P<number>[\d.]+) ?(?P<unit>bytes|KiB|MiB|GiB|TiB)")
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def out_of_memory_lines(error: RankError, folder: RunFolder, devices: Sequence[Device]) -> list[str]:
-    """Lines that tell of it; none when memory was not the reason."""
+    """Return lines that describe an out-of-memory failure; [] if memory was not the reason.
+
+    Args:
+        error: Error of the ranks.
+        folder: Folder of the run.
+        devices: Devices by rank.
+    """
     feed = Feed(folder)
     try:
         feed.poll(files=True)
@@ -58,13 +65,15 @@ def out_of_memory_lines(error: RankError, folder: RunFolder, devices: Sequence[D
 
 
 def _ran_out(failure: RemoteFailure, ledger: Ledger | None) -> bool:
-    if failure.kind == DIED:  # The system gives no reason when it kills.
+    if failure.kind == DIED:  # The kernel gives no reason when it kills a process.
         return ledger is not None and ledger.reported_bytes > _FULL * ledger.capacity_bytes > 0
     return failure.kind in _KINDS or any(sign in failure.message for sign in _SIGNS)
 
 
 def _told(rank: int, failure: RemoteFailure, ledger: Ledger | None) -> str:
-    """'Out of memory on rank 2: 2.0 GiB for activations in forward of blocks.3 did not fit beside 3.1 GiB (…)'."""
+    """Return 'Out of memory on rank 2: 2.0 GiB for activations in forward of blocks.3 did not fit; it held 3.1
+    GiB: …'.
+    """
     size = allocation_bytes(failure.message)
     what = "its process was ended by the system, most likely for memory;" if failure.kind == DIED else ""
     if not what:
@@ -80,7 +89,11 @@ def _told(rank: int, failure: RemoteFailure, ledger: Ledger | None) -> str:
 
 
 def tipping_category(failure: RemoteFailure) -> str:
-    """The ledger's category of the tensor that was asked for: by the innermost call that gives a sign."""
+    """Return the ledger's category of the requested tensor, from the innermost call with a known sign.
+
+    Args:
+        failure: Failure of a rank.
+    """
     for line in reversed(failure.traceback.splitlines(keepends=True)):
         for signs, category in _CATEGORY_OF:
             if any(sign in line for sign in signs):
@@ -89,17 +102,17 @@ def tipping_category(failure: RemoteFailure) -> str:
 
 
 def allocation_bytes(message: str) -> int:
-    """What an allocator says it was asked for; 0 when it does not."""
+    """Return the size in bytes that an allocator's message names; 0 if it names none."""
     found = _SIZE.search(message)
     return int(float(found["number"]) * _UNITS[found["unit"]]) if found else 0
 
 
 def _changes(feed: Feed, devices: Sequence[Device]) -> list[str]:
-    """The cheapest changes that hold less than what did not fit."""
+    """Return the cheapest changes that hold less than what did not fit."""
     said = next((event.details for event in reversed(feed.events) if event.kind == "started"), {})
     config = feed.folder.config
     if said.get("parameters", parameter_count(config.model)) != parameter_count(config.model):
-        return []  # Somebody's own model: what it holds is not known here.
+        return []  # A model of the user: the planner does not know its memory.
     dtype = said.get("dtype") or config.precision.dtype
     if dtype == "auto":
         dtype = "bfloat16" if all(device.fast_dtype == "bfloat16" for device in devices) else "float32"
@@ -107,7 +120,7 @@ def _changes(feed: Feed, devices: Sequence[Device]) -> list[str]:
         hardware = hardware_here(devices, dtype)
         setup = Setup.of_config(present_config(config, feed.events, len(devices)), len(devices), dtype=dtype)
         made = plan_setup(setup, hardware)
-        # What was predicted did not fit, whatever the device's memory says: other processes have some of it.
+        # The predicted size did not fit, even if the device has more memory: other processes use some of it.
         limit = min(made.capacity_bytes, made.heaviest.total - 1)
         spec = replace(hardware.machines.device, memory_bytes=limit)
         short = replace(hardware, machines=replace(hardware.machines, device=spec))

@@ -1,4 +1,4 @@
-"""What ranks print, folded: equal lines of several ranks become one."""
+"""Fold the output of ranks: equal lines of several ranks become one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 FOLD_SECONDS = 0.3
-"""How long a line waits for the same line of other ranks. Engines send what they print every 0.2 s."""
+"""How long a line waits for the same line of other ranks. Engines send their output every 0.2 s."""
 PARTIAL_SECONDS = 1.0
-"""How long an unfinished line waits for its end."""
+"""How long an incomplete line waits for its end."""
 MOST_LINES = 2000
-"""Lines of one rank that may wait; beyond that the oldest are left out, and a line says how many."""
+"""Maximum number of waiting lines of one rank. Beyond it the oldest are dropped, and a line reports how many."""
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r(?!\n|$)|\n)")
 
@@ -25,12 +25,13 @@ class _Line:
 
 
 class LineFolder:
-    """Folds equal lines of several ranks; pure: the clock is an argument.
+    """Folds equal lines of several ranks. Pure: the clock is an argument.
 
-    1. Text is cut into lines; each rank has one queue, so the order of a rank's lines is kept, over both streams.
+    1. Text is split into lines. Each rank has one queue for both streams, so the order of a rank's lines is kept.
     2. A line is due when every rank has it at the head of its queue, or when it has waited for FOLD_SECONDS.
-    3. A due line leaves together with the equal heads of other ranks. Among due lines, one that another rank still has
-       further down its queue goes later, so that it is folded when it comes up there; else the lowest rank goes first.
+    3. A due line is returned together with the equal heads of other ranks. Among due lines, one that another rank still
+       has further down its queue goes later, so that it is folded when it comes up there; else the lowest rank goes
+       first.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
@@ -39,7 +40,11 @@ class LineFolder:
         self._left_out: dict[int, int] = {}
 
     def expect(self, size: int) -> None:
-        """Fold the lines of ranks 0 to `size` - 1 from now on; what other ranks wrote still comes out."""
+        """Fold the lines of ranks 0 to `size` - 1 from now on; lines of other ranks are still returned.
+
+        Args:
+            size: Number of ranks.
+        """
         for rank in range(size):
             self._queues.setdefault(rank, deque())
         for rank in [rank for rank, queue in self._queues.items() if rank >= size and not queue]:
@@ -47,10 +52,18 @@ class LineFolder:
 
     @property
     def waiting(self) -> bool:
+        """Whether any text waits."""
         return bool(self._partial) or any(self._queues.values())
 
     def feed(self, rank: int, stream: str, text: str, now: float) -> None:
-        """Add what `rank` wrote to `stream`; it need not end at the end of a line."""
+        """Add text that a rank wrote; it may end inside a line.
+
+        Args:
+            rank: The rank.
+            stream: 'stdout' or 'stderr'.
+            text: The text.
+            now: Current time in seconds.
+        """
         queue = self._queues.setdefault(rank, deque())
         held = self._partial.pop((rank, stream), None)
         text = held.text + text if held else text
@@ -65,12 +78,20 @@ class LineFolder:
             self._left_out[rank] = self._left_out.get(rank, 0) + 1
 
     def end_line(self, rank: int) -> None:
-        """What `rank` has begun to write is not gone on with: what comes next stands behind it."""
+        """End the incomplete line of `rank`: later text begins a new entry."""
         for key in [key for key in self._partial if key[0] == rank]:
             self._queues.setdefault(rank, deque()).append(self._partial.pop(key))
 
     def drain(self, now: float, *, everything: bool = False) -> list[tuple[list[int], str, str]]:
-        """What is due, as (ranks, stream, text) in order; neighbours of the same ranks and stream are one entry."""
+        """Return the due lines, in order; neighbours with the same ranks and stream are one entry.
+
+        Args:
+            now: Current time in seconds.
+            everything: Whether to return waiting lines, too.
+
+        Returns:
+            (ranks, stream, text) entries.
+        """
         self._give_up_on_partial_lines(now, everything)
         out: list[tuple[list[int], str, str]] = []
         for rank in list(self._left_out):
@@ -93,7 +114,7 @@ class LineFolder:
         return min(late, key=self._comes_again, default=None)
 
     def _comes_again(self, line: _Line) -> bool:
-        """Whether a rank that has something else at its head has `line` further down."""
+        """Return whether a rank with another line at its head has `line` further down."""
         return any(
             queue and not _same(queue[0], line) and any(_same(other, line) for other in queue)
             for queue in self._queues.values()

@@ -1,4 +1,4 @@
-"""Finding a run again that was started elsewhere: its folder by name, and the engines that hold its state."""
+"""Find a run that was started elsewhere: its folder by name, and the engines that hold its state."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from speedlab.telemetry.run_folder import RunFolder, find_runs_text
 
 
 def attach(name: str | os.PathLike[str] | None = None) -> Run:
-    """The handle of a run that was started elsewhere: by an earlier kernel, or by `speedlab train`.
+    """Return the handle to a run that was started elsewhere: by an earlier kernel, or by `speedlab train`.
 
-    `name` is a run's name or folder. Without it, the run of the running cluster that is training, else its newest one.
-    A named run whose engines are gone is opened to be looked at, and to be resumed in others. Raises ClusterError when
-    no cluster is running, RunError when there is no such run.
+    Args:
+        name: Name or folder of the run. None for the training run of the running cluster, or else its newest run. A run
+            without engines is opened for reading, and can be resumed in other engines.
+
+    Raises:
+        ClusterError: If `name` is None and no cluster runs.
+        RunError: If there is no such run.
     """
     if name is None:
         cluster = Cluster.attach()
@@ -36,7 +40,15 @@ def attach(name: str | os.PathLike[str] | None = None) -> Run:
 
 
 def folder_named(name: str | os.PathLike[str], parent: Path = Path("runs")) -> RunFolder:
-    """The run folder at the path `name`, or of that name in `parent` or among the runs of a running cluster."""
+    """Return a run folder by path, or by name in `parent` or among the runs of a running cluster.
+
+    Args:
+        name: Path or name.
+        parent: Folder of runs.
+
+    Raises:
+        RunError: If there is no such run.
+    """
     places = (Path(name), parent / name)
     for path in places:
         if (path / "config.json").is_file():
@@ -49,6 +61,7 @@ def folder_named(name: str | os.PathLike[str], parent: Path = Path("runs")) -> R
         if path.name == str(name) and path.is_dir():
             return RunFolder(path)
     for path in places:
-        if path.is_dir() and path != Path(path.name):  # A folder of runs has it: it says what it lacks.
+        # The folder exists but is incomplete: RunFolder raises an error that says what is missing.
+        if path.is_dir() and path != Path(path.name):
             return RunFolder(path)
     raise RunError(f"there is no run {str(name)!r}; runs in {find_runs_text(parent.resolve())}")

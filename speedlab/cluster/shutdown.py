@@ -1,5 +1,8 @@
-"""The end of a cluster for whoever has no handle of it, as a page: a start is given up, a running one stopped, what is
-left of a dead one removed. `Cluster.stop` and `Cluster.start` share what ends processes."""
+"""End a cluster without a handle, for example from a web page: cancel a start, stop it, or remove the rest of a dead
+one.
+
+`Cluster.stop` and `Cluster.start` use `end_processes`, too.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +17,32 @@ from speedlab.cluster.supervisor.channel import Channel, ChannelClosedError, con
 from speedlab.cluster.supervisor.client import Client, OtherVersionError, SupervisorGoneError, error_of
 
 STOP_PATIENCE_SECONDS = 1.0
-"""How long processes may take to end by themselves before they are killed."""
+"""Time between SIGTERM and SIGKILL."""
 CANCEL_SECONDS = 60.0
-"""How long a supervisor may take to give back what a start has begun: hosts are told one after another."""
+"""Time limit for a supervisor to undo a start: it contacts hosts one after the other."""
 _STOP_SECONDS = 15.0
 STOP_HOSTS_SECONDS = 60.0
 
 
 class NotStartingError(ClusterError):
-    """Nobody starts the cluster, at least nobody who can be asked to leave it."""
+    """No process starts the cluster, or it cannot be asked to cancel the start."""
 
 
 def stop_seconds(state: ClusterState) -> float:
-    """How long a supervisor may take to answer Stop."""
+    """Return the time limit in seconds for a supervisor to answer Stop."""
     return STOP_HOSTS_SECONDS if state.hosts else _STOP_SECONDS
 
 
 def end_processes(home: ClusterDir, patience_seconds: float) -> None:
-    """End whatever runs of the cluster that was begun last. Raises ClusterError where something stays."""
+    """End all processes of the last cluster in this folder.
+
+    Args:
+        home: Folder of the cluster.
+        patience_seconds: Time between SIGTERM and SIGKILL.
+
+    Raises:
+        ClusterError: If a process cannot be ended.
+    """
     token = home.token
     if token is None:
         return
@@ -42,9 +53,18 @@ def end_processes(home: ClusterDir, patience_seconds: float) -> None:
 
 
 def cancel_start(home: ClusterDir) -> None:
-    """Give up a start that is under way, a place in a queue with it; whoever waits for it gets a ClusterError. Returns
-    when nothing of it is left. Raises NotStartingError, and ClusterError once the cluster is ready, or where its
-    supervisor is of another version: only that knows what it has begun on hosts."""
+    """Cancel a start in progress, including its position in a queue; return when nothing of it is left.
+
+    Callers that wait for the start get a ClusterError.
+
+    Args:
+        home: Folder of the cluster.
+
+    Raises:
+        NotStartingError: If no supervisor is starting the cluster.
+        ClusterError: If the cluster has become ready, or its supervisor has another version: only that knows what it
+            started on hosts.
+    """
     token = home.token
     try:
         channel = connect(home.supervisor_socket, m.FromSupervisor)
@@ -56,7 +76,7 @@ def cancel_start(home: ClusterDir) -> None:
         channel.send(m.Hello())
         deadline = time.monotonic() + CANCEL_SECONDS
         answer = _next(channel, deadline)
-        if isinstance(answer, m.Progress):  # Not before: one that refuses the greeting reads nothing behind it.
+        if isinstance(answer, m.Progress):  # Only now: a supervisor that refuses the greeting reads no further message.
             channel.send(m.Cancel(call=0))
         while isinstance(answer, m.Progress):
             answer = _next(channel, deadline)
@@ -65,10 +85,10 @@ def cancel_start(home: ClusterDir) -> None:
         if isinstance(answer, m.Refused) and isinstance(error := error_of(answer), OtherVersionError):
             raise error
     except ChannelClosedError:
-        pass  # It has ended, and given back what it had begun.
+        pass  # The supervisor has ended, and has undone the start.
     finally:
         channel.close()
-    # Whoever waits for the start holds the lock until it has cleaned up; it may be gone, as a kernel.
+    # A process that waits for the start holds the lock while it cleans up. It may have ended, such as a kernel.
     with home.lock():
         if home.token == token and home.read() is None:
             end_processes(home, 0.0)
@@ -82,8 +102,15 @@ def _next(channel: Channel, deadline: float) -> Any:
 
 
 def stop(home: ClusterDir, token: str) -> None:
-    """End the running cluster with this token as `Cluster.stop` does. Does nothing where another one has its name by
-    now. Raises ClusterError for one on several hosts whose supervisor has ended: only that gives hosts back."""
+    """End the running cluster with this token, as `Cluster.stop` does; do nothing if another cluster has the name now.
+
+    Args:
+        home: Folder of the cluster.
+        token: Unique id of the cluster.
+
+    Raises:
+        ClusterError: If the cluster has several hosts and its supervisor has ended: only a supervisor can return hosts.
+    """
     with home.lock():
         state = home.read()
         if state is None or state.token != token:
@@ -110,13 +137,20 @@ def _ask_to_stop(home: ClusterDir, state: ClusterState) -> None:
 
 
 def remove(home: ClusterDir) -> None:
-    """Remove the folder of a cluster that does not run, and end what is left of its processes. Raises ClusterError
-    where it runs, or something stays, and OSError."""
+    """Remove the folder of a cluster that does not run, and end its remaining processes.
+
+    Args:
+        home: Folder of the cluster.
+
+    Raises:
+        ClusterError: If the cluster runs, or a process cannot be ended.
+        OSError: If the folder cannot be removed.
+    """
     with home.lock():
         try:
             state = home.read()
         except ClusterError:
-            state = None  # A damaged one is to be removed just as well.
+            state = None  # A damaged folder is removed, too.
         if state is not None and state.running:
             raise ClusterError(f"cluster {home.name!r} runs; stop it instead")
         end_processes(home, STOP_PATIENCE_SECONDS)

@@ -1,5 +1,4 @@
-"""A link that engines of this machine pretend to have between them (`speedlab.comm.simulated_link`): what may be asked
-for, and how it is told, always as pretended."""
+"""The simulated link between engines of this machine (`speedlab.comm.simulated_link`): parse and describe it."""
 
 from __future__ import annotations
 
@@ -11,8 +10,15 @@ from speedlab.network import LinkRate
 
 
 def parse(link: str | None, *, on_hosts: bool) -> LinkRate | None:
-    """The link that was asked for; None where none was. Raises ClusterError for what is none, and where engines are on
-    hosts."""
+    """Return the requested link; None for none.
+
+    Args:
+        link: Text such as "1 Gbit/s 1 ms"; None for no link.
+        on_hosts: Whether engines run on several hosts.
+
+    Raises:
+        ClusterError: If the text is not valid, or engines run on several hosts.
+    """
     if link is None:
         return None
     if on_hosts:
@@ -27,17 +33,25 @@ def parse(link: str | None, *, on_hosts: bool) -> LinkRate | None:
 
 
 def between(devices: Sequence[Device], link: LinkRate | None) -> str:
-    """What engines on `devices` are told of the link. Raises ClusterError for GPUs, whose streams nobody holds up."""
+    """Return the link as text for engines on `devices`; "" without one.
+
+    Args:
+        devices: Devices by rank.
+        link: The link; None for none.
+
+    Raises:
+        ClusterError: If the devices are GPUs, whose transfers cannot be delayed.
+    """
     if link is not None and devices[0].kind != "cpu":
         raise ClusterError(f"link is {link}, which only CPU engines pretend; add device='cpu', or leave link out")
     return "" if link is None else str(link)
 
 
 def words(link: str) -> str:
-    """'pretend a link of 1 Gbit/s 1 ms'; '' without one."""
+    """Return 'pretend a link of 1 Gbit/s 1 ms'; '' without one."""
     return f"pretend a link of {link}" if link else ""
 
 
 def note(link: LinkRate | str | None) -> str:
-    """', over a pretended link of 1 Gbit/s 1 ms'; '' without one. Behind what a cluster is made of."""
+    """', over a pretended link of 1 Gbit/s 1 ms'; '' without one. Follows the description of a cluster."""
     return f", over a pretended link of {link}" if link else ""

@@ -1,4 +1,4 @@
-"""One row for each ZeRO stage and layout a run has been through: what was measured beside what the formula says."""
+"""Table of a run's ZeRO stages and layouts: measured bytes next to the formula, and the speed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ _STATES = ("parameters", "gradients", "optimizer")
 
 
 class StageTable(Table):
-    """Rows as `stage_table` gives them, which print as a table: bytes on a rank, measured beside the formula's."""
+    """Rows of `stage_table`, printed as a table: bytes per rank, measured next to the formula."""
 
     def head(self) -> list[str]:
+        """Return the headings of the columns."""
         layout = ["layout"] if self._has_layouts else []
         away = [f"on {place}" for place in self._places]
         return ["stage", *layout, *(f"{name} (formula)" for name in _STATES), *away, "speed", "change took"]
 
     def cells(self) -> list[tuple[str, ...]]:
+        """Return the texts of the cells, row by row."""
         return [
             (
                 f"{row['stage']}",
@@ -57,14 +59,22 @@ _NOTES = {
 
 
 def stage_table(feed: Feed, *, devices: Sequence[Device] = (), notes: Iterable[str] = ()) -> StageTable:
-    """Rows in the order in which stages and layouts were first used. `notes` follow below them.
+    """Return one row per ZeRO stage and layout, in the order of first use.
 
-    Bytes are for one rank: the largest over the ranks, at the last step of that stage and layout; `optimizer` is
-    moments and master weights together, wherever they lie; `host_bytes` and `disk_bytes` of all that is what lies
-    there; `formula_…` is what ZeRO's formula gives. `tokens_per_second` is the median
-    over warm steps: the later half of those of that stage and layout. The earlier ones also pay for what begins with a
-    run (memory, imports, the views of a notebook) or follows a change. `change_seconds` is how long changing to this
-    stage and layout took; None for the first.
+    Columns of a row:
+
+    - `parameters`, `gradients`, `optimizer`: bytes of one rank, the largest over the ranks, at the last step of that
+      stage and layout. `optimizer` is moments and master weights together, in every place.
+    - `host_bytes`, `disk_bytes`: the part of all these that is stored there.
+    - `formula_…`: the bytes that ZeRO's formula gives.
+    - `tokens_per_second`: median over warm steps, the later half of the steps. Earlier steps also pay for the start of
+      a run (memory, imports, notebook views) or for a change.
+    - `change_seconds`: time of the change to this stage and layout; None for the first.
+
+    Args:
+        feed: Records of the run.
+        devices: Devices by rank; used if the run did not report its dtype.
+        notes: Lines to print below the rows.
     """
     changes = [event for event in feed.events if event.kind == "reshaped"]
     shapes = _shapes(feed, changes)
@@ -72,7 +82,7 @@ def stage_table(feed: Feed, *, devices: Sequence[Device] = (), notes: Iterable[s
     found: dict[tuple[int, Layout], tuple[int, dict[int, list[StepRecord]]]] = {}
     for rank, records in feed.records.items():
         for record in records:
-            number = bisect_left(steps, record.step)  # Changes before this step.
+            number = bisect_left(steps, record.step)  # Number of changes before this step.
             _, ranks = found.setdefault((record.zero_stage, shapes[number][0]), (number, {}))
             ranks.setdefault(rank, []).append(record)
     table = StageTable(
@@ -93,7 +103,7 @@ _Shape = tuple[Layout, RunConfig]
 
 
 def _shapes(feed: Feed, changes: Sequence[Event]) -> list[_Shape]:
-    """Layout and configuration before the first change, and after each one."""
+    """Return layout and configuration before the first change, and after each change."""
     config = feed.folder.config
     said = next((event.details for event in feed.events if event.kind == "started"), {})
     layout = layout_in(said) or Layout(dp=max(1, len(feed.records)))
@@ -127,8 +137,9 @@ def _held(ledger: Ledger, place: str) -> int:
 
 
 def _formula(feed: Feed, stage: int, layout: Layout, config: RunConfig, devices: Sequence[Device]) -> dict[str, int]:
-    """What a rank holds by the formula, the most of them; size and dtype as the ranks reported them, else by
-    configuration."""
+    """Return the bytes of the fullest rank by the formula. Size and dtype are those that the ranks reported, else the
+    configured.
+    """
     said = next((event.details for event in feed.events if event.kind == "started"), {})
     whole = said.get("parameters")
     dtype = said.get("dtype") or config.precision.dtype

@@ -1,9 +1,4 @@
-"""A run begins: what can be wrong is looked for, its folder is made, and its cluster takes it up.
-
-Paths in the configuration of a run that starts: whether they can be used, and where they are for every process.
-
-Trying a run's own model before the run has a name: whether it can be trained, and whether it fits.
-"""
+"""Start a run: check the configuration, try the model, make the run folder, and submit the run."""
 
 from __future__ import annotations
 
@@ -32,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def check_offload_folder(config: RunConfig) -> None:
-    """Raises ConfigError where states shall go to a folder of this host that cannot take them."""
+    """Raise ConfigError if states are to be offloaded to a folder of this host that cannot store them."""
     folder = config.offload.folder
     if folder is None or "disk" not in (config.offload.optimizer, config.offload.parameters):
         return
@@ -45,7 +40,7 @@ def check_offload_folder(config: RunConfig) -> None:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """The engines may run in another directory: paths of data and of states on disk are written down whole."""
+    """Return the configuration with absolute paths, because engines may run in another directory."""
     sources = config.data.source if isinstance(config.data.source, tuple) else (config.data.source,)
     absolute = tuple(
         source if source == "stdlib" or source.startswith("task:") else _absolute(source) for source in sources
@@ -63,9 +58,17 @@ def _absolute(path: str) -> str:
 
 
 def try_own_model(cluster: Cluster, config: RunConfig, path: Path | None) -> None:
-    """Let the first rank try the model on one micro-batch, and see that it fits. Waits for the rank.
+    """Let rank 0 try the model with one micro-batch without values, and check that it fits. Waits for the rank.
 
-    Raises ConfigError for what cannot be trained; warns when it could not be tried.
+    Warns if the model could not be tried.
+
+    Args:
+        cluster: Cluster that will train.
+        config: Configuration of the run.
+        path: File of the model; None for the built-in one.
+
+    Raises:
+        ConfigError: If the model cannot be trained or does not fit.
     """
     if path is None:
         return
@@ -86,7 +89,7 @@ def try_own_model(cluster: Cluster, config: RunConfig, path: Path | None) -> Non
 
 
 def _refuse_what_does_not_fit(cluster: Cluster, config: RunConfig, found: Mapping[str, Any]) -> None:
-    """Raise ConfigError when its states alone are more than a device holds, or whole copies more than the host."""
+    """Raise ConfigError if the model states exceed a device, or whole copies of the model exceed the host."""
     layout, parameters, nbytes = config.layout(cluster.size, built_in=False), found["parameters"], found["nbytes"]
     counts = parameters_by_rank(config, layout, whole=parameters)
     states = rank_states(config, layout, counts, stage=config.zero.stage, dtype=found["dtype"])
@@ -112,10 +115,23 @@ _SPARE_BYTES = 64 * 2**20
 
 
 def start_run(cluster: Cluster, config: RunConfig, **given: Any) -> Run:
-    """Start a new run on all ranks of `cluster`; returns when it has begun.
+    """Start a new run on all ranks; return after it was submitted.
 
-    `given`: `model`, `loss` and `tp_plan`, as far as the user gave them. Everything that can be wrong is looked for
-    before the run takes its name: raises ConfigError, LayoutError, RunFolderError or ClusterError.
+    1. Check layout, batch, data and paths.
+    2. Try a model of the user.
+    3. Make the run folder, which takes the name of the run.
+    4. Submit the run. If that fails, remove the folder.
+
+    Args:
+        cluster: Cluster that trains.
+        config: Configuration of the run.
+        **given: `model`, `loss` and `tp_plan`, if the user gave them.
+
+    Raises:
+        ConfigError: If the configuration or the model is not valid.
+        LayoutError: If the layout does not fit the engines.
+        RunFolderError: If the folder cannot be made.
+        ClusterError: If another run is active, or an engine is dead.
     """
     from speedlab.data import check
 
@@ -136,13 +152,13 @@ def start_run(cluster: Cluster, config: RunConfig, **given: Any) -> Run:
             cluster.runs.begin(folder.path)
         except BaseException:
             if not _has_begun(cluster, folder.path):
-                shutil.rmtree(folder.path)  # Nothing has run in it; its name is free again.
+                shutil.rmtree(folder.path)  # No rank has used the folder, so the name can be used again.
             raise
     return Run(folder, cluster)
 
 
 def _has_begun(cluster: Cluster, folder: Path) -> bool:
-    """Whether ranks work on it though an interrupt came before that was told."""
+    """Return whether ranks work on the run, although an interrupt hid the answer."""
     try:
         return cluster.runs.standing(folder).active
     except Exception:
