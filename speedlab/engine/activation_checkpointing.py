@@ -1,15 +1,14 @@
-"""Where the input of a block that is computed again waits for backward: on the device as it is, or
+"""Activation checkpointing and torch.compile of blocks, and the storage of checkpointed inputs.
 
-1. cut over the tensor ranks, which all have the same: each keeps its 1/tp, and before the block is computed again they
-   gather it (Megatron-LM's distributed saved activations; the partitioned activations of arXiv:1910.02054, section
-   6.1);
-2. in the host's memory, what is left of it.
+`BlockWrapper` changes a block's forward in one visible order: torch.compile inside, activation checkpointing around it,
+and input storage outermost. Collectives cause graph breaks, and torch compiles nothing of a checkpoint whose inside
+breaks. So checkpointing is around compile, and backward recomputes the compiled forward.
 
-Changes to a unit's forward, applied in one visible order: torch.compile inside, activation checkpointing around it,
-and outermost where its inputs wait for backward.
+`KeptInputs` stores the inputs of checkpointed blocks until backward, on the device unchanged, or:
 
-Exchanges between ranks break a block's graph, and torch compiles nothing of a checkpoint whose inside breaks: so that
-is around, and the forward that backward computes again is the compiled one.
+1. Sharded over the tensor ranks, which have equal inputs: each keeps 1/tp, and a gather precedes the recomputation
+   (Megatron-LM's distributed saved activations; partitioned activations of arXiv:1910.02054, section 6.1).
+2. In host memory, what remains of it.
 """
 
 from __future__ import annotations
@@ -38,45 +37,57 @@ from speedlab.parallel.zero import Zero
 from speedlab.parallel.zero.units import Unit
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes."""
+"""Integer dtype by bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """What a rank has of an input."""
+    """A rank's part of a stored input."""
 
     tensor: Tensor
     shape: torch.Size | None
-    """Of the whole, where `tensor` is this rank's part of it."""
+    """Shape of the whole, if `tensor` is this rank's shard of it."""
     device: torch.device
 
 
 class KeptInputs:
-    """How inputs of checkpointed blocks wait."""
+    """The storage of inputs of checkpointed blocks."""
 
     def __init__(self, *, ranks: Group | None, stores: StoreRegistry | None) -> None:
-        """`ranks`: those over which they are cut; `stores`: of the host's memory; None where there is no such thing."""
+        """Choose the storage.
+
+        Args:
+            ranks: Ranks over which inputs are sharded; None does not shard.
+            stores: Host memory for inputs; None keeps them on the device.
+        """
         self._ranks, self._stores = ranks, stores
         self._compared: set[nn.Module] = set()
 
     def around(self, forward: Callable[..., Any], module: nn.Module, name: str) -> Callable[..., Any]:
-        """`forward` of a checkpointed block, `name` in its model, whose positional arguments wait so.
+        """Wrap the forward of a checkpointed block so that its positional arguments are stored.
 
-        Raises ConfigError in the first forward where tensor ranks have different inputs, on all of them."""
+        Args:
+            forward: The forward to wrap.
+            module: The block.
+            name: Name of the block in its model.
+
+        Returns:
+            The wrapped forward. Its first call raises ConfigError, on all ranks, if tensor ranks have different inputs.
+        """
 
         @functools.wraps(forward)
         def keeping(*args: Any, **kwargs: Any) -> Any:
             if not (torch.is_grad_enabled() and module.training):
                 return forward(*args, **kwargs)
             given = [each for each in args if isinstance(each, Tensor)]
-            # What needs no gradient all blocks are given, and somebody waits for that of a leaf: both stay as they are.
+            # Inputs without gradients are shared by all blocks, and a leaf's gradient has a user: both stay unchanged.
             streams = [each for each in given if each.requires_grad and not each.is_leaf]
             if self._ranks is not None and module not in self._compared:
                 for each in streams:
                     _refuse_different(each, self._ranks, name)
                 self._compared.add(module)
             known, cut = ({_place(each) for each in some} for some in (given, streams))
-            # Of a compiled block other tensors come, too: parameters.
+            # A compiled block also saves other tensors, such as parameters.
             leave = lambda saved: self._leave(saved, cut=_place(saved) in cut) if _place(saved) in known else saved  # noqa: E731  # one expression
             with saved_tensors_hooks(leave, self._come):
                 return forward(*args, **kwargs)
@@ -89,11 +100,11 @@ class KeptInputs:
             flat = kept.reshape(-1)
             width = -(-len(flat) // self._ranks.size)
             part = flat[width * self._ranks.index :][:width]
-            # A copy: the whole is to go.
+            # A copy, so that the whole tensor can be freed.
             kept, shape = F.pad(part, (0, width - len(part))) if len(part) < width else part.clone(), saved.shape
         if self._stores is not None and saved.device.type == "cuda" and kept.numel() > 0:  # 2
-            # Copies run on a stream of their own, in order, so that neither the host nor what the device computes waits
-            # for the way there.
+            # Copies run in order on their own stream, so that neither the host nor the device waits
+            # for the transfer.
             source = kept.contiguous()
             kept = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self._stores.hold(self._stores.copies.to_host(source, kept))
@@ -106,18 +117,27 @@ class KeptInputs:
             return packed
         here = packed.tensor
         if here.device != packed.device:
-            assert self._stores is not None  # It is there.
+            assert self._stores is not None  # Set, because an input was stored in it.
             here = torch.empty(packed.tensor.shape, dtype=packed.tensor.dtype, device=packed.device)
             self._stores.copies.to_device(packed.tensor, here).wait()
         if packed.shape is None:
             return here
-        assert self._ranks is not None  # They cut it.
+        assert self._ranks is not None  # Set, because the input was sharded.
         return self._ranks.gather_along(here, 0)[: packed.shape.numel()].view(packed.shape)
 
 
 def kept_inputs_of(config: RunConfig, mesh: Mesh, stores: StoreRegistry) -> KeptInputs | None:
-    """How inputs of checkpointed blocks wait under this configuration; None where they stay as they are."""
-    # Under sequence parallelism each tensor rank has its own tokens of them.
+    """Return the storage of checkpointed inputs.
+
+    Args:
+        config: The configuration of the run.
+        mesh: The process groups.
+        stores: The stores of this rank.
+
+    Returns:
+        The storage; None if inputs stay unchanged.
+    """
+    # With sequence parallelism each tensor rank already has only its own tokens.
     cut = config.activation.partition_inputs and mesh.layout.tp > 1 and not config.parallel.sequence
     away = config.offload.activations == "host"
     if not (cut or away):
@@ -130,12 +150,12 @@ def _place(tensor: Tensor) -> tuple[int, torch.Size]:
 
 
 def _refuse_different(x: Tensor, ranks: Group, name: str) -> None:
-    """Raise ConfigError unless all `ranks` have the same bits."""
+    """Raise ConfigError unless all `ranks` have equal bits."""
     if isinstance(x, FakeTensor) or x.element_size() not in _INTEGERS:
         return
     bits = x.detach().contiguous().view(_INTEGERS[x.element_size()]).sum(dtype=torch.int64)
     every = ranks.gather_along(bits[None], 0)
-    if bool((every != bits).any()):  # The host waits for the device, once.
+    if bool((every != bits).any()):  # One sync per block, in its first forward.
         raise ConfigError(
             f"activation.partition_inputs: the input of {name} is not the same on all {ranks.size} tensor ranks, so "
             "that no rank's part of it would be the others'; give units that are whole blocks, or set "
@@ -144,7 +164,7 @@ def _refuse_different(x: Tensor, ranks: Group, name: str) -> None:
 
 
 class BlockWrapper:
-    """Keeps the forwards it replaced, so that `undo` gives the user's module back as it was."""
+    """A wrapper of block forwards that stores the originals, so that `undo` restores the user's module."""
 
     def __init__(
         self,
@@ -155,7 +175,18 @@ class BlockWrapper:
         device: torch.device,
         inputs: KeptInputs | None = None,
     ) -> None:
-        """`inputs`: how the inputs of checkpointed blocks wait for backward; None leaves them as they are."""
+        """Wrap the forwards of all blocks.
+
+        Args:
+            zeros: The partitioners, which define the blocks.
+            checkpointing: As in `activation.checkpointing`.
+            compile: Whether to compile blocks.
+            device: The device of this rank.
+            inputs: Storage of checkpointed inputs; None leaves them unchanged.
+
+        Raises:
+            ConfigError: If `compile` has no C++ compiler on a CPU.
+        """
         self._originals: list[tuple[nn.Module, Any]] = []
         if compile and device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
             raise ConfigError(
@@ -163,12 +194,10 @@ class BlockWrapper:
                 "compile: false"
             )
         self._caching: list[Any] = []
-        """Configurations of Hugging Face's models whose cache was taken off."""
+        """Configurations of Hugging Face models whose cache was disabled."""
         if checkpointing == "none" and not compile:
             return
-        if (
-            checkpointing != "none"
-        ):  # What a block adds to a cache in its forward, it would add again when it is recomputed.
+        if checkpointing != "none":  # A recomputed block would add to a cache twice.
             configs = {id(c): c for zero in zeros if (c := getattr(zero.module, "config", None)) is not None}
             self._caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
             for config in self._caching:
@@ -178,7 +207,7 @@ class BlockWrapper:
         for zero, unit, module in blocks:
             forward = module.forward
             if compile:
-                # Drawn by torch's generator, what is dropped depends on no layout.
+                # With torch's generator, dropout does not depend on the layout.
                 forward = torch.compile(forward, options={"fallback_random": True})
             if checkpointing != "none":
                 again = _unsharded(forward, module, zero, unit)
@@ -186,12 +215,12 @@ class BlockWrapper:
             if checkpointing != "none" and inputs is not None:
                 forward = inputs.around(forward, module, names[module])
             self._originals.append((module, module.__dict__.get("forward")))
-            # Hooks stay outside, so a recomputation does not gather or release.
+            # Hooks stay outside, so that a recomputation does not gather or release.
             module.forward = _Replaced(module, forward)
 
     def undo(self) -> None:
         for module, own in self._originals:
-            del module.forward  # The class's method shows again, unless the module had one of its own.
+            del module.forward  # The class's method is visible again, unless the module had its own.
             if own is not None:
                 module.forward = own
         self._originals.clear()
@@ -201,10 +230,10 @@ class BlockWrapper:
 
 
 class _Replaced:
-    """What a module has in place of its forward. Its copies have their own, as if nothing had been replaced."""
+    """A replacement of a module's forward. Copies of the module have their original forward."""
 
     def __init__(self, module: nn.Module, forward: Any) -> None:
-        functools.update_wrapper(self, forward)  # First: it takes over what `forward` has of its own.
+        functools.update_wrapper(self, forward)  # First, because this copies the attributes of `forward`.
         self._module, self._forward = weakref.ref(module), forward
         self._own = module.__dict__.get("forward")
 
@@ -222,12 +251,12 @@ class _Replaced:
 
 
 def _forward_of(module: Any, own: Any = None) -> Any:
-    """That of its class, where it has none of its `own`."""
+    """Return the `own` forward, or that of the class."""
     return type(module).forward.__get__(module) if own is None else own
 
 
 def _unsharded(forward: Any, module: nn.Module, zero: Zero, unit: Unit) -> Any:
-    """`forward` of the unit's `module`, which a backward can also enter through a side output."""
+    """Wrap the forward of a unit's module, so that a backward through a side output also finds gathered parameters."""
     this, hooked = weakref.ref(zero), weakref.ref(module)
 
     @functools.wraps(forward)

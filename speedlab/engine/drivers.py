@@ -1,4 +1,6 @@
-"""What computes a step's micro-batches: the whole model on this rank, or the stages of a pipeline. One interface."""
+"""Drivers compute the micro-batches of a step: the whole model (`WholeModel`), or pipeline stages
+(`PipelineStages`).
+"""
 
 from __future__ import annotations
 
@@ -26,61 +28,83 @@ from speedlab.parallel.zero import map_tensors
 from speedlab.telemetry.records import Span
 
 Batch = Any
-"""A micro-batch: tokens, targets and perhaps positions of documents, (B, T) int64 each, or whatever `losses.loss_of`
-knows what to do with."""
+"""A micro-batch: tokens, targets and optionally positions of documents, (B, T) int64 each, or any form that `loss_of`
+accepts.
+"""
 
 
 class PipelineOutput(NamedTuple):
-    """What the engine's call gives under a pipeline. `logits`: (B, T, V)."""
+    """The result of an engine call under a pipeline. `logits`: (B, T, V)."""
 
     logits: Tensor
 
 
 class Driver(Protocol):
-    """Computes forwards and backwards of this rank; gradients end in the flats, summed when they are due."""
+    """The interface of forward and backward on this rank. Gradients are reduced into the flat parameters."""
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module gives for these arguments."""
+        """Run the module's forward.
+
+        Args:
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+        """
         ...
 
     def backward(self, loss: Tensor, counted_targets: Count = None, *, retain_graph: bool = False) -> None:
-        """Gradients of a micro-batch's loss, the mean over so many targets."""
+        """Compute the gradients of a micro-batch's loss.
+
+        Args:
+            loss: The mean loss.
+            counted_targets: The number of targets that the loss is the mean of; None if unknown.
+            retain_graph: As in torch.
+        """
         ...
 
     def train(self, batches: Sequence[Batch]) -> None:
-        """Forward and backward of all micro-batches of a step."""
+        """Run forward and backward of all micro-batches of a step.
+
+        Args:
+            batches: The micro-batches of this rank.
+        """
         ...
 
     def evaluate(self, batch: Batch) -> list[tuple[Tensor, Count]]:
-        """The loss of a micro-batch, without gradients, and how many targets it is the mean of; [] where another rank
-        of the pipeline has it."""
+        """Compute the loss of a micro-batch without gradients.
+
+        Args:
+            batch: The micro-batch.
+
+        Returns:
+            [(loss, counted targets)]; [] if another pipeline rank has the loss.
+        """
         ...
 
     def update(self) -> AbstractContextManager[object]:
-        """To be entered around the optimizer's update."""
+        """Return a context for the optimizer's update."""
         ...
 
     @property
     def timeline(self) -> list[Span]:
-        """What this rank did in the last step, in order; [] without a pipeline."""
+        """Return the spans of this rank in the last step, in order; [] without a pipeline."""
         ...
 
     @property
     def began(self) -> float:
-        """When it began, in seconds since the epoch; 0 without a pipeline."""
+        """Return when the last step began, in seconds since the epoch; 0 without a pipeline."""
         ...
 
     def abandon(self) -> bool:
-        """After an exception: drop what is under way. Whether gradients of earlier micro-batches were lost with it."""
+        """Drop pending work after an exception; return whether gradients of earlier micro-batches were lost."""
         ...
 
     def reconnect(self) -> None:
-        """A step that was cut off is forgotten."""
+        """Forget an interrupted step."""
         ...
 
 
 class WholeModel:
-    """Every rank holds the model's forward."""
+    """The driver for ranks that hold the model's whole forward."""
 
     began = 0.0
     timeline: list[Span] = []  # noqa: RUF012  # nothing ever writes to it
@@ -88,7 +112,15 @@ class WholeModel:
     def __init__(
         self, state: TrainingState, step: StepState, clock: PhaseClock, *, dtype: torch.dtype, loss: LossFunction | None
     ) -> None:
-        """`dtype`: what floating-point inputs are cast to. `loss`: the user's; None takes what the forward gives."""
+        """Prepare the driver.
+
+        Args:
+            state: The training state.
+            step: The step.
+            clock: Measures the phases.
+            dtype: Floating-point inputs are cast to this dtype.
+            loss: The user's loss function; None uses the result of forward.
+        """
         self._state, self._step, self._clock, self._dtype, self._loss_function = state, step, clock, dtype, loss
         (self._zero,) = state.zeros
         self._module = state.module
@@ -98,7 +130,7 @@ class WholeModel:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._step.weights.is_on and torch.is_grad_enabled():
             args, kwargs = self._counted(args, kwargs)
-        # A call without gradients and targets may generate, which needs a cache.
+        # A call without gradients and targets may generate text, which needs a cache.
         trains = torch.is_grad_enabled() or any(kwargs.get(name) is not None for name in TARGETS)
         with self._micro_batch((args, kwargs)), without_cache(self._module) if trains else nullcontext():
             kwargs = keep_separate(self._module, kwargs) if trains else kwargs
@@ -112,7 +144,7 @@ class WholeModel:
         self._backward(loss, count, again=again, retain_graph=retain_graph)
 
     def _counted(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Count the targets in the arguments of a call, and return arguments of which at least one counts."""
+        """Count the targets of a call, and return arguments in which at least one target counts."""
         args, kwargs = _by_name(self._module, args, kwargs)
         targets = targets_of(self._module, kwargs)
         self._step.weights.saw_forward(None if targets is None else targets.number)
@@ -142,7 +174,7 @@ class WholeModel:
 
     @contextmanager
     def _micro_batch(self, given: Any) -> Iterator[None]:
-        """To be entered around the forward of what was given."""
+        """Context around the forward of a micro-batch."""
         if torch.is_grad_enabled() and self._step.trains:
             self._step.data.look(given)
         for buffer in self._running_statistics:
@@ -156,16 +188,17 @@ class WholeModel:
         return tensor.to(self._dtype) if tensor.dtype == torch.float32 else tensor
 
     def _loss(self, batch: Batch) -> tuple[Tensor, Count]:
-        """The loss of a micro-batch, and how many targets it is the mean of."""
+        """Return the loss of a micro-batch, and its number of targets."""
         with self._micro_batch(batch):
             if isinstance(batch, Mapping):
                 batch = dict(batch)
             if self._loss_function is not None:
                 return loss_of(self._module, map_tensors(batch, self._cast), self._loss_function), None
             if isinstance(batch, dict):
-                # Of the whole step, as a Trainer passes it: this loss is a mean, and gets its weight afterwards.
+                # A Trainer passes the count of the whole step. Here the loss must be a mean; it gets its weight later.
                 batch.pop("num_items_in_batch", None)
-                batch = keep_separate(self._module, batch)  # Before anything is on a device, where looks would wait.
+                # Before the copy to the device, where reading values would be a sync.
+                batch = keep_separate(self._module, batch)
             targets = targets_of(self._module, batch)
             weighs = self._step.weights.is_on if torch.is_grad_enabled() else self._weighs_evaluations
             if targets is not None and weighs:
@@ -182,11 +215,11 @@ class WholeModel:
         return was
 
     def reconnect(self) -> None:
-        pass  # The Zero, which knows its passes, does it.
+        pass  # Zero forgets its own passes.
 
 
 class PipelineStages:
-    """No rank holds the model's forward: a step is one call."""
+    """The driver for a pipeline, where no rank holds the whole forward: a step is one call."""
 
     def __init__(
         self,
@@ -198,7 +231,16 @@ class PipelineStages:
         split_backward: bool,
         context: ContextParallel,
     ) -> None:
-        """`split_backward`: see `Pipeline`; `context`: of each of the stages."""
+        """Build the pipeline.
+
+        Args:
+            state: The training state.
+            step: The step.
+            clock: Measures the phases.
+            dtype: The compute dtype.
+            split_backward: As for `Pipeline`.
+            context: Context parallelism, equal for all stages.
+        """
         self._state, self._step, self._clock, self._context = state, step, clock, context
         parallel, mesh = state.config.parallel, state.mesh
         self._group = mesh["pp"]
@@ -215,7 +257,16 @@ class PipelineStages:
         )
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PipelineOutput:
-        """Logits of tokens, on every rank and without gradients."""
+        """Return the logits of tokens, on every rank and without gradients.
+
+        Args:
+            args: (tokens,), (B, T) int64.
+            kwargs: Or tokens by name.
+
+        Raises:
+            RuntimeError: With gradients enabled.
+            TypeError: For anything but tokens.
+        """
         tokens = args[0] if args else kwargs.get("input_ids", kwargs.get("tokens"))
         if torch.is_grad_enabled() or not isinstance(tokens, Tensor) or len(args) + len(kwargs) != 1:
             kind = RuntimeError if torch.is_grad_enabled() else TypeError
@@ -230,18 +281,18 @@ class PipelineStages:
         shape, dtype = group.share(described, group.size - 1)
         logits = made[0] if made else torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
         group.broadcast(logits, group.size - 1)
-        return PipelineOutput(logits[:, : tokens.shape[1]])  # Without what pads them.
+        return PipelineOutput(logits[:, : tokens.shape[1]])  # Without padding.
 
     @property
     def _token_share(self) -> int:
-        """Of how many tensor ranks each has its tokens of an activation."""
+        """Return over how many tensor ranks the tokens of an activation are split."""
         return self._state.layout.tp if self._state.config.parallel.sequence else 1
 
     def _own_length(self, length: int) -> int:
         return -(-self._context.own_length(length) // self._token_share)
 
     def _check_length(self, length: int) -> None:
-        """On all ranks, of which only some embed the tokens: the others would wait for theirs."""
+        """Check the sequence length on all ranks, because only some of them embed the tokens."""
         layout = self._state.layout
         if layout.cp > 1:
             self._context.check_length(length)
@@ -285,8 +336,10 @@ class PipelineStages:
         return [(loss, count) for loss in losses]
 
     def _parts(self, batch: Batch) -> tuple[Tensor, ...]:
-        """Tokens, targets and perhaps positions. What is wrong with them is found on all ranks, of which only some
-        embed them."""
+        """Return tokens, targets and optionally positions.
+
+        Errors appear on all ranks, although only some embed the tokens.
+        """
         return pipeline_parts(batch, cast(StageModule, self._state.modules[0]), self._state.layout)
 
     def update(self) -> AbstractContextManager[object]:
@@ -309,10 +362,17 @@ class PipelineStages:
 
 
 def driver_of(state: TrainingState, step: StepState, clock: PhaseClock, loss: LossFunction | None) -> Driver:
-    """What computes under this layout. `loss`: the user's; None takes what the forward gives."""
+    """Return the driver for the layout.
+
+    Args:
+        state: The training state.
+        step: The step.
+        clock: Measures the phases.
+        loss: The user's loss function; None uses the result of forward.
+    """
     if state.layout.pp == 1:
         return WholeModel(state, step, clock, dtype=state.dtype, loss=loss)
-    # Where a block computes its forward anew or is compiled, either half of a backward would do all of it.
+    # With recomputation or compile, either half of a split backward would do all of its work.
     modules = (module for part in state.modules for module in part.modules())
     tiled = any(isinstance(module, FeedForward) and module.tile is not None for module in modules)
     config = state.config
@@ -327,13 +387,13 @@ def driver_of(state: TrainingState, step: StepState, clock: PhaseClock, loss: Lo
 
 
 def _running_statistics(module: nn.Module) -> list[Tensor]:
-    """Of batch norms, which follow rank 0 as under DistributedDataParallel."""
+    """Return the buffers of batch norms, which follow rank 0 as in DistributedDataParallel."""
     norms = [m for m in module.modules() if isinstance(m, _NormBase)]
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]
 
 
 def _number_of(module: nn.Module, parts: tuple[Tensor, ...]) -> Count:
-    """How many targets count."""
+    """Return the number of counted targets."""
     targets = targets_of(module, parts)
     return None if targets is None else targets.number
 
@@ -346,10 +406,10 @@ def _with_one_counted(module: nn.Module, parts: tuple[Tensor, ...]) -> tuple[Ten
 def _by_name(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same call by names of the forward's parameters, if all of its arguments have one."""
+    """Return the same call with keyword arguments, if all arguments have names."""
     try:
         bound = inspect.signature(module.forward).bind_partial(*args)
-    except (TypeError, ValueError):  # The call itself says what is wrong.
+    except (TypeError, ValueError):  # The call itself raises the error.
         return args, kwargs
     unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY)
     if any(bound.signature.parameters[name].kind in unnamed for name in bound.arguments):

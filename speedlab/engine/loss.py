@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: what a model's forward takes and gives, and a function of the user's for all others."""
+"""The loss of a micro-batch: the contract of a model's forward, or a user's loss function."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from speedlab.models.labels import Labels, is_known, label_rule
 from speedlab.models.packing import IGNORED, check_documents, check_positions
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
-"""`loss(model, batch)`: the mean loss of a micro-batch, one number. It calls the model."""
+"""`loss(model, batch)`: calls the model and returns the mean loss of a micro-batch, a scalar."""
 
 CONTRACT = """\
 What a model's forward takes and gives is one of these:
@@ -44,16 +44,24 @@ _LOSS_CONTRACT = (
 
 
 def loss_of(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
-    """The loss of one micro-batch, one number that can be differentiated.
+    """Return the differentiable loss of one micro-batch, a scalar.
 
-    1. With `loss`, what it gives for the model and the batch, whatever that is.
-    2. A dict of tensors is the model's keyword arguments.
-    3. Of tokens and targets the model gets both. A model that takes `input_ids` and `labels`, as Hugging Face's, gets
-       them so that target t belongs to output t, also if its own loss moves labels by one place.
-    4. Positions of documents, the third of a batch, are passed as `positions`, to Hugging Face's as `position_ids`.
+    1. With `loss`: its result for the model and the batch, of any kind.
+    2. A dict of tensors: the model's keyword arguments.
+    3. Tokens and targets: the model gets both. A model with `input_ids` and `labels`, as in Hugging Face, gets them so
+       that target t belongs to output t, even if its own loss shifts labels.
+    4. Positions of documents, the third item of a batch: passed as `positions`, to Hugging Face's models as
+       `position_ids`.
 
-    Caches of models of transformers are off meanwhile, because packed documents would see each other through them.
-    Raises ConfigError, with what would do, for any other batch and for what is no loss.
+    Caches of transformers models are off meanwhile, because packed documents would see each other through a cache.
+
+    Args:
+        model: The model.
+        batch: The micro-batch.
+        loss: The user's loss function, or None.
+
+    Raises:
+        ConfigError: For any other batch, and for a result that is no loss.
     """
     with without_cache(model):
         return _loss_of(model, batch, loss)
@@ -74,8 +82,10 @@ def _loss_of(model: nn.Module, batch: Any, loss: LossFunction | None) -> Tensor:
 
 
 def _call(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Any:
-    """The model's output for tokens and targets. Raises ConfigError for a forward that takes no targets, or would not
-    keep documents apart."""
+    """Return the model's output for tokens and targets.
+
+    Raises ConfigError if forward takes no targets, or would not separate documents.
+    """
     parameters = inspect.signature(model.forward).parameters
     if positions is not None:
         return _call_apart(model, parameters, tokens, targets, positions)
@@ -99,7 +109,7 @@ def _call(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor |
 def _call_apart(
     model: nn.Module, parameters: Mapping[str, inspect.Parameter], tokens: Tensor, targets: Tensor, positions: Tensor
 ) -> Any:
-    """The model's output for documents that are to be kept apart."""
+    """Return the model's output for documents that must be separate."""
     check_positions(positions, tokens)
     check_documents(positions)
     if "positions" in parameters:
@@ -110,12 +120,12 @@ def _call_apart(
 
 
 def _call_with_labels(model: nn.Module, tokens: Tensor, targets: Tensor, **others: Tensor) -> Any:
-    """The output of a model that takes `input_ids` and `labels`, whose loss is that of target t at output t.
+    """Return the output of a model with `input_ids` and `labels`; its loss compares target t with output t.
 
-    A model that moves labels by one place, and takes no `shift_labels`, gets one token more. No output before sees
-    that token, and no label belongs to its own output.
+    A model that shifts labels and takes no `shift_labels` gets one more token. No earlier output sees this token, and
+    its own output has no label.
     """
-    rule, labels = label_rule(model), targets.contiguous()  # Some of these models ask for whole memory.
+    rule, labels = label_rule(model), targets.contiguous()  # Some models require contiguous labels.
     if rule is Labels.SHIFTED:
         return model(input_ids=tokens, labels=labels, shift_labels=labels, **others)
     if rule is Labels.SHIFTED_ONLY:
@@ -130,7 +140,7 @@ def _call_with_labels(model: nn.Module, tokens: Tensor, targets: Tensor, **other
 
 
 def _check_targets(model: nn.Module, output: Any, targets: Tensor) -> None:
-    """Raise ConfigError if the model's loss is that of other targets. Looks once at each model, at numbers."""
+    """Raise ConfigError if the model's loss belongs to shifted targets. Compares the values, once per model."""
     if model in _looked_at or isinstance(targets, FakeTensor) or targets.dim() != 2:
         return
     _looked_at.add(model)
@@ -141,7 +151,7 @@ def _check_targets(model: nn.Module, output: Any, targets: Tensor) -> None:
     logits = logits.detach().float()
     longer = logits.shape[1] - length
     meant = _cross_entropy(logits[:, :length], targets)
-    # An output too late where the tokens were made one longer, a target too early elsewhere.
+    # Shifted by one output if the tokens were extended, by one target otherwise.
     other = _cross_entropy(logits[:, 1:], targets) if longer else _cross_entropy(logits[:, :-1], targets[:, 1:])
     found = loss.detach().float()
     if torch.isclose(found, other, rtol=1e-5) and not torch.isclose(found, meant, rtol=1e-3):
@@ -157,8 +167,16 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def check_loss(loss: LossFunction | None, layout: Layout) -> None:
-    """Raise ConfigError for what cannot be called with a model and a batch, and for any loss function where no rank
-    holds the whole model that it would call."""
+    """Check a user's loss function.
+
+    Args:
+        loss: The loss function, or None.
+        layout: The layout of the run.
+
+    Raises:
+        ConfigError: If it cannot be called with a model and a batch, or under a pipeline, where no rank holds the
+            model.
+    """
     if loss is None:
         return
     if not callable(loss):
@@ -169,7 +187,7 @@ def check_loss(loss: LossFunction | None, layout: Layout) -> None:
         takes = inspect.signature(loss)
         raise ConfigError(f"loss: {_name(loss)}{takes} cannot be called so ({error}); {_LOSS_CONTRACT}") from None
     except ValueError:
-        pass  # Of a builtin, which tells nothing.
+        pass  # A builtin has no signature.
     if layout.pp > 1:
         raise ConfigError(
             f"loss: under {layout} no rank holds the whole model, so loss(model, batch) cannot call it; set "
@@ -189,7 +207,7 @@ def _as_loss(output: Any, who: str) -> Tensor:
 
 
 def _described(value: Any) -> str:
-    """For an error: what came instead of a loss."""
+    """Describe a value that is no loss, for an error."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
     kind = type(value).__name__

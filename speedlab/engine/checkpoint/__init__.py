@@ -1,5 +1,7 @@
-"""Checkpoints without a layout: each rank writes what it answers for, a manifest says which slice of which part of
-which parameter is where, and any layout reads any other's. Nothing is ever pickled."""
+"""Checkpoints independent of the layout. Nothing is pickled.
+
+Each rank writes its part. A manifest lists which slice of which parameter is in which file, and any layout can read it.
+"""
 
 from speedlab.engine.checkpoint.async_save import Saving
 from speedlab.engine.checkpoint.deepspeed_universal import import_deepspeed

@@ -1,4 +1,4 @@
-"""What fails on one rank fails on all."""
+"""Collective errors: a failure on one rank raises on all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ T = TypeVar("T")
 
 
 def all_or_none(group: Group, work: Callable[[], T]) -> T:
-    """Run `work` on every rank; if it fails on one, every rank raises CheckpointError with that rank's reason."""
+    """Run work on every rank; a failure on one rank raises on all.
+
+    Args:
+        group: The ranks.
+        work: Work of this rank, without collectives.
+
+    Returns:
+        The result of `work`.
+
+    Raises:
+        CheckpointError: With the reason of the rank that failed.
+    """
     problem: str | None = None
     cause: Exception | None = None
     result: list[T] = []
@@ -24,7 +35,7 @@ def all_or_none(group: Group, work: Callable[[], T]) -> T:
         problem = str(error)
     except OSError as error:
         problem = f"{error.filename or ''}: {error.strerror or error}"
-    except Exception as error:  # The others would wait for this rank.
+    except Exception as error:  # Any error, because the other ranks would wait for this one.
         problem, cause = f"{type(error).__name__}: {error}", error
     for report in group.collect(problem):
         if report is not None:
@@ -33,5 +44,13 @@ def all_or_none(group: Group, work: Callable[[], T]) -> T:
 
 
 def on_first(group: Group, work: Callable[[], None]) -> None:
-    """Run `work` on the group's first rank alone; if it fails, every rank raises CheckpointError."""
+    """Run work on the group's first rank only.
+
+    Args:
+        group: The ranks.
+        work: Work of the first rank.
+
+    Raises:
+        CheckpointError: On every rank, if the work fails.
+    """
     all_or_none(group, work if group.index == 0 else lambda: None)

@@ -1,8 +1,8 @@
-"""Import of DeepSpeed's "universal" checkpoints, on explicit trust: their files are pickles.
+"""Import DeepSpeed's "universal" checkpoints, only with explicit trust, because their files are pickles.
 
-Such a folder holds `zero/<parameter>/fp32.pt`, `exp_avg.pt`, `exp_avg_sq.pt` and, from some optimizers, `step.pt`. A
-file is the whole parameter's tensor under "param", flat or in its shape; from ZeRO-3 the tensor alone, flat.
-torch.load's weights-only mode is used always; it could be deceived before torch 2.10.
+Such a folder has `zero/<parameter>/fp32.pt`, `exp_avg.pt`, `exp_avg_sq.pt` and, from some optimizers, `step.pt`. A file
+holds the whole parameter's tensor under "param", flat or in its shape; from ZeRO-3 the flat tensor alone. torch.load is
+always used in weights-only mode, which was unsafe before torch 2.10.
 """
 
 from __future__ import annotations
@@ -29,16 +29,21 @@ _OLDEST_TORCH = (2, 10)
 def import_deepspeed(
     folder: Place, engine: TrainingState, *, trust_pickle: bool = False, step: int | None = None
 ) -> int:
-    """Take parameters and Adam's moments of a universal checkpoint into an engine of the same model, in any layout;
-    returns the step that the engine then stands at. Collective.
+    """Load parameters and Adam's moments of a universal checkpoint into an engine of the same model. Collective.
+
+    Any layout can load it. The learning-rate schedule, the loss scale and random states do not change.
 
     Args:
-        folder: that of one tag, or the one above it, whose file `latest_universal` names the tag.
-        trust_pickle: must be True: say so only of files whose writer you trust.
-        step: how many steps were made, where the files do not tell.
+        folder: The folder of one tag, or its parent, whose file `latest_universal` names the tag.
+        engine: The training state.
+        trust_pickle: Must be True. Set it only if you trust the writer of the files.
+        step: Number of steps so far, if the files do not contain it.
 
-    The learning rate's schedule, the loss scale and random states stay as they are.
-    Raises CheckpointError on every rank alike, before anything is changed.
+    Returns:
+        The step of the engine after the load.
+
+    Raises:
+        CheckpointError: On every rank, before any change.
     """
     group = engine.everyone
     zero = all_or_none(group, lambda: _zero_folder(Path(folder).expanduser(), trust_pickle))
@@ -95,7 +100,7 @@ def _zero_folder(folder: Path, trust_pickle: bool) -> Path:
 
 
 def _read(file: Path, shape: tuple[int, ...]) -> Tensor:
-    """The tensor of a parameter, flat; mapped, so that only what is copied is read."""
+    """Return a parameter's tensor, flat. The file is mapped, so that only copied values are read."""
     content = _load(file)
     tensor = content.get("param") if isinstance(content, dict) else content
     if not isinstance(tensor, Tensor):

@@ -1,4 +1,4 @@
-"""Under which names, and in which order of elements, transformers holds a model that it computes exactly as ours.
+"""Transformers architectures that compute exactly the same as the built-in GPT: parameter names and layouts.
 
 | position | norm  | bias | architecture of transformers                                   |
 |----------|-------|------|----------------------------------------------------------------|
@@ -25,42 +25,60 @@ _ROTARY_BASE = 10_000.0
 
 @dataclass(frozen=True)
 class Theirs:
-    """How transformers holds one of our parameters: several of theirs end to end along ours' first dimension, each
-    transposed or not."""
+    """The transformers tensors of one of our parameters: joined along our first dimension, each transposed or not."""
 
     names: tuple[str, ...]
     transposed: bool = False
 
     def join(self, values: list[Tensor]) -> Tensor:
-        """Our parameter from theirs."""
+        """Return our parameter from their tensors.
+
+        Args:
+            values: Their tensors, in the order of `names`.
+        """
         own = [value.t() if self.transposed else value for value in values]
         return (own[0] if len(own) == 1 else torch.cat(own)).contiguous()
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """Theirs from our parameter."""
-        # A parameter without dimensions has no parts.
+        """Return their tensors from our parameter.
+
+        Args:
+            whole: Our parameter.
+        """
+        # A 0-dimensional parameter cannot be split.
         parts = whole.chunk(len(self.names)) if len(self.names) > 1 else [whole]
         return [(part.t() if self.transposed else part).contiguous() for part in parts]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model of transformers: its configuration, and how it holds each of our parameters."""
+    """A transformers model: its configuration, and its tensors for each of our parameters."""
 
     config: dict[str, Any]
     parameters: Mapping[str, Theirs]
     prefix: str
-    """Before the names of all but the head; some files leave it out."""
+    """Prefix of all names except the head's; some files omit it."""
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The parameters of the built-in GPT."""
+    """Return the shapes of the built-in GPT's parameters, by name.
+
+    Args:
+        config: The model's shape.
+    """
     with torch.device("meta"):
         return {name: tuple(parameter.shape) for name, parameter in GPT(config).named_parameters()}
 
 
 def architecture_of(config: ModelConfig) -> Architecture:
-    """What transformers calls a GPT of this configuration. Raises CheckpointError when it has none that is exact."""
+    """Return the transformers architecture of a built-in GPT.
+
+    Args:
+        config: The model's shape.
+
+    Raises:
+        CheckpointError: If no architecture computes exactly the same.
+    """
     if config.position == "learned" and config.norm == "layer" and config.bias:
         return Architecture(_gpt2_config(config), _gpt2_names(config), "transformer.")
     if config.position == "rotary" and (config.norm == "rms" or config.bias):

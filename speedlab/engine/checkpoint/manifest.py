@@ -1,4 +1,4 @@
-"""The manifest: for each parameter the whole shape, and which file holds which stretch of which part of it.
+"""The manifest of a checkpoint: the shape of each parameter, and which file holds which slice of it.
 
 | key of a parameter | value                                                                                   |
 |--------------------|-----------------------------------------------------------------------------------------|
@@ -6,15 +6,15 @@
 | `states`           | state name → dtype ("master", "exp_avg", …)                                             |
 | `scalars`          | the optimizer's states that are numbers ("step")                                        |
 | `slices`           | `file`; tensor `<flat>/<state>` in it; `offset` in that tensor; [`start`, `end`) in the |
-|                    | tensor of its `part` (`dim`, `ranges`; absent where a rank held the parameter whole)    |
+|                    | tensor of its `part` (`dim`, `ranges`; absent if a rank held the parameter whole)       |
 
-`kept` has what an optimizer keeps beside gradients: name → parameter → slices as above, each with its `holder` of
-several ranks that have one of their own (a worker's error). It is there while the optimizer sums gradients itself.
+`kept` has extra tensors of communicating optimizers and islands: name → parameter → slices as above. Each slice has its
+`holder`, if several ranks have their own tensor (a worker's error). It is present while the optimizer communicates.
 
-`own` has the extra states of modules, for each rank: name → value, as `module_state.encode` writes it. `not_plain`
-names what is quantised or complex, of which files hold other tensors.
+`own` has the extra states of modules for each rank: name → value, as `module_state.encode` writes it. `not_plain` names
+quantised and complex parameters, whose files hold other tensors.
 
-Version 1 knew no parts; it is read as what it is, version 2 without them.
+Version 1 had no parts; it is read as version 2 without parts.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ class Source:
 
 
 def sources_of(entry: Mapping[str, Any]) -> list[Source]:
-    """Where the elements of one parameter of a manifest are."""
+    """Return the slices of one parameter.
+
+    Args:
+        entry: The parameter's entry in the manifest.
+    """
     return [
         Source(
             piece["file"],
@@ -72,7 +76,11 @@ def _part_of(shape: list[int], written: Mapping[str, Any] | None) -> ShardRange 
 
 
 def describe_part(part: ShardRange | None) -> dict[str, Any]:
-    """What a slice of the manifest says of its part."""
+    """Return the manifest's description of a shard.
+
+    Args:
+        part: The shard; None for the whole parameter.
+    """
     return {} if part is None else {"part": {"dim": part.dim, "ranges": [list(pair) for pair in part.ranges]}}
 
 
@@ -80,7 +88,12 @@ def describe_part(part: ShardRange | None) -> dict[str, Any]:
 
 
 def common_of(engine: TrainingState, client_state: dict[str, Any]) -> dict[str, Any]:
-    """What all ranks would say alike."""
+    """Return the content of the manifest that is equal on all ranks.
+
+    Args:
+        engine: The training state.
+        client_state: Values of the caller.
+    """
     layout = engine.layout
     common = {
         "format": FORMAT,
@@ -104,7 +117,15 @@ def common_of(engine: TrainingState, client_state: dict[str, Any]) -> dict[str, 
 
 
 def manifest_of(common: dict[str, Any], reports: list[dict[str, Any]]) -> dict[str, Any]:
-    """The manifest of a checkpoint whose ranks gave these reports. Raises ValueError when it would not be whole."""
+    """Combine the ranks' reports in a manifest.
+
+    Args:
+        common: From `common_of`.
+        reports: The report of each rank.
+
+    Raises:
+        ValueError: If the slices do not cover all parameters.
+    """
     parameters: dict[str, Any] = {}
     for report in reports:
         for name, own in report["parameters"].items():
@@ -132,7 +153,7 @@ def manifest_of(common: dict[str, Any], reports: list[dict[str, Any]]) -> dict[s
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """The entries that JSON can hold."""
+    """Return the entries that JSON can hold."""
     kept = {}
     for key, value in values.items():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -149,7 +170,14 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint folder `path`. Raises CheckpointError when it is none, or damaged."""
+    """Read the manifest of a checkpoint folder.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        CheckpointError: If it is missing, of another format, or damaged.
+    """
     file = path / MANIFEST
     try:
         manifest = json.loads(file.read_text())
@@ -173,8 +201,14 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_content(manifest: dict[str, Any]) -> None:
-    """Raises ValueError, or what a wrong type raises, unless the slices cover every part once and the parts every
-    parameter."""
+    """Check that slices cover every shard once, and shards every parameter.
+
+    Args:
+        manifest: The manifest.
+
+    Raises:
+        ValueError: If they do not. Entries of a wrong type raise other errors (TypeError, KeyError, …).
+    """
     for name, entry in manifest["files"].items():
         if Path(name).name != name:
             raise ValueError(f"it names the file {name}, which is outside its own folder")
@@ -199,7 +233,7 @@ def check_content(manifest: dict[str, Any]) -> None:
 
 
 def _check_kept(kind: str, name: str, manifest: dict[str, Any], pieces: list[dict[str, Any]]) -> None:
-    """Every holder has each element of each part once, and all holders have as much."""
+    """Check that every holder has each element of each shard once, and that all holders have equal shards."""
     shape, held = manifest["parameters"][name]["shape"], dict[int, set[ShardRange | None]]()
     for holder in sorted({int(piece["holder"]) for piece in pieces}):
         parts: dict[ShardRange | None, list[Stretch]] = {}
@@ -225,7 +259,7 @@ def _check_cover(name: str, numel: int, stretches: list[Stretch]) -> None:
 
 
 def _check_parts(name: str, shape: list[int], parts: list[ShardRange | None]) -> None:
-    """Parts may overlap, as where ranks share a key head, but nothing may be missing."""
+    """Check that no index is missing. Shards may overlap, for example if ranks share a key head."""
     if None in parts or not math.prod(shape):
         return
     if not parts:

@@ -1,5 +1,7 @@
-"""What a checkpoint says of the model, so that it can be exported without the model: its configuration, its class in
-transformers, and the adapters that PEFT put into it."""
+"""The description of a model in a checkpoint, for exports without the model.
+
+It has the configuration, the transformers class, and the PEFT adapters.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,18 @@ from torch import nn
 from speedlab.config import ModelConfig
 
 PEFT_PREFIX = "base_model.model."
-"""Before the names of a model's parameters inside a PeftModel."""
+"""Prefix of a model's parameter names inside a PeftModel."""
 
 
 def describe_model(module: nn.Module) -> dict[str, Any]:
-    """The manifest's entries `model` (the built-in GPT's), or `huggingface` and `peft`; empty for any other model."""
+    """Return the manifest's description of the model.
+
+    Args:
+        module: The model or its first pipeline stage.
+
+    Returns:
+        `model` (built-in GPT), or `huggingface` and `peft`; empty for other models.
+    """
     config: Any = getattr(module, "config", None)
     if isinstance(config, ModelConfig):
         return {"model": json.loads(config.model_dump_json())}
@@ -39,7 +48,7 @@ def describe_model(module: nn.Module) -> dict[str, Any]:
 
 
 def _class_in_transformers(module: nn.Module) -> str | None:
-    """The class that loads the model: its own, or that of transformers from which it is derived."""
+    """Return the class that loads the model: its own, or its transformers base class."""
     for kind in type(module).__mro__:
         if kind.__module__.startswith("transformers."):
             return kind.__name__
@@ -47,7 +56,11 @@ def _class_in_transformers(module: nn.Module) -> str | None:
 
 
 def plain(value: Any) -> Any:
-    """A configuration as JSON holds it."""
+    """Return a configuration as JSON values.
+
+    Args:
+        value: Any value of a configuration.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, Enum):

@@ -1,8 +1,8 @@
-"""Adapters of PEFT, merged into the model that they adapt, so that an export is a plain model of transformers.
+"""Merge PEFT adapters into their model, so that an export is a plain transformers model.
 
-1. The adapted model is built again on `meta`, from the configurations that the checkpoint has.
-2. Modules with adapters get their values, in float32: the others are written straight from the checkpoint.
-3. PEFT merges; what it cannot merge (prompts, for instance) is refused by name.
+1. Build the adapted model again on `meta`, from the configurations in the checkpoint.
+2. Load values of modules with adapters, in float32. All others are written directly from the checkpoint.
+3. Let PEFT merge. Adapters that PEFT cannot merge (prompts, for example) are refused by name.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ def merged(
     tensors: Mapping[str, Values],
     dtype: torch.dtype | None,
 ) -> dict[str, Values]:
-    """The tensors of the merged model, by the names of the model without adapters.
+    """Return the tensors of the merged model, by the names of the model without adapters.
 
     Args:
-        base: the model of transformers without adapters, on `meta`.
-        described: the adapters, as `describe_model` wrote them.
-        tensors: of the adapted model, by its names; one is read at a time.
-        dtype: of merged weights; None: float32, as the adapters are trained.
+        base: The transformers model without adapters, on `meta`.
+        described: The adapters, from `describe_model`.
+        tensors: Tensors of the adapted model, by its names; read one at a time.
+        dtype: Dtype of merged weights; None: float32, as the adapters are trained.
 
-    Raises CheckpointError for adapters that PEFT cannot merge, or if PEFT is not installed.
+    Raises:
+        CheckpointError: If PEFT cannot merge the adapters, or is not installed.
     """
     try:
         from peft.tuners.tuners_utils import BaseTunerLayer
@@ -68,7 +69,7 @@ def merged(
     seen: set[int] = set()
     for name, tensor in persistent.items():
         if id(tensor) in seen:
-            continue  # Tied: the first name is the one that is written.
+            continue  # Tied weights are written under the first name.
         seen.add(id(tensor))
         if id(tensor) in source:
             found[name] = own[source[id(tensor)][0]]
@@ -81,7 +82,7 @@ def merged(
 
 
 def _adapted(base: nn.Module, described: Mapping[str, Any]) -> Any:
-    """The adapted model on `meta`."""
+    """Return the adapted model on `meta`."""
     from peft import get_peft_model
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 
@@ -95,7 +96,7 @@ def _adapted(base: nn.Module, described: Mapping[str, Any]) -> Any:
             )
         known = inspect.signature(kind).parameters
         options = {key: value for key, value in values.items() if key in known and key != "peft_type"}
-        # Values come from the checkpoint; some initialisations would decompose the weights.
+        # Values come from the checkpoint, and some initialisations would decompose the weights.
         options |= {key: True for key in ("init_lora_weights", "init_weights") if key in options}
         try:
             with torch.device("meta"):
@@ -110,7 +111,7 @@ def _adapted(base: nn.Module, described: Mapping[str, Any]) -> Any:
 
 
 _Sources = dict[int, tuple[str, Tensor]]
-"""By the id of a tensor on `meta`: its name in the checkpoint, and the tensor, so that no other gets this id."""
+"""By id of a tensor on `meta`: its name in the checkpoint, and the tensor itself, to keep the id in use."""
 
 
 def _sources(adapted: nn.Module, own: Mapping[str, Values]) -> _Sources:
@@ -120,7 +121,7 @@ def _sources(adapted: nn.Module, own: Mapping[str, Values]) -> _Sources:
 
 
 def _fill(module: nn.Module, source: _Sources, own: Mapping[str, Values]) -> None:
-    """Give a module with adapters its values, wide enough that merging does not round."""
+    """Load a module with adapters in float32, so that merging does not round."""
     for part in module.modules():
         held: list[tuple[Callable[[str, Any], None], str, Tensor]] = [
             *(

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run may go."""
+"""Prune old checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -12,14 +12,20 @@ from speedlab.engine.checkpoint.manifest import FORMAT
 from speedlab.telemetry.checkpoint_index import MANIFEST, checkpoints_in
 
 _NUMBERED = re.compile(r"step-\d+(-\d+)?")
-"""Names that a run gives by itself; any other is a person's, who alone removes it."""
+"""Names that a run generates. Other names belong to users, and only users remove them."""
 
 
 def prune(folder: Path, keep: int) -> list[Path]:
-    """Remove all but the newest `keep` of the checkpoints that a run has numbered by itself; returns the removed ones.
+    """Remove all but the newest checkpoints that a run has numbered itself.
 
-    What the run has left behind goes first; those with missing or cut files do not count as kept. To be called by one
-    rank, after a save that went well.
+    Checkpoints with missing or truncated files do not count as kept. Call this on one rank, after a successful save.
+
+    Args:
+        folder: The folder of all checkpoints.
+        keep: Number of checkpoints to keep.
+
+    Returns:
+        The removed folders.
     """
     numbered = [found.path for found in checkpoints_in(folder) if _is_the_runs(found.path)]
     good = [path for path in numbered if _has_its_files(path)]
@@ -27,14 +33,14 @@ def prune(folder: Path, keep: int) -> list[Path]:
         return []
     oldest_kept = numbered.index(good[-keep:][0])
     for path in numbered[:oldest_kept]:
-        # Without it the folder is no checkpoint any more, should the rest be cut off.
+        # Without a manifest the folder is no checkpoint, even if the removal is interrupted.
         (path / MANIFEST).unlink()
         shutil.rmtree(path)
     return numbered[:oldest_kept]
 
 
 def _is_the_runs(path: Path) -> bool:
-    """Whether the run has numbered it by itself, and nobody has moved it elsewhere and left a link."""
+    """Return whether the run has numbered the folder itself, and no user has replaced it by a link."""
     return _NUMBERED.fullmatch(path.name) is not None and not path.is_symlink()
 
 

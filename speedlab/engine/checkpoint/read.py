@@ -1,9 +1,8 @@
-"""Loading: each rank reads the slices that its own layout and zero_policy ask for, whatever layout wrote them.
+"""Read a checkpoint: each rank reads the slices that its own layout needs, from any layout's files.
 
 1. The manifest is read and checked against the model.
-2. Every file is hashed, the work divided over the ranks; any damage is an error on all of them, before anything
-   changes.
-3. Each rank copies what it holds of each parameter out of the mapped files, straight to where it belongs.
+2. Every file is hashed, divided over the ranks. Damage raises on all ranks, before any change.
+3. Each rank copies its slices of each parameter from the mapped files directly to their place.
 """
 
 from __future__ import annotations
@@ -41,11 +40,20 @@ from speedlab.telemetry.checkpoint_index import CheckpointError, Place, find_che
 
 
 def load(engine: TrainingState, place: Place, tag: str | None, *, verify: bool = True) -> tuple[Path, dict[str, Any]]:
-    """Bring the engine to the state of a checkpoint, found as `find_checkpoint` finds it; returns (its path, the client
-    state). Collective.
+    """Load a checkpoint into the engine. Collective.
 
-    Raises CheckpointError on every rank alike, before anything is changed; it names the file, what is wrong with it,
-    and the newest checkpoint of the folder that is good. Without `verify` files are not hashed.
+    Args:
+        engine: The training state.
+        place: The place of the checkpoint, as for `find_checkpoint`.
+        tag: Name of the checkpoint; None takes the newest.
+        verify: Check the hashes of the files.
+
+    Returns:
+        (path of the checkpoint, client state).
+
+    Raises:
+        CheckpointError: On every rank, before any change. It names the file, the damage, and the newest good
+            checkpoint.
     """
     finish_saving(engine)
     path = all_or_none(engine.everyone, lambda: find_checkpoint(place, tag))
@@ -65,7 +73,15 @@ def load(engine: TrainingState, place: Place, tag: str | None, *, verify: bool =
 
 
 def held(engine: TrainingState, flat: FlatParam) -> Iterator[tuple[ParamSlot, Stretch, slice]]:
-    """What this rank holds of the flat's parameters: (slot, stretch, where it lies in the flat's states)."""
+    """Yield the slices of a flat parameter on this rank.
+
+    Args:
+        engine: The training state.
+        flat: The flat parameter.
+
+    Yields:
+        (slot, stretch of the parameter, range in the flat parameter's states).
+    """
     low, high = flat.state_range
     placement = engine.placement
     for slot in flat.slots:
@@ -81,10 +97,14 @@ def take_whole(
     moments: Collection[str] = (),
     scalars: Mapping[str, float] | None = None,
 ) -> None:
-    """Take values from elsewhere: `whole(parameter, state)` gives a state ("master" or one of `moments`) of a whole
-    parameter. Each is asked for only where this rank holds some of it, and held no longer than it is copied.
+    """Load values from whole parameters, and reset or set the optimizer state. Collective.
 
-    The optimizer begins with these moments and `scalars`, or anew when there are none. Collective.
+    Args:
+        engine: The training state.
+        whole: Returns a state ("master" or one of `moments`) of a whole parameter. Called only for parameters on this
+            rank; each result is freed after its copy.
+        moments: Names of moments to load; without any the optimizer state is reset.
+        scalars: States that are numbers, equal for all parameters.
     """
     engine.before_change()
     states: dict[str, dict[str, Tensor]] = {}
@@ -109,7 +129,7 @@ def take_whole(
 
 @contextmanager
 def _replacing(engine: TrainingState, flat: FlatParam) -> Iterator[None]:
-    """Inside, the masters and moments of `flat` can be written; its parameters follow on all ranks."""
+    """Inside, masters and moments of `flat` can be written; afterwards parameters are gathered on all ranks."""
     with engine.partitioned_optimizer.visit(flat, changed=True):
         yield
         published = flat.publish()
@@ -120,7 +140,13 @@ def _replacing(engine: TrainingState, flat: FlatParam) -> Iterator[None]:
 
 
 def empty_states(engine: TrainingState, flat: FlatParam, kinds: list[str]) -> dict[str, Tensor]:
-    """A tensor over the visited flat's state range for each kind of state; those that are there are used again."""
+    """Return a tensor over the state range for each state of a visited flat parameter; present tensors are reused.
+
+    Args:
+        engine: The training state.
+        flat: The flat parameter, inside a visit.
+        kinds: Names of the states.
+    """
     optimizer = engine.partitioned_optimizer
     present = optimizer.states_of(flat)
     return {
@@ -134,7 +160,7 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
     states: dict[str, dict[str, Tensor]] = {}
     scalars: dict[str, Scalars] = {}
     entries = manifest["parameters"]
-    may_freeze = isinstance(engine.optimizer, CommunicatingOptimizer)  # What it is to have then, `load_kept` knows.
+    may_freeze = isinstance(engine.optimizer, CommunicatingOptimizer)  # `load_kept` decides about frozen variances.
     for flat in engine.flats:
         kinds = sorted({kind for slot in flat.slots for kind in entries[slot.name]["states"]} - {"master"})
         with _replacing(engine, flat):
@@ -146,12 +172,12 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
                     if kind in entry["states"]:
                         files.copy(entry, kind, stretch, state[place])
                     else:
-                        state[place].zero_()  # It had no history yet when this was saved.
+                        state[place].zero_()  # The parameter had no history when the checkpoint was written.
             if not may_freeze:
                 begin_at_zero(own)
         if flat.trainable:
             states[flat.name] = own
-            # What has no moments was never updated.
+            # A parameter without moments was never updated.
             scalars[flat.name] = {
                 slot.name: entries[slot.name]["scalars"] if entries[slot.name]["states"].keys() - {"master"} else None
                 for slot in flat.slots
@@ -182,7 +208,7 @@ def _same_groups(engine: TrainingState, manifest: dict[str, Any]) -> bool:
 
 
 def _refuse_other_optimizer(engine: TrainingState, manifest: dict[str, Any]) -> None:
-    """Raises CheckpointError where the optimizer cannot go on from what another one has kept."""
+    """Raise CheckpointError if the optimizer cannot continue from the states of the checkpoint's optimizer."""
     needed = getattr(engine.optimizer, "needs", frozenset())
     for name, entry in manifest["parameters"].items():
         has = entry["states"].keys() - {"master"}
@@ -197,7 +223,7 @@ def _refuse_other_optimizer(engine: TrainingState, manifest: dict[str, Any]) -> 
 
 @torch.no_grad()
 def _load_rest(engine: TrainingState, files: Files, manifest: dict[str, Any]) -> None:
-    """Buffers, random states, scaler, schedule and the step."""
+    """Load buffers, random states, loss scale, schedule and counters."""
     names = list(manifest["files"])
     same_ranks = len(names) == engine.everyone.size
     own = names[engine.everyone.index] if same_ranks else names[0]
@@ -211,7 +237,7 @@ def _load_rest(engine: TrainingState, files: Files, manifest: dict[str, Any]) ->
     if manifest.get("schedule") and hasattr(engine.scheduler, "load_state_dict"):
         engine.scheduler.load_state_dict({**engine.scheduler.state_dict(), **manifest["schedule"]})
     engine.global_step = manifest["step"]
-    # Older checkpoints do not say these.
+    # Older checkpoints lack these.
     engine.counted_per_micro_batch = manifest.get("counted_per_micro_batch")
     engine.skipped_steps = manifest.get("skipped_steps", 0)
     engine.global_samples = manifest.get("samples", engine.global_step * engine.batch.global_size)
@@ -221,7 +247,7 @@ def _load_rest(engine: TrainingState, files: Files, manifest: dict[str, Any]) ->
 
 
 def _load_buffers(engine: TrainingState, files: Files, names: list[str]) -> None:
-    """Every rank wrote those of its own pipeline stages: each buffer comes from the first file that has it."""
+    """Load each buffer from the first file that has it. Every rank wrote the buffers of its pipeline stages."""
     missing = {key: buffer for module in engine.modules for key, buffer in module.named_buffers()}
     for name in names:
         if not missing:
@@ -232,8 +258,7 @@ def _load_buffers(engine: TrainingState, files: Files, names: list[str]) -> None
 
 
 def _load_module_states(engine: TrainingState, files: Files, manifest: dict[str, Any], names: list[str]) -> None:
-    """Extra states of modules, each from the first of these ranks' that has it, and the values of quantised
-    parameters."""
+    """Load extra states of modules, each from the first of these ranks that has it, and quantised parameters."""
     ranks = [list(manifest["files"]).index(name) for name in names]
     written = manifest.get("own") or [{} for _ in names]  # Older checkpoints have none.
     for module in engine.modules:
@@ -249,11 +274,12 @@ def _load_module_states(engine: TrainingState, files: Files, manifest: dict[str,
 
 
 def _check_frozen(engine: TrainingState, files: Files, names: Iterable[str]) -> None:
-    """Raises CheckpointError where parameters that are in no flat are quantised otherwise than in the checkpoint."""
+    """Raise CheckpointError if parameters outside flat parameters are quantised differently from the checkpoint."""
     for module in engine.modules:
         own, made = frozen_tensors(module), frozen_tensors(module)
         for key, saved in _saved_frozen(own, files, names):
-            is_made = own[key].data_ptr() != made[key].data_ptr()  # On demand: nothing can be written into it.
+            # The tensor is made on demand, so a write would be lost.
+            is_made = own[key].data_ptr() != made[key].data_ptr()
             same = (own[key].shape, own[key].dtype) == (saved.shape, saved.dtype)
             if is_text_of_settings(key) or (same and not (is_made and not own[key].to(saved.device).equal(saved))):
                 continue
@@ -264,7 +290,7 @@ def _check_frozen(engine: TrainingState, files: Files, names: Iterable[str]) -> 
 
 
 def _saved_frozen(own: Collection[str], files: Files, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Each of these tensors that the checkpoint has, from the first file that has it."""
+    """Yield each of these tensors that the checkpoint has, from the first file that has it."""
     missing = set(own)
     for name in names if missing else ():
         file = files.file(name)
@@ -274,13 +300,13 @@ def _saved_frozen(own: Collection[str], files: Files, names: Iterable[str]) -> I
 
 
 class _Read(Mapping[str, Tensor]):
-    """Tensors of modules' states in one file."""
+    """A mapping of tensors of modules' states in one file."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     def __getitem__(self, key: str) -> Tensor:
-        found: Tensor = self._file.get_tensor(f"own/{key}").clone()  # Not a view of the file, which may be removed.
+        found: Tensor = self._file.get_tensor(f"own/{key}").clone()  # A copy, because the file may be removed.
         return found
 
     def __iter__(self) -> Iterator[str]:
