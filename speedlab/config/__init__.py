@@ -1,6 +1,6 @@
-"""RunConfig and its parts: the one description of a run. Panel help, CLI help and docs are generated from the fields.
+"""Define RunConfig and its sections. Panel help, CLI help and docs are generated from the fields.
 
-Every part is frozen; a changed configuration is a new object. Unknown keys are refused with the nearest known name.
+Every section is frozen; a changed configuration is a new object. Unknown keys are refused with the nearest known name.
 """
 
 from speedlab.config.attention import AttentionConfig

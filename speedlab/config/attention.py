@@ -1,10 +1,7 @@
-"""Which keys a query attends to: all before it, or those of a pattern of blocks. Of the built-in GPT, and of
-transformers' models that are given one.
+"""Configure attention, dense or block-sparse, and compute the blocks that each block of queries sees. No torch.
 
-Which blocks a configuration of block-sparse attention sees at a length. Plain data: neither torch nor a kernel is
-needed. What follows from them is in `attention_view.py`.
-
-Each row depends on its own number alone, so that the pattern of a shorter sequence is the beginning of a longer one's.
+The configuration is for the built-in GPT and for transformers' models. `attention_report` describes the consequences. A
+row of a pattern depends only on its own number, so the pattern of a shorter sequence is a prefix of a longer one's.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ HEADS_THAT_FIT = f"heads of a multiple of {_HEAD_MULTIPLE} elements from {_LEAST
 
 _MOST_BLOCKS = 2**18
 _NAMED = 3
-"""How many numbers that would work an error names."""
+"""Number of working values in an error."""
 
 Pattern = Literal["sliding", "fixed", "longformer", "bigbird", "strided", "custom"]
 
@@ -40,11 +37,11 @@ _TOKENS: dict[Pattern, tuple[str, ...]] = {
     "strided": ("window", "stride"),
     "custom": (),
 }
-"""The fields that a pattern uses and that are counted in tokens."""
+"""Pattern -> its fields that are counted in tokens."""
 
 
 class AttentionConfig(ConfigSection):
-    """Dense or block-sparse causal attention; block-sparse takes time and memory for the blocks it sees alone."""
+    """Dense or block-sparse causal attention; block-sparse takes time and memory only for the blocks it sees."""
 
     kind: Literal["dense", "block_sparse"] = Field(
         default="dense", description="Whether a query attends to all before it, or to the blocks of a pattern"
@@ -84,7 +81,7 @@ class AttentionConfig(ConfigSection):
         "others, as many as model.context has blocks: x.. xx. x.x",
     )
 
-    if TYPE_CHECKING:  # pydantic writes it for what is frozen, and type checkers do not know.
+    if TYPE_CHECKING:  # pydantic adds it to frozen models; type checkers do not see it.
 
         def __hash__(self) -> int: ...
 
@@ -158,8 +155,18 @@ class AttentionConfig(ConfigSection):
 def attention_problems(
     attention: AttentionConfig, *, hidden: int, heads: int, dropout: float, context: int
 ) -> list[tuple[str, str]]:
-    """What stands against `attention` in a model of these sizes: (field, the rule with its values and what to change);
-    empty when nothing does."""
+    """Return why `attention` does not work in a model of these sizes; empty if it works.
+
+    Args:
+        attention: the configuration.
+        hidden: width of the residual stream.
+        heads: attention heads.
+        dropout: the model's dropout.
+        context: longest sequence, in tokens.
+
+    Returns:
+        (field, the rule with its values and what to change) for each problem.
+    """
     if attention.kind == "dense":
         return []
     problems = []
@@ -204,7 +211,12 @@ def attention_problems(
 
 
 def direction_problem(attention: AttentionConfig, model: str) -> str | None:
-    """What stands against `attention` in a causal model of this name; None where nothing does."""
+    """Return why `attention` does not work in a causal model; None if it works.
+
+    Args:
+        attention: the configuration.
+        model: name of the model, for the message.
+    """
     if not attention.both_ways:
         return None
     return (
@@ -214,7 +226,7 @@ def direction_problem(attention: AttentionConfig, model: str) -> str | None:
 
 
 def length_problems(attention: AttentionConfig, length: int) -> list[str]:
-    """What stands against `attention` over sequences of `length` tokens in a run; empty when nothing does."""
+    """Return why `attention` does not work over sequences of `length` tokens; empty if it works."""
     if attention.kind == "dense":
         return []
     return [
@@ -231,7 +243,7 @@ def _most(length: int, attention: AttentionConfig) -> int:
 
 
 def head_fits(size: int) -> bool:
-    """Whether the kernels take heads of `size` elements."""
+    """Return whether the kernels support heads of `size` elements."""
     return size % _HEAD_MULTIPLE == 0 and _LEAST_HEAD <= size <= _LARGEST_HEAD
 
 
@@ -245,10 +257,16 @@ def _or(numbers: list[int]) -> str:
 
 @lru_cache(maxsize=64)
 def seen_blocks(attention: AttentionConfig, length: int, *, causal: bool = True) -> tuple[tuple[int, ...], ...]:
-    """For each block of queries of `length` tokens, the blocks of keys at or before it that it sees, ascending.
+    """Return for each block of queries the blocks of keys that it sees, ascending.
 
-    Without `causal`, as in encoders, a block also sees the later ones that see it; a custom mask is taken as written.
-    Raises ValueError where a custom mask has fewer rows than there are blocks.
+    Args:
+        attention: the pattern.
+        length: tokens of a sequence.
+        causal: whether a block sees no later ones. If not (encoders), it also sees the later ones that see it; a custom
+            mask is used as written.
+
+    Raises:
+        ValueError: a custom mask has fewer rows than there are blocks.
     """
     blocks = -(-length // attention.block)
     if attention.kind == "dense":
@@ -266,7 +284,7 @@ def seen_blocks(attention: AttentionConfig, length: int, *, causal: bool = True)
 
 
 def _both_ways(rows: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Each block with those at or before it that it sees, and with the later ones that see it."""
+    """Return each row with the later blocks that see it."""
     later: list[list[int]] = [[] for _ in rows]
     for row, seen in enumerate(rows):
         for key in seen:
@@ -284,7 +302,7 @@ def _window(attention: AttentionConfig, row: int) -> set[int]:
 
 
 def _fixed(attention: AttentionConfig, row: int) -> set[int]:
-    """The run that `row` is in, and the last blocks of those before."""
+    """Return the blocks of the row's own run, and the last blocks of earlier runs."""
     run = attention.window // attention.block
     begin = row // run * run
     ends = {key for last in range(run - attention.global_blocks, run) for key in range(last, begin, run)}
@@ -307,7 +325,7 @@ def _strided(attention: AttentionConfig, row: int) -> set[int]:
 
 
 def _custom(attention: AttentionConfig, row: int) -> set[int]:
-    assert attention.mask is not None  # AttentionConfig refuses that.
+    assert attention.mask is not None  # AttentionConfig requires a mask.
     return {key for key, seen in enumerate(attention.mask[row]) if seen == "x"}
 
 

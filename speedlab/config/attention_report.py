@@ -1,16 +1,15 @@
-"""What a configuration of attention means at a length: its work beside dense attention's, what a query sees, how many
-layers two tokens need to hear of each other, and a picture of it. Plain data: neither torch nor a kernel is needed.
+"""Describe attention at a length: its work, what a query sees, the longest path between tokens, a picture. No torch.
 
-A path from a token to one before it goes, layer by layer, from a query to a key that it sees. A token depends on itself
-in every layer, through the residual stream. In patterns of whole blocks a path between two blocks is one between any of
-their tokens, so that the graph of blocks gives exact lengths; a sliding window is exact to the token, and so is its
-path: window - 1 tokens a layer.
+A path from a token to an earlier one goes, layer by layer, from a query to a key that it sees. A token depends on
+itself in every layer, through the residual stream. In patterns of whole blocks a path between two blocks connects any
+of their tokens, so the graph of blocks gives exact lengths. A sliding window is exact to the token: window - 1 tokens a
+layer.
 
-How many layers two tokens need to hear of each other, by the blocks that each block sees.
+`longest_path` represents a set of blocks by the bits of an integer. The blocks reached after a + b layers are those
+reached after a, plus those reached after b from the blocks exactly a away.
 
-Sets of blocks are the bits of a number. What is reached after a + b layers is what is reached after a, and after b from
-the blocks that are exactly a away: so powers of two are doubled until all is reached, and the least number of layers is
-put together from them.
+1. Double powers of two until everything is reached.
+2. Compose the smallest number of layers from these powers.
 """
 
 from __future__ import annotations
@@ -27,19 +26,29 @@ Rows = tuple[tuple[int, ...], ...]
 
 
 def hops(length: int, window: int) -> int | None:
-    """Layers of a window of tokens from the last token of `length` to the first."""
+    """Return the layers of a sliding window from the last token to the first; None if it never gets there.
+
+    Args:
+        length: tokens of the sequence.
+        window: tokens that a query sees, itself included.
+    """
     if length == 1:
         return 1
     return None if window == 1 else -(-(length - 1) // (window - 1))
 
 
 def longest_path(rows: Rows, last_tokens: int, *, causal: bool) -> int | None:
-    """Layers after which each block can depend on itself and on all others, under `causal` those before it; None: some
-    never do. `last_tokens`: of the last block."""
+    """Return the layers after which each block can depend on all others, and on itself; None: some never can.
+
+    Args:
+        rows: the blocks that each block sees.
+        last_tokens: tokens of the last block.
+        causal: whether only earlier blocks count.
+    """
     tokens = [last_tokens if block == len(rows) - 1 else 2 for block in range(len(rows))]
     if any(block not in row and tokens[block] > 1 for block, row in enumerate(rows)):
         if causal:
-            return None  # Its tokens do not see each other, and nothing leads back to a block that was left.
+            return None  # Its tokens do not see each other, and no causal path returns to a block.
         rows = _halved(rows, tokens)
     whole = [(2 << block) - 1 if causal else (1 << len(rows)) - 1 for block in range(len(rows))]
     itself = [1 << block for block in range(len(rows))]
@@ -62,8 +71,10 @@ def longest_path(rows: Rows, last_tokens: int, *, causal: bool) -> int | None:
 
 
 def _halved(rows: Rows, tokens: list[int]) -> Rows:
-    """Each block of several tokens as two, so that two tokens of a block that does not see itself are told apart: what
-    leads from one to the other goes by way of other blocks."""
+    """Return the rows with each block of several tokens split in two.
+
+    This distinguishes two tokens of a block that does not see itself: a path between them uses other blocks.
+    """
     parts, end = [], 0
     for count in tokens:
         parts.append(tuple(range(end, end + min(count, 2))))
@@ -74,7 +85,7 @@ def _halved(rows: Rows, tokens: list[int]) -> Rows:
 
 
 def _after(reached: list[int], before: list[int], then: list[int]) -> list[int]:
-    """What is reached after a + b layers, from what is reached after a and after a - 1, and `then`, after b."""
+    """Return what is reached after a + b layers, from the sets after a and a - 1 layers, and `then`, after b."""
     found = []
     for within, less in zip(reached, before, strict=True):
         newest, total = within & ~less, within
@@ -87,32 +98,37 @@ def _after(reached: list[int], before: list[int], then: list[int]) -> list[int]:
 
 
 _TOLD_RUNS = 5
-"""Of the runs of tokens that a query sees, so many are told."""
+"""Maximum number of runs of visible tokens in a text."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class AttentionView:
-    """What is seen over a sequence of `length` tokens. `print` it, or show it in a notebook."""
+    """What attention sees over a sequence of `length` tokens. `print` it, or show it in a notebook."""
 
     attention: AttentionConfig
     length: int
     layers: int | None = None
-    """Of the model; None: it is not known."""
+    """Layers of the model; None: unknown."""
     causal: bool = True
     """Whether no token sees a later one; encoders see both ways."""
 
     @property
     def rows(self) -> Rows:
-        """The blocks that each block of queries sees. Raises ValueError where a custom mask is too short."""
+        """The blocks that each block of queries sees.
+
+        Raises:
+            ValueError: a custom mask is too short.
+        """
         return seen_blocks(self.attention, self.length, causal=self.causal)
 
     @property
     def blocks(self) -> int:
+        """Number of blocks in the sequence."""
         return -(-self.length // self.attention.block)
 
     @cached_property
     def density(self) -> float:
-        """Blocks computed over those of dense attention: its share of the work."""
+        """Computed blocks relative to those of dense attention: the share of its work, 0 to 1."""
         if self.attention.kind == "dense":
             return 1.0
         return sum(map(len, self.rows)) / (self.blocks * (self.blocks + 1) // 2 if self.causal else self.blocks**2)
@@ -124,7 +140,7 @@ class AttentionView:
 
     @cached_property
     def mean_sees(self) -> float:
-        """Tokens that a query attends to, itself included, on average."""
+        """Mean number of tokens that a query attends to, itself included."""
         if (window := self._window) is not None:
             near = min(window, self.length)
             return (near * (near + 1) / 2 + (self.length - near) * near) / self.length
@@ -138,7 +154,7 @@ class AttentionView:
 
     @cached_property
     def layers_to_first(self) -> int | None:
-        """Layers after which the last token can depend on the first; None: it never does."""
+        """Layers after which the last token can depend on the first; None: never."""
         if self._window is not None:
             return hops(self.length, self._window)
         reached, layers = self._steps_from_last(until=0)
@@ -146,14 +162,17 @@ class AttentionView:
 
     @cached_property
     def longest_path(self) -> int | None:
-        """Layers after which every token can depend on every one before it, of encoders on every other; None: some
-        never do."""
+        """Layers after which every token can depend on every earlier one (in encoders on every other); None: never."""
         if self._window is not None:
             return hops(self.length, self._window)
         return longest_path(self.rows, self._tokens_of(self.blocks - 1), causal=self.causal)
 
     def heard(self, layers: int) -> int:
-        """Tokens that the last token can depend on after so many layers, itself included."""
+        """Return how many tokens the last token can depend on after a number of layers, itself included.
+
+        Args:
+            layers: number of layers; below 1, only the token itself counts.
+        """
         if layers < 1:
             return 1
         if self._window is not None:
@@ -166,7 +185,7 @@ class AttentionView:
 
     @property
     def _window(self) -> int | None:
-        """Of a sliding window, which alone is not of whole blocks; None for other patterns."""
+        """Tokens of a sliding window, the only pattern without whole blocks; None for other patterns."""
         sliding = self.attention.kind == "block_sparse" and self.attention.pattern == "sliding"
         return self.attention.window if sliding else None
 
@@ -177,7 +196,10 @@ class AttentionView:
         return sum(place + 1 if self.causal and key == own else self._tokens_of(key) for key in self.rows[own])
 
     def _steps_from_last(self, *, until: int | None = None, most: int | None = None) -> tuple[set[int], int]:
-        """The blocks that the last one reaches, and in how many steps: until it has that block, or after `most`."""
+        """Return (blocks that the last block reaches, number of steps).
+
+        The search ends at block `until`, or after `most` steps.
+        """
         reached: set[int] = set()
         newest, layers = {self.blocks - 1}, 0
         while newest and until not in reached and layers != most:
@@ -190,7 +212,7 @@ class AttentionView:
 
     @property
     def words(self) -> list[str]:
-        """A line each: the work, what a query sees, and the longest path between two tokens."""
+        """One line each: the work, what a query sees, and the longest path between two tokens."""
         dense = "dense causal attention" if self.causal else "dense attention"
         work = f"all of the work of {dense}"
         if self.density < 1:
@@ -225,7 +247,7 @@ class AttentionView:
 
     @cached_property
     def grid(self) -> Grid:
-        """Queries downwards, keys to the right, in cells of one or more blocks: the share of each that is seen."""
+        """Queries downwards, keys to the right, in cells of one or more blocks: the visible share of each cell."""
         per_cell = -(-self.blocks // SIDE)
         side = -(-self.blocks // per_cell)
         counts = [[0] * (row + 1 if self.causal else side) for row in range(side)]
@@ -242,7 +264,7 @@ class AttentionView:
         return Grid(shares=shares, titles=titles, length=self.length)
 
     def _blocks_in(self, row: int, column: int, per_cell: int) -> int:
-        """Of a cell, those that dense attention would compute."""
+        """Return the blocks of a cell that dense attention would compute."""
         height, width = (min(per_cell, self.blocks - cell * per_cell) for cell in (row, column))
         return height * (height + 1) // 2 if self.causal and column == row else height * width
 
@@ -250,7 +272,7 @@ class AttentionView:
         return f"queries {first:,} to {last:,}: the last sees {self._seen_by(last):,} tokens, {self._runs(last)}"
 
     def _runs(self, token: int) -> str:
-        """Which tokens that one sees: '0 to 63 and 192 to 255'."""
+        """Return the tokens that a token sees, as text: '0 to 63 and 192 to 255'."""
         if self._window is not None:
             return f"{max(0, token - self._window + 1):,} to {token:,}"
         block, runs = self.attention.block, list[list[int]]()
@@ -266,14 +288,18 @@ class AttentionView:
         return " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
 
     def svg(self) -> str:
-        """The picture alone, in the page's own text colour: it needs neither a script nor a style sheet."""
+        """Return only the picture, in the page's text colour, without script or style sheet."""
         return grid_svg(self.grid, what="; ".join(self.words))
 
     def _repr_html_(self) -> str:
         return self.html()
 
     def html(self, *more: str) -> str:
-        """The picture beside the words, and beside `more` lines."""
+        """Return the picture next to the lines of `words` and additional lines.
+
+        Args:
+            more: additional lines.
+        """
         lines = "".join(f'<div style="margin:3px 0">{escape(line)}</div>' for line in (*self.words, *more))
         return (
             '<div class="speedlab-attention" style="display:flex;flex-flow:row wrap;gap:4px 16px;align-items:center">'
@@ -291,10 +317,16 @@ class AttentionView:
 def describe(
     attention: AttentionConfig, length: int, *, layers: int | None = None, causal: bool = True
 ) -> AttentionView:
-    """What `attention` sees over `length` tokens, at least 1; of a model with so many `layers`, whether they suffice.
-    Without `causal` as encoders use it, in which a block also sees the later ones that see it.
+    """Return what `attention` sees over a sequence.
 
-    Raises ValueError for a length below 1, and for a sliding window without `causal`.
+    Args:
+        attention: the configuration.
+        length: tokens of the sequence, at least 1.
+        layers: layers of the model, to check whether they suffice; None: unknown.
+        causal: whether a block sees no later ones. If not (encoders), it also sees the later ones that see it.
+
+    Raises:
+        ValueError: the length is below 1, or a sliding window is not causal.
     """
     if length < 1:
         raise ValueError(f"a sequence of {length} tokens; give at least 1")

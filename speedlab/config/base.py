@@ -1,4 +1,4 @@
-"""The base of every part of a configuration: frozen, and strict about what it is given."""
+"""Define the base class of all sections: frozen, strict, and with errors that suggest the nearest name."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from speedlab.config.errors import ConfigError, briefly, explain, unknown_key
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a finite collection of Python's or NumPy's, or a class."""
+    """Return whether a value is a finite collection of Python's or NumPy's, or a class."""
     known = isinstance(value, str | bytes | Sequence | Set | Mapping | type | BaseModel)
     return known or type(value).__module__.partition(".")[0] == "numpy"
 
 
 class ConfigSection(BaseModel):
-    """Frozen; a changed part is a new object. Raises ConfigError with a line for each problem, for unknown keys with
-    the nearest known name. Its docstring lists its fields, as their descriptions say."""
+    """A frozen section of a configuration; a changed section is a new object. The docstring lists the fields.
+
+    Raises:
+        ConfigError: one line for each problem; unknown keys with the nearest known name.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True, allow_inf_nan=False
@@ -51,7 +54,7 @@ class ConfigSection(BaseModel):
         if problems:
             rest = {key: value for key, value in data.items() if key not in problems}
             raise ConfigError(problems=[*(("", text) for text in problems.values()), *cls._problems_of(rest)])
-        # A part inside is made from keywords, which are text; YAML and Python allow any key.
+        # Inner sections are constructed from keywords, which must be text; YAML and Python allow any key.
         return {
             key: {str(inner): item for inner, item in value.items()} if isinstance(value, Mapping) else value
             for key, value in data.items()
@@ -59,18 +62,18 @@ class ConfigSection(BaseModel):
 
     @classmethod
     def _problem(cls, key: Any, value: Any) -> str:
-        """What is wrong with a key, or with the kind of its value; empty when nothing is."""
+        """Return what is wrong with a key, or with the kind of its value; empty if nothing is."""
         if key not in cls.model_fields:
             return unknown_key(str(key), list(cls.model_fields), cls._inner_keys())
         if isinstance(value, bool) and cls.model_fields[key].annotation is not bool:
-            # Python counts True as 1, and so does pydantic; in a configuration it is a slip.
+            # Python and pydantic accept True as 1; in a configuration it is a mistake.
             return f"{key} is {str(value).lower()}, but it is not a yes-or-no field"
         if (part := cls.part_of(key)) is not None and not isinstance(value, Mapping | part):
             example = f"{key}={json.dumps(part._example(value if isinstance(value, str | int | float) else None))}"
             return f"{key} is {briefly(value)}, but it has fields of its own; give them, for instance {example}"
         several = hasattr(type(value), "__getitem__") or hasattr(type(value), "__iter__")
         if part is None and several and not _is_plain(value):
-            # pydantic would read a whole data set, which may have no end, to see whether it is a list.
+            # To check for a list, pydantic would iterate over a whole data set, which may have no end.
             return f"{key} is {briefly(value)}; give a value that a file can hold: text, numbers, or a list of them"
         return ""
 
@@ -84,7 +87,7 @@ class ConfigSection(BaseModel):
 
     @classmethod
     def _example(cls, value: Any) -> dict[str, Any]:
-        """One field that takes `value` as it is, else one with its default, else one that takes 1."""
+        """Return one field that accepts `value`, otherwise one with its default, otherwise one that accepts 1."""
         for name in cls.model_fields:
             with contextlib.suppress(ConfigError):
                 if value is not None and getattr(cls(**{name: value}), name) == value:
@@ -96,8 +99,14 @@ class ConfigSection(BaseModel):
 
     @classmethod
     def known_in(cls, data: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-        """(what of `data` has a field here, a sentence for each of what has none), for files that another version may
-        have written."""
+        """Split the data of a file that another version may have written.
+
+        Args:
+            data: keys and values of the file.
+
+        Returns:
+            (the known keys and values, a sentence for each unknown key).
+        """
         known: dict[str, Any] = {}
         unknown: list[str] = []
         for key, value in data.items():
@@ -112,7 +121,7 @@ class ConfigSection(BaseModel):
 
     @classmethod
     def part_of(cls, name: str) -> type[ConfigSection] | None:
-        """The class of the field `name` if it is a part itself."""
+        """Return the class of the field `name` if the field is a section, otherwise None."""
         kind = cls.model_fields[name].annotation
         return kind if inspect.isclass(kind) and issubclass(kind, ConfigSection) else None
 

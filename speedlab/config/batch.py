@@ -1,4 +1,4 @@
-"""The batch equation: global = micro × accumulation × dp."""
+"""Solve the batch equation: global = micro × accumulation × dp."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ class BatchConfig(ConfigSection):
     )
 
     def resolve(self, dp: int) -> Batch:
-        """The equation for `dp` data-parallel ranks. Raises ConfigError with its numbers when it has no solution."""
+        """Solve the equation.
+
+        Args:
+            dp: data-parallel ranks.
+
+        Raises:
+            ConfigError: there is no whole solution; the message has the numbers.
+        """
         total, micro, accumulation = self.global_size, self.micro_size, self.accumulation
         if total is None:
             micro, accumulation = micro or DEFAULT_MICRO_SIZE, accumulation or 1
@@ -53,7 +60,7 @@ class BatchConfig(ConfigSection):
 
 
 class Batch(ConfigSection):
-    """The batch equation, whole."""
+    """The solved batch equation."""
 
     global_size: int = Field(ge=1, description="Sequences in one optimizer step over all ranks")
     micro_size: int = Field(ge=1, description="Sequences in one forward pass of one rank")

@@ -1,4 +1,4 @@
-"""Options of a command line: read by tyro, refused with the nearest that exists, and never said twice differently."""
+"""Read command-line options with tyro, and suggest the nearest option for an unknown one."""
 
 from __future__ import annotations
 
@@ -19,8 +19,17 @@ _OPTION = re.compile(r"--[a-z][\w.-]*\w")
 
 
 def read_options(kind: type[_Options], argv: list[str] | None, prog: str, *, config: Sequence[Any] = ()) -> _Options:
-    """The options of a command line; None: of this process. Raises ConfigError for options that the command does not
-    have, with a line for each; what else tyro refuses, or its help, ends the process as usual."""
+    """Parse a command line.
+
+    Args:
+        kind: a dataclass of the options.
+        argv: the arguments; None: those of this process.
+        prog: name of the command, for usage and errors.
+        config: tyro's configuration markers.
+
+    Raises:
+        ConfigError: options are unknown, one line for each. Other errors, and --help, exit the process as usual.
+    """
     words = sys.argv[1:] if argv is None else argv
     said = io.StringIO()
     try:
@@ -39,7 +48,15 @@ def read_options(kind: type[_Options], argv: list[str] | None, prog: str, *, con
 
 
 def refuse_two_values(argv: Sequence[str], names: Mapping[str, str]) -> None:
-    """Raises ConfigError where an option is given by both of its names, short and long, with values that differ."""
+    """Check that an option is not given by both of its names with different values.
+
+    Args:
+        argv: the arguments.
+        names: short name -> long name.
+
+    Raises:
+        ConfigError: two values differ.
+    """
     values: dict[str, str] = {}
     for number, word in enumerate(argv):
         option, equals, value = word.partition("=")
@@ -53,7 +70,7 @@ def refuse_two_values(argv: Sequence[str], names: Mapping[str, str]) -> None:
 
 
 def _known(kind: type, prog: str, config: Sequence[Any]) -> dict[str, str]:
-    """All options that the help tells, by what they are compared by."""
+    """Return all options in the help, by the key used for comparisons."""
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         tyro.cli(kind, args=["--help"], prog=prog, config=config)
@@ -61,12 +78,12 @@ def _known(kind: type, prog: str, config: Sequence[Any]) -> dict[str, str]:
 
 
 def _key(option: str) -> str:
-    """'--kv-heads' as a field is called: 'kv_heads'."""
+    """Return the field name of an option: 'kv_heads' for '--kv-heads'."""
     return option.removeprefix("--").replace("-", "_")
 
 
 def _refusal(word: str, known: Mapping[str, str], prog: str) -> str:
-    """'unknown option '--zeroo'; the nearest is '--zero''; of a part's name all its fields, or where all are told."""
+    """Return the message about an unknown option, with the nearest ones, or all fields of a section."""
     inner: dict[str, list[str]] = {}
     for key in known:
         if "." in key:

@@ -1,4 +1,4 @@
-"""How a configuration is refused: the key, the rule with its values, and what would work."""
+"""Build errors about a configuration: the key, the rule with its values, and what would work."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ FOREIGN_KEYS = {
     "scheduler": "schedule",
     "max_steps": "steps",
 }
-"""Names that people bring along from elsewhere, and ours for them."""
+"""Names from other tools -> our names."""
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot run. Each line of the message: the key, the rule with its values, what to change.
+    """A configuration that cannot run.
 
-    `problems` holds the same lines as (key path, text), where they are known one by one. `in_terminal` is what to print
-    for somebody at a terminal, where what to change is an option rather than an argument.
+    Each line of the message has the key, the rule with its values, and what to change.
+
+    Args:
+        message: the whole message; may be empty if `problems` are given.
+        problems: (key path, text) of each line, if they are known separately.
+        in_terminal: the message for a terminal, where options replace Python arguments.
     """
 
     def __init__(self, message: str = "", *, problems: Sequence[tuple[str, str]] = (), in_terminal: str = "") -> None:
@@ -41,13 +45,18 @@ class ConfigError(ValueError):
         self.in_terminal = in_terminal or str(self)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the message says all, and the frames would be ours."""
+        """Return only the message for IPython: the frames would be SpeedLab's own."""
         return [f"{type(self).__name__}: {with_more(self)}"]
 
 
 def nearest_keys(key: str, own: Collection[str], inner: Mapping[str, Sequence[str]]) -> Sequence[str]:
-    """Which of `own`, or of the keys inside the parts, is meant by a key that nobody knows; `inner` maps the latter to
-    their paths. Empty when none is near."""
+    """Return the known keys nearest to an unknown one; empty if none is near.
+
+    Args:
+        key: the unknown key.
+        own: keys of this section.
+        inner: key inside a section -> its paths.
+    """
     ours = FOREIGN_KEYS.get(key, "")
     if ours in own or ours.partition(".")[0] in own:
         return [ours]
@@ -67,7 +76,10 @@ _SHOWN_LETTERS = 200
 
 
 def briefly(value: object) -> str:
-    """A value in a message: at most three elements of it are read, and those of other classes than Python's are not."""
+    """Return a value for a message.
+
+    At most three elements are read, and only of Python's own collections: another iterable may have no end.
+    """
     if isinstance(value, str | bytes):
         return repr(value if len(value) <= _SHOWN_LETTERS else value[:_SHOWN_LETTERS])
     if value is None or isinstance(value, int | float | type):
@@ -82,7 +94,13 @@ def briefly(value: object) -> str:
 
 
 def unknown_key(key: str, own: Collection[str], inner: Mapping[str, Sequence[str]]) -> str:
-    """What to say of a key that is not one of `own`; `inner` maps the keys inside the parts to their paths."""
+    """Return the message about an unknown key, with the nearest known ones.
+
+    Args:
+        key: the unknown key.
+        own: keys of this section.
+        inner: key inside a section -> its paths.
+    """
     near = nearest_keys(key, own, inner)
     if len(near) == 1:
         return f"unknown key {key!r}; the nearest known key is {near[0]!r}"
@@ -92,7 +110,7 @@ def unknown_key(key: str, own: Collection[str], inner: Mapping[str, Sequence[str
 
 
 def explain(error: ValidationError) -> ConfigError:
-    """The same as one line for each thing that is wrong: the key's path, the rule, what came."""
+    """Turn pydantic's error into a ConfigError with a line for each problem: the key's path, the rule, the value."""
     problems: dict[tuple[str, str], None] = {}
     for item in error.errors(include_url=False):
         # A field that takes one of several types reports each of them, with the type at the end of its path.
@@ -118,12 +136,18 @@ _SECTIONS = {
     "loss": "model",
     "data": "data",
 }
-"""What a refusal begins with -> the section of the guide that deals with it."""
+"""First word of an error -> section of the guide about it."""
 
 
 def with_more(error: Exception, message: str = "") -> str:
-    """`message`, or the error's own, for a person to read, and below it the section that helps, where the message names
-    none: the one for what a refusal begins with, or the one that quotes the message."""
+    """Return a message for the user, with the section of the guide that helps.
+
+    The section is the one for the first word of the error, or the one that quotes the message.
+
+    Args:
+        error: the error.
+        message: its text; empty: that of the error.
+    """
     message = message or str(error)
     if "speedlab guide " in message:
         return message
@@ -133,5 +157,9 @@ def with_more(error: Exception, message: str = "") -> str:
 
 
 def more_in(section: str) -> str:
-    """Where a message's reader finds more: the section of `speedlab guide trouble` whose heading has this word."""
+    """Return the command that shows a section of the guide `trouble`.
+
+    Args:
+        section: a word of the section's heading.
+    """
     return f"more: speedlab guide {TROUBLE} {section}"

@@ -1,14 +1,12 @@
-"""Which layouts of a run exist: the rules that tensor and pipeline parallelism put on model, data and micro-batches.
+"""Check which layouts a run can have: rules of tensor, pipeline and context parallelism. Pure arithmetic, no torch.
 
-Pure arithmetic, for the panel as much as for the engine. A rule that is broken is told with its numbers and the nearest
-layouts that work.
+Panel and engine use the same rules. An error has the numbers of the broken rule and the nearest layouts that work.
 
-Which models and sequences can be cut over ranks along cp, and how those divide the work of attention.
-
-Which blocks of keys go from rank to rank where block-sparse attention is computed in a ring. Plain data.
-
-Every rank of a ring has its blocks of the sequence (`layout.own_positions`), computes for its own queries, and is sent
-the blocks of keys and values that one of those sees. The pattern tells all of that, to every rank and before a run.
+1. Context parallelism: which sequences can be split, padding, and sharing of heads.
+2. `resolve`: the layout of a configuration, or the error with what would work.
+3. `ring_needs`: which blocks of keys each rank of a ring needs for block-sparse attention. Every rank has its blocks of
+   the sequence (`layout.own_positions`), computes its own queries, and receives the blocks of keys and values that they
+   see. The pattern determines all of this before a run, on every rank.
 """
 
 from __future__ import annotations
@@ -33,15 +31,27 @@ if TYPE_CHECKING:
 
 
 def heads_shared(model: ModelConfig, layout: Layout, asked: int | None) -> int:
-    """How many of the ranks along cp share heads: as asked, or as many as heads allow."""
+    """Return how many cp ranks share heads: as asked, or the largest number that heads allow.
+
+    Args:
+        model: the built-in GPT.
+        layout: the ranks.
+        asked: `parallel.cp_heads`.
+    """
     if layout.cp == 1:
         return 1
     return asked or gcd(layout.cp, model.heads // layout.tp)
 
 
 def padded_length(model: ModelConfig, layout: Layout, parallel: ParallelConfig, length: int) -> int:
-    """Tokens of a sequence of `length` as a GPT of this `model` computes it: as many, or up to the next length that cp
-    divides where `parallel.cp_pad` says so."""
+    """Return the tokens of a sequence as computed: `length`, or padded if `parallel.cp_pad` is set.
+
+    Args:
+        model: the built-in GPT.
+        layout: the ranks.
+        parallel: whether to pad, and how heads are shared.
+        length: tokens of a sequence.
+    """
     if layout.cp == 1 or not parallel.cp_pad:
         return length
     multiple = sequence_multiple(layout.cp, heads_shared(model, layout, parallel.cp_heads), ring_block(model))
@@ -51,7 +61,7 @@ def padded_length(model: ModelConfig, layout: Layout, parallel: ParallelConfig, 
 
 
 def padding_words(length: int, padded: int) -> str:
-    """'sequences of 42 padded to 44, 4.55% of what is computed'; '' where nothing is padded."""
+    """Return the padding as text: 'sequences of 42 padded to 44, 4.55% of what is computed'; empty without padding."""
     if padded == length:
         return ""
     return f"sequences of {length:,} padded to {padded:,}, {1 - length / padded:.2%} of what is computed"
@@ -63,8 +73,14 @@ def context_problem(
     parallel: ParallelConfig,
     length: int | None = None,
 ) -> str | None:
-    """What stands against the layout's cp for a GPT of this `model`, with what would work; None where nothing does.
-    `length`: tokens of a sequence, if known."""
+    """Return why the layout's cp does not work for the built-in GPT, with what would work; None if it works.
+
+    Args:
+        model: the built-in GPT.
+        layout: the ranks.
+        parallel: padding, and sharing of heads.
+        length: tokens of a sequence, if known.
+    """
     cp, asked = layout.cp, parallel.cp_heads
     if cp == 1:
         return None
@@ -89,7 +105,7 @@ def context_problem(
 
 
 def ways_out(length: int, multiple: int) -> str:
-    """What to do about sequences of `length` tokens that do not divide by `multiple`."""
+    """Return what to do about sequences of `length` tokens that `multiple` does not divide."""
     below = length // multiple * multiple
     above = below + multiple
     fitting = " or ".join(str(each) for each in (below, above) if each)
@@ -97,12 +113,12 @@ def ways_out(length: int, multiple: int) -> str:
 
 
 def ring_block(model: ModelConfig) -> int:
-    """Tokens that a ring keeps together."""
+    """Return the number of tokens that a ring must not split."""
     return 1 if model.attention.kind == "dense" else model.attention.block
 
 
 def _padding_problem(model: ModelConfig, cp: int, length: int, padded: int, *, ring: bool) -> str | None:
-    """What stands against padding sequences of `length` tokens. A `ring` knows that padding sees nothing."""
+    """Return why sequences of `length` tokens cannot be padded; None if they can. A `ring` masks the padding itself."""
     if model.dropout:
         return f"cp {cp}: sequences of {length} tokens would be padded to {padded}, and {dropout_rule(model.dropout)}"
     attention = model.attention
@@ -115,7 +131,7 @@ def _padding_problem(model: ModelConfig, cp: int, length: int, padded: int, *, r
 
 
 def dropout_rule(dropout: float) -> str:
-    """Why nothing is padded where something is dropped."""
+    """Return why sequences are not padded with dropout."""
     return (
         f"dropout {dropout:g} would drop other elements of a longer sequence; set model.dropout to 0, or use lengths "
         "that cp divides"
@@ -127,15 +143,21 @@ def _divisors(count: int) -> str:
 
 
 _NAMED = 3
-"""How many layouts that work an error names."""
+"""Number of working layouts in an error."""
 
 
 def resolve(config: RunConfig, engines: int, *, built_in: bool = True) -> Layout:
-    """The layout of `config` on `engines` engines. Raises LayoutError when there is none, and ConfigError where the
-    update cannot be in backward under it, or the model's attention is wider than a sequence or an encoder's.
+    """Return the layout of a configuration.
 
-    Without `built_in` the model is somebody's own, and only what does not depend on it is checked; the engine looks at
-    the rest when it has the model.
+    Args:
+        config: the configuration.
+        engines: number of ranks.
+        built_in: whether the model is the built-in GPT. If not, only rules independent of the model apply; the engine
+            checks the rest when it has the model.
+
+    Raises:
+        LayoutError: there is no such layout.
+        ConfigError: the update cannot run in backward with this layout, or the attention does not fit the sequence.
     """
     parallel = config.parallel
     try:
@@ -159,15 +181,22 @@ def resolve(config: RunConfig, engines: int, *, built_in: bool = True) -> Layout
 
 
 def possible(config: RunConfig, engines: int, *, built_in: bool = True) -> list[Layout]:
-    """Every layout of `engines` ranks that `config` could run under with its islands and cp, by tp, then by pp. The
-    batch equation counts."""
+    """Return every layout that `config` could run with, with its own islands and cp, by tp, then by pp.
+
+    The batch equation must hold, too.
+
+    Args:
+        config: the configuration.
+        engines: number of ranks.
+        built_in: whether the model is the built-in GPT.
+    """
     parallel = config.parallel
     all_of_them = factorisations(engines, parallel.cp, parallel.islands)
     return [layout for layout in all_of_them if _works(config, layout, built_in)]
 
 
 def nearest(layouts: Iterable[Layout], asked: Layout) -> list[Layout]:
-    """The few of `layouts` that are nearest to what was asked for, as factors on the axes; nearest first."""
+    """Return the few layouts nearest to `asked`, by the factors between their axes; nearest first."""
 
     def distance(layout: Layout) -> float:
         return sum(abs(math.log(getattr(layout, axis) / getattr(asked, axis))) for axis in AXES)
@@ -176,8 +205,16 @@ def nearest(layouts: Iterable[Layout], asked: Layout) -> list[Layout]:
 
 
 def why_not(config: RunConfig, engines: int, *, built_in: bool = True, **changes: Any) -> str | None:
-    """What stands against these changes of `config.parallel`, and of the number of micro-batches as `micro_batches`, on
-    `engines` engines; None when nothing does. dp follows from the others unless it is among the changes."""
+    """Return why changes of `config.parallel` do not work; None if they work.
+
+    dp follows from the other axes unless it is changed, too.
+
+    Args:
+        config: the configuration.
+        engines: number of ranks.
+        built_in: whether the model is the built-in GPT.
+        changes: fields of `parallel`, and `micro_batches` for the accumulation.
+    """
     micro_batches = changes.pop("micro_batches", None)
     try:
         changed = config.replace(
@@ -254,7 +291,7 @@ def _works(config: RunConfig, layout: Layout, built_in: bool) -> bool:
 
 
 def _dp_text(config: RunConfig, engines: int, built_in: bool) -> str:
-    """Another dp beside what else is asked for, where one works."""
+    """Return a hint with another dp if one works for the other requested axes."""
     if config.parallel.dp is None or why_not(config, engines, built_in=built_in) is not None:
         return ""
     parallel = config.parallel
@@ -262,13 +299,13 @@ def _dp_text(config: RunConfig, engines: int, built_in: bool) -> str:
 
 
 def _nearest_text(config: RunConfig, asked: Layout, engines: int, built_in: bool) -> str:
-    """The layouts of `engines` ranks that work and are nearest to `asked`."""
+    """Return a hint with the working layouts nearest to `asked`."""
     near = nearest(possible(config, engines, built_in=built_in), asked) if engines > 0 else []
     return f"; on {engines} engines {' or '.join(map(str, near))} would work" if near else ""
 
 
 def _fewer_text(config: RunConfig, engines: int, built_in: bool) -> str:
-    """The most of fewer engines on which what is asked for works. Whether there can be more, nobody knows here."""
+    """Return a hint with the largest smaller number of engines that works. More engines may not exist."""
     for count in range(engines - 1, 0, -1):
         with contextlib.suppress(LayoutError):
             if _works(config, _asked(config, count), built_in):
@@ -277,7 +314,13 @@ def _fewer_text(config: RunConfig, engines: int, built_in: bool) -> str:
 
 
 def factorisations(engines: int, cp: int = 1, islands: int = 1) -> list[Layout]:
-    """Every layout of so many ranks with this cp and so many islands, by tp, then by pp."""
+    """Return every layout of a number of ranks, by tp, then by pp.
+
+    Args:
+        engines: number of ranks.
+        cp: context-parallel ranks.
+        islands: number of islands.
+    """
     if engines % (cp * islands):
         return []
     rest = engines // (cp * islands)
@@ -291,7 +334,7 @@ def factorisations(engines: int, cp: int = 1, islands: int = 1) -> list[Layout]:
 
 
 def _asked(config: RunConfig, engines: int) -> Layout:
-    """The layout that `config.parallel` says. Raises LayoutError."""
+    """Return the layout of `config.parallel`. Raise LayoutError if it does not fit the engines."""
     return Layout.for_world(engines, dp=config.parallel.dp, **_other_axes(config))
 
 
@@ -307,25 +350,34 @@ def _divisors_text(count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RingNeeds:
-    """What the ranks of a ring need of each other."""
+    """Which blocks the ranks of a ring need from each other."""
 
     blocks: tuple[tuple[int, ...], ...]
-    """Of each rank: its blocks of the sequence, ascending."""
+    """For each rank its blocks of the sequence, ascending."""
     needed: tuple[tuple[tuple[int, ...], ...], ...]
-    """needed[rank][source]: of the blocks that rank `source` has, those that a query of `rank` sees, ascending."""
+    """needed[rank][source]: blocks of rank `source` that a query of `rank` sees, ascending."""
 
     @property
     def turns(self) -> tuple[int, ...]:
-        """How many ranks further on something has to go, ascending: in a turn of k, rank r is sent what it needs of
-        rank r - k. Turns in which nobody needs anything there are none of."""
+        """Distances in the ring at which a block is sent, ascending.
+
+        In a turn of k, rank r receives from rank r - k. Turns without any transfer are omitted.
+        """
         size = len(self.blocks)
         return tuple(k for k in range(1, size) if any(self.needed[rank][(rank - k) % size] for rank in range(size)))
 
 
 @lru_cache(maxsize=64)
 def ring_needs(attention: AttentionConfig, length: int, ranks: int) -> RingNeeds:
-    """What `ranks` ranks need of each other for `attention` over sequences of `length` tokens, which is a multiple of
-    2 · `ranks` · block. Past the rows of a custom mask there is padding only, which sees nothing."""
+    """Return which blocks the ranks of a ring need from each other.
+
+    Beyond the rows of a custom mask there is only padding, which sees nothing.
+
+    Args:
+        attention: the block-sparse pattern.
+        length: tokens of a sequence, a multiple of 2 · `ranks` · block.
+        ranks: size of the ring.
+    """
     count = length // attention.block
     known = count if attention.mask is None else min(count, len(attention.mask))
     rows = seen_blocks(attention, known * attention.block)

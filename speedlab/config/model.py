@@ -1,4 +1,4 @@
-"""The built-in GPT's shape, and its size presets."""
+"""Configure the built-in GPT: its shape and its size presets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from speedlab.config.presets import MODELS
 MODEL_PRESETS: dict[str, dict[str, Any]] = {
     name: preset.of_config() for name, preset in MODELS.items() if preset.built_in
 }
-"""The presets that the built-in GPT can be, as fields of its configuration."""
+"""The presets of the built-in GPT, as fields of its configuration."""
 
 _TINY = MODEL_PRESETS["gpt-tiny"]
 
@@ -87,7 +87,7 @@ class ModelConfig(ConfigSection):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
-        # Rotary angles turn pairs of elements, so a head then has an even number of them.
+        # Rotary angles rotate pairs of elements, so a head needs an even number of elements.
         multiple = 2 if self.position == "rotary" else 1
         possible = [n for n in range(1, self.hidden + 1) if self.hidden % (n * multiple) == 0]
         if not possible:
@@ -111,7 +111,7 @@ class ModelConfig(ConfigSection):
         return self
 
     def changes(self) -> dict[str, Any]:
-        """The fields that differ from the preset's."""
+        """Return the fields that differ from the preset's."""
         preset = ModelConfig(preset=self.preset)
         return {
             name: value for name in type(self).model_fields if (value := getattr(self, name)) != getattr(preset, name)

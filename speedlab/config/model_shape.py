@@ -1,4 +1,4 @@
-"""A model's shape: what follows from a configuration, a preset or a foreign model's own file. Plain data."""
+"""Define `ModelShape`, the sizes of a transformer, from a configuration, a preset or a foreign model file."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ if TYPE_CHECKING:
     from speedlab.config.model import ModelConfig
 
 Bias = Literal["norms", "attention in", "attention out", "feed-forward", "head"]
-"""Where a transformer may have biases; 'attention in' is queries, keys and values, 'feed-forward' both ways."""
+"""Places of biases in a transformer: 'attention in' is queries, keys and values, 'feed-forward' both layers."""
 
 MOST_LAYERS = 10_000
-"""Ten times the deepest that was published (arXiv:2203.00555). Whoever predicts something of a model looks at each of
-them: a slip of the hand must not keep a panel or a plan busy for ever."""
+"""Ten times the deepest published model (arXiv:2203.00555).
+
+Predictions visit every layer, so the limit keeps a typing error from blocking a panel or a plan.
+"""
 
 BIASES: frozenset[Bias] = frozenset({"norms", "attention in", "attention out", "feed-forward"})
-"""Those of a GPT that has any."""
+"""The biases of a GPT that has any."""
 
 
 class Sized(Protocol):
-    """What has a model's sizes: a configuration, a shape."""
+    """Protocol of objects with a model's sizes: a configuration or a shape."""
 
     @property
     def layers(self) -> int: ...
@@ -37,7 +39,7 @@ class Sized(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """A transformer as the planner sees it. Counts are of the whole model."""
+    """The planner's description of a transformer. Counts are of the whole model."""
 
     name: str
     layers: int
@@ -47,21 +49,21 @@ class ModelShape:
     vocab_size: int
     sequence_length: int
     decoder_layers: int = 0
-    """Of an encoder and decoder (T5): layers with attention to the encoder besides; `layers` are the encoder's."""
+    """For an encoder-decoder (T5): layers that also attend to the encoder; `layers` are the encoder's."""
     kv_heads: int | None = None
-    """None: as many as heads."""
+    """None: equal to heads."""
     head_size: int | None = None
     """None: hidden / heads."""
     context: int | None = None
-    """Rows of a learned table of positions. None: the sequence length."""
+    """Rows of a learned position table; None: the sequence length."""
     gated: bool = False
     """Whether the feed-forward layer has a third matrix."""
     stepwise: bool = False
-    """Whether the activation function is computed in steps, of which three keep a tensor (Hugging Face's gelu_new)."""
+    """Whether the activation function is computed in steps, of which three save a tensor (Hugging Face's gelu_new)."""
     position: Literal["learned", "rotary", "relative"] = "learned"
     norm: Literal["rms", "layer"] = "layer"
     norms: int = 2
-    """Of each block: before attention and feed-forward; 4: behind both too; 1: one before both (Phi)."""
+    """Norms of each block. 2: before attention and feed-forward; 4: also after both; 1: one before both (Phi)."""
     head_norms: bool = False
     """Whether each head's queries and keys are normalised, with one weight for all heads."""
     parallel: bool = False
@@ -71,9 +73,9 @@ class ModelShape:
     causal: bool = True
     dropout: float = 0.0
     chunked_loss: bool = False
-    """Whether head and loss are computed a few tokens at a time, so that logits are never whole."""
+    """Whether head and loss are computed in chunks of tokens, so that whole logits never exist."""
     assumed: tuple[str, ...] = field(default=(), compare=False)
-    """What was left open by whoever described the model, and taken as usual."""
+    """Assumptions for what the description of the model left open."""
 
     def __post_init__(self) -> None:
         if self.depth > MOST_LAYERS:
@@ -86,12 +88,17 @@ class ModelShape:
 
     @property
     def positions(self) -> int:
-        """Rows of the table of positions, where it is learned."""
+        """Rows of the position table, if it is learned."""
         return self.sequence_length if self.context is None else self.context
 
     @classmethod
     def of_config(cls, model: ModelConfig, sequence_length: int) -> ModelShape:
-        """The built-in GPT's shape."""
+        """Return the shape of the built-in GPT.
+
+        Args:
+            model: its configuration.
+            sequence_length: tokens of a sequence.
+        """
         return cls(
             name=renamed(model.preset, model.changes(), model),
             layers=model.layers,
@@ -114,8 +121,15 @@ _SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn_hidden", "v
 
 
 def renamed(name: str, changed: Mapping[str, object], after: Sized) -> str:
-    """What a model is called whose fields are `changed`: by its name as far as that still says what it is. Without the
-    depth and the width of the model of that name it is another one."""
+    """Return the name of a model after changes of its sizes.
+
+    A model with another depth and width is named by its sizes alone.
+
+    Args:
+        name: the name before.
+        changed: field -> new value.
+        after: the model after the changes.
+    """
     sizes = {field: value for field, value in changed.items() if field in _SIZES}
     if {"layers", "hidden"} <= sizes.keys():
         return sizes_text(after)
@@ -123,7 +137,7 @@ def renamed(name: str, changed: Mapping[str, object], after: Sized) -> str:
 
 
 def sizes_text(model: Sized) -> str:
-    """'24 layers of 1,024, 16 heads, feed-forward 4,096, vocabulary 50,257'."""
+    """Return the sizes as text: '24 layers of 1,024, 16 heads, feed-forward 4,096, vocabulary 50,257'."""
     return (
         f"{model.layers} layers of {model.hidden:,}, {model.heads} heads, feed-forward {model.ffn_hidden:,}, "
         f"vocabulary {model.vocab_size:,}"

@@ -1,5 +1,4 @@
-"""The part of a run's configuration that says how parameters are updated: the optimizer, its learning rate over the
-steps, and how islands meet."""
+"""Configure the update of parameters: the optimizer, its schedule, and the synchronisation of DiLoCo islands."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from pydantic import Field
 from speedlab.config.base import ConfigSection
 
 _Kept = Annotated[float, Field(ge=0, lt=1)]
-"""A share that stays of what was: all of it would stay for ever."""
+"""A decay in [0, 1): with 1, the old value would stay forever."""
 
 OptimizerName = Literal["adamw", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam", "lion", "sgd"]
 _PLAIN: dict[OptimizerName, OptimizerName] = {"onebit_adam": "adamw", "onebit_lamb": "lamb", "zero_one_adam": "adamw"}
-"""Of those that compress: the optimizer that each is before it does."""
+"""Compressing optimizer -> its uncompressed base."""
 _PHASES: tuple[OptimizerName, ...] = ("onebit_adam", "onebit_lamb")
 _MADE_FOR: dict[str, tuple[OptimizerName, ...]] = {
     "freeze_step": tuple(_PLAIN),
@@ -32,7 +31,7 @@ _MADE_FOR: dict[str, tuple[OptimizerName, ...]] = {
     "local_doubling": ("zero_one_adam",),
     "max_local_steps": ("zero_one_adam",),
 }
-"""Fields that say how some optimizers go, and are of no use with others."""
+"""Field -> the optimizers that use it."""
 
 
 class OptimizerConfig(ConfigSection):
@@ -137,24 +136,24 @@ class OptimizerConfig(ConfigSection):
 
     @property
     def moments(self) -> int:
-        """States in float32 beside each element of the masters."""
-        if self.name == "zero_one_adam":  # Where local steps are, the anchor is one more.
+        """Number of float32 states for each element of the masters."""
+        if self.name == "zero_one_adam":  # Local steps need an anchor.
             return 2 + self.steps_apart
         return {"onebit_lamb": 3, "lion": 1, "sgd": int(self.momentum > 0)}.get(self.name, 2)
 
     @property
     def plain(self) -> OptimizerName:
-        """The optimizer that it is before it compresses anything."""
+        """The optimizer before any compression."""
         return _PLAIN.get(self.name, self.name)
 
     @property
     def looks_at_parameters(self) -> bool:
-        """Whether its update of an element looks at norms of its whole parameter."""
+        """Whether the update of an element uses norms of its whole parameter."""
         return self.plain == "lamb"
 
     @property
     def sums_itself(self) -> bool:
-        """Whether it exchanges something else than gradients between data-parallel ranks, after a warm-up."""
+        """Whether the optimizer itself exchanges compressed values between data-parallel ranks, after a warm-up."""
         return self.name in _PLAIN
 
     def of_no_use(self, name: str) -> list[tuple[str, tuple[OptimizerName, ...]]]:
@@ -170,13 +169,16 @@ class OptimizerConfig(ConfigSection):
 
     @property
     def steps_apart(self) -> bool:
-        """Whether ranks make steps of their own between two exchanges, once the variance is frozen."""
+        """Whether ranks take local steps between two exchanges, after the variance is frozen."""
         return self.name == "zero_one_adam" and self.freeze_step is not None
 
 
 class OuterConfig(ConfigSection):
-    """Meetings of islands (DiLoCo, arXiv:2311.08105): each trains by itself; then the mean of how far they went is a
-    gradient, which an outer SGD takes from where they last met."""
+    """Synchronisation of islands (DiLoCo, arXiv:2311.08105).
+
+    Each island trains alone. Then the mean change over all islands is the gradient of an outer SGD, which updates the
+    parameters of the last synchronisation.
+    """
 
     every_steps: int = Field(default=50, ge=1, description="Steps of the islands between two meetings")
     lr: float = Field(default=0.7, gt=0, description="Learning rate of the outer SGD; 1 with momentum 0 takes the mean")
@@ -209,7 +211,7 @@ class OuterConfig(ConfigSection):
 
     @property
     def states(self) -> int:
-        """Tensors in float32 that are kept of each element between meetings: anchor, momentum, error feedback."""
+        """Number of float32 tensors for each element between synchronisations: anchor, momentum, error feedback."""
         return 1 + (self.momentum > 0) + (self.compression != "none")
 
 

@@ -1,5 +1,4 @@
-"""The models that have a name, for configurations and plans alike. Shapes with their sources; what each was announced
-to have is kept beside it."""
+"""List the known models, for configurations and plans: shapes with sources, and announced sizes."""
 
 from __future__ import annotations
 
@@ -12,18 +11,18 @@ from speedlab.config.model_shape import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPreset:
-    """A model that has a name."""
+    """A known model."""
 
     shape: ModelShape
     """`sequence_length` is that of the announced training."""
     announced: float
-    """Parameters, as announced."""
+    """Announced number of parameters."""
     source: str
     built_in: bool = False
-    """Whether the built-in GPT can be it; the others are for plans, and are trained from a module of one's own."""
+    """Whether the built-in GPT can have this shape; other presets are for plans."""
 
     def of_config(self) -> dict[str, Any]:
-        """The fields of `ModelConfig` that make the built-in GPT this model."""
+        """Return the fields of `ModelConfig` for this shape."""
         fields = ("layers", "hidden", "heads", "ffn_hidden", "vocab_size", "position", "norm", "tied")
         found = {name: getattr(self.shape, name) for name in fields}
         return {**found, "context": self.shape.positions, "bias": bool(self.shape.biases)}
@@ -36,10 +35,10 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, *, announced: float, s
         hidden=hidden,
         heads=heads,
         ffn_hidden=4 * hidden,
-        # 50,257 tokens; Megatron-LM pads them to 51,200 so that they divide by 8 ranks' 128.
+        # 50,257 tokens; Megatron-LM pads to 51,200, a multiple of 128 on each of 8 ranks.
         vocab_size=50257 if name.startswith("gpt2") else 51200,
         sequence_length=sequence,
-        # Those that were released have their tables of positions; of others a longer sequence has a longer one.
+        # Released models have a fixed position table; for the others the table grows with the sequence.
         context=sequence if name.startswith("gpt2") else None,
         dropout=0.1,
     )
@@ -47,7 +46,7 @@ def _gpt(name: str, layers: int, hidden: int, heads: int, *, announced: float, s
 
 
 def _small(name: str, layers: int, hidden: int, vocabulary: int, context: int, *, announced: float):
-    """Of the built-in GPT's own kind, for CPUs."""
+    """Return a small preset of the built-in GPT, for CPUs."""
     shape = ModelShape(
         name=name,
         layers=layers,
@@ -96,7 +95,7 @@ def _llama(
     kv_heads: int = 8,
     **changes: Any,
 ):
-    """Of Llama's kind: rotary positions, RMSNorm, grouped heads, gated feed-forward layers, no biases."""
+    """Return a preset like Llama: rotary positions, RMSNorm, grouped heads, gated feed-forward layers, no biases."""
     shape = ModelShape(
         name=name,
         layers=layers,

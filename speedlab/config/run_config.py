@@ -1,7 +1,4 @@
-"""RunConfig: the one description of a run.
-
-A configuration in any of the ways in which people give one to a function.
-"""
+"""Define RunConfig, the complete description of a run, and convert what users pass for it."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ SHORT_FORMS: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "batch": ("global_size", int),
     "recover": ("attempts", int),
 }
-"""Parts that may be given by one of their fields: which one, and the types by which it is recognised."""
+"""Sections with a short form: the field that the short form sets, and the types that identify the short form."""
 
 _NAME_BYTES = 100
 
@@ -66,7 +63,9 @@ class RunConfig(ConfigSection):
 
     Short forms: `model="gpt2"`, `data="stdlib"`, `zero=2`, `precision="bfloat16"`, `optimizer="sgd"`, `batch=64`,
     `recover=3`.
-    Raises ConfigError, one line for each thing that is wrong.
+
+    Raises:
+        ConfigError: a value is invalid; one line for each problem.
     """
 
     name: str | None = Field(default=None, description="Run name, also its folder; 'run-1', 'run-2', … when left out")
@@ -112,7 +111,7 @@ class RunConfig(ConfigSection):
     )
     telemetry: TelemetryConfig = Field(default=TelemetryConfig(), description="Records and streaming")
 
-    def __init__(self, /, **data: Any) -> None:  # Of its own, so that type checkers take the short forms.
+    def __init__(self, /, **data: Any) -> None:  # Defined so that type checkers accept short forms.
         super().__init__(**data)
 
     @model_validator(mode="before")
@@ -192,7 +191,7 @@ class RunConfig(ConfigSection):
             switches=self.zero.switches,
         )
         problems += quantized_problems(self.zero, self.optimizer, offload=self.offload, masters=self.precision.masters)
-        if "steps" in self.model_fields_set:  # A script's own loop knows of no such number.
+        if "steps" in self.model_fields_set:  # A script with its own loop does not set it.
             problems += warmup_problem(self.optimizer, self.steps)
             problems += meeting_problem(self.parallel.islands, self.outer, self.steps)
         if problems:
@@ -200,21 +199,39 @@ class RunConfig(ConfigSection):
         return self
 
     def layout(self, world_size: int, *, built_in: bool = True) -> Layout:
-        """The layout on `world_size` engines. Raises LayoutError with the equation and what would work.
+        """Return the layout on `world_size` engines.
 
-        Without `built_in` the model is somebody's own, and rules about `model` are left out.
+        Args:
+            world_size: number of ranks.
+            built_in: whether the model is the built-in GPT. If not, rules about `model` do not apply.
+
+        Raises:
+            LayoutError: there is no such layout; the message has the equation and what would work.
+            ConfigError: the update, the attention or the batch does not work with the layout.
         """
         return resolve(self, world_size, built_in=built_in)
 
     def attention_view(self, length: int | None = None) -> AttentionView:
-        """What queries of `model` see, over `length` tokens or those of data.sequence_length: work beside dense
-        attention's, the longest path between two tokens, and a picture. Print it, or show it in a notebook."""
+        """Return what the queries of `model` see: work relative to dense attention, longest path, and a picture.
+
+        Print the result, or show it in a notebook.
+
+        Args:
+            length: tokens of a sequence; None: data.sequence_length.
+        """
         attention, tokens = self.model.attention, length or self.data.sequence_length
         return describe(attention, tokens, layers=self.model.layers, causal=not attention.both_ways)
 
     def replace(self, **changes: Any) -> RunConfig:
-        """A copy with some fields changed. A part may be given by its short form or as a dict of only the fields that
-        change; naming a model preset takes all the preset's fields."""
+        """Return a copy with some fields changed.
+
+        Args:
+            changes: field -> value. A section may be given in its short form, or as a dict of only the fields that
+                change. A model preset sets all fields of the preset.
+
+        Raises:
+            ConfigError: the result is invalid.
+        """
         data = self.model_dump()
         for key, value in _expanded(changes).items():
             if (
@@ -224,15 +241,19 @@ class RunConfig(ConfigSection):
             ):
                 value = {**data[key], **value}
             data[key] = value
-        # What nobody has named stays unnamed: a script's own loop knows of no `steps`.
+        # Unset fields stay unset: a script with its own loop has no `steps`.
         named = self.model_fields_set | _expanded(changes).keys()
         return RunConfig(**{key: value for key, value in data.items() if key in named})
 
     @classmethod
     def load(cls, path: str | Path) -> RunConfig:
-        """Read a JSON or YAML file. Raises ConfigError that names the file, and the line where the syntax breaks.
+        """Read a JSON or YAML file. A JSON file with DeepSpeed's keys is read like `from_deepspeed`.
 
-        A JSON file whose keys are DeepSpeed's is read as `from_deepspeed` does.
+        Args:
+            path: the file.
+
+        Raises:
+            ConfigError: the file is invalid; the message has its name, and the line of a syntax error.
         """
         path = Path(path)
         if recognises(path, cls):
@@ -252,10 +273,18 @@ class RunConfig(ConfigSection):
         training_args: Mapping[str, Any] | None = None,
         ignore: Collection[str] = (),
     ) -> RunConfig:
-        """The configuration that a DeepSpeed file or dict describes; `deepspeed_reading` tells of every key what became
-        of it, and of the arguments.
+        """Return the configuration that a DeepSpeed file or dict describes, with a warning about surprising keys.
 
-        Raises ConfigError, one line for each key that is refused. Warns of what a reader of the file may not expect.
+        `deepspeed_reading` takes the same arguments and reports on every key.
+
+        Args:
+            source: path, text or dict.
+            engines: number of ranks for which batch and layout are checked.
+            training_args: arguments of Hugging Face's Trainer, which fill "auto".
+            ignore: names of features to go on without.
+
+        Raises:
+            ConfigError: keys are refused, one line for each.
         """
         reading = cls.deepspeed_reading(source, engines=engines, training_args=training_args, ignore=ignore)
         config = reading.config
@@ -273,30 +302,43 @@ class RunConfig(ConfigSection):
         training_args: Mapping[str, Any] | None = None,
         ignore: Collection[str] = (),
     ) -> DeepSpeedReport:
-        """What became of every key of a DeepSpeed file, text or dict, and the configuration, if nothing was refused.
-        Print it, or see `speedlab.config.deepspeed.reader.read`, which takes the same arguments."""
+        """Return a report on every key of a DeepSpeed file, with the configuration if nothing was refused.
+
+        Args:
+            source: path, text or dict.
+            engines: number of ranks for which batch and layout are checked.
+            training_args: arguments of Hugging Face's Trainer, which fill "auto".
+            ignore: names of features to go on without.
+
+        Raises:
+            ConfigError: the text cannot be read, or `ignore` has an unknown name.
+        """
         return read_deepspeed(source, cls, engines=engines, training_args=training_args, ignore=ignore)
 
     def to_deepspeed(self) -> dict[str, Any]:
-        """This configuration as DeepSpeed's JSON: all that its keys can say. They say nothing of model and data."""
+        """Return this configuration as DeepSpeed's JSON, as far as its keys allow; they do not cover model and data."""
         return as_deepspeed(self)
 
     def to_json(self) -> str:
-        """Every field, as JSON."""
+        """Return every field, as JSON."""
         return self.model_dump_json(indent=2)
 
     def to_yaml(self) -> str:
-        """Every field, as YAML; `text.annotated_yaml` has the descriptions too."""
+        """Return every field, as YAML. `annotated_yaml` adds the descriptions."""
         return yaml_text(self.model_dump(mode="json"))
 
     def save(self, path: str | Path) -> None:
-        """Write JSON or, for .yaml and .yml, YAML."""
+        """Write the configuration to a file.
+
+        Args:
+            path: the file; YAML for .yaml and .yml, otherwise JSON.
+        """
         path = Path(path)
         path.write_text(self.to_yaml() if is_yaml(path) else self.to_json(), encoding="utf-8")
 
 
 def _expanded(data: Mapping[Any, Any]) -> dict[Any, Any]:
-    """`data` with each part that came in its short form written out."""
+    """Return `data` with short forms of sections written out."""
     return {
         key: {SHORT_FORMS[key][0]: value} if key in SHORT_FORMS and isinstance(value, SHORT_FORMS[key][1]) else value
         for key, value in data.items()
@@ -304,11 +346,15 @@ def _expanded(data: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 ConfigLike = RunConfig | Mapping[str, Any] | str | Path
-"""A RunConfig; a dict of its fields, or of DeepSpeed's; the path of a JSON or YAML file of either."""
+"""A RunConfig; a dict of its fields, or of DeepSpeed's; or the path of a JSON or YAML file of either."""
 
 
 def as_config(given: ConfigLike) -> RunConfig:
-    """The RunConfig of what was given. Raises ConfigError."""
+    """Return the RunConfig of any accepted form.
+
+    Raises:
+        ConfigError: the configuration is invalid.
+    """
     if isinstance(given, RunConfig):
         return given
     if isinstance(given, str | Path):

@@ -1,4 +1,4 @@
-"""The parts of a run's configuration. Panel help, CLI help and docs are generated from the descriptions."""
+"""Define the sections of a run's configuration. Panel help, CLI help and docs come from the descriptions."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ParallelConfig(ConfigSection):
 
     @property
     def stages_per_rank(self) -> int:
-        """Pipeline stages that one pipeline rank holds under this schedule."""
+        """Pipeline stages on one pipeline rank under this schedule."""
         return self.chunks if self.pp > 1 and self.schedule in ("interleaved", "zero-bubble") else 1
 
 
@@ -130,7 +130,7 @@ class ZeroConfig(ConfigSection):
 
     @property
     def switches(self) -> str:
-        """What of ZeRO++ is on, in words; '' for nothing."""
+        """The active parts of ZeRO++ as text; empty if there are none."""
         words = {
             "weights in int8": self.quantized_weights,
             "gradients in int4": self.quantized_gradients,
@@ -140,7 +140,7 @@ class ZeroConfig(ConfigSection):
 
 
 class PrecisionConfig(ConfigSection):
-    """In which dtype the model computes, and as what masters and moments are kept between two steps."""
+    """Compute dtype of the model, and dtypes of masters and moments between two steps."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="Compute dtype; 'auto': bfloat16 where the device does it fast, else float32"
@@ -187,11 +187,11 @@ class ActivationConfig(ConfigSection):
 
 
 Away = Literal["none", "host", "disk"]
-"""Where a state lies between two uses, other than on the device."""
+"""Storage of a state between two uses; "none" is the device."""
 
 
 class OffloadConfig(ConfigSection):
-    """Which model states leave the device between two uses (arXiv:2101.06840, arXiv:2104.07857)."""
+    """Which model states are offloaded between two uses (arXiv:2101.06840, arXiv:2104.07857)."""
 
     optimizer: Away = Field(
         default="none",
@@ -221,7 +221,7 @@ class OffloadConfig(ConfigSection):
 
     @property
     def used(self) -> bool:
-        """Whether anything lies away from the device."""
+        """Whether anything is offloaded."""
         return (self.optimizer, self.parameters, self.activations) != ("none",) * 3
 
 
@@ -249,13 +249,13 @@ class _Recovering(ConfigSection):
 
     @property
     def checkpoint(self) -> str:
-        """What it goes on from: 'newest', or a checkpoint's name."""
+        """The checkpoint to restart from: 'newest', or a name."""
         return getattr(self, "from")
 
 
 if TYPE_CHECKING:
     RecoverConfig = _Recovering
-else:  # A field called `from` cannot be written down in a class.
+else:  # `from` is a keyword, so a class body cannot define the field.
     RecoverConfig = create_model(
         "RecoverConfig",
         __base__=_Recovering,

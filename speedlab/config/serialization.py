@@ -1,4 +1,4 @@
-"""Configurations as text: JSON and YAML in and out, and YAML with every field's description beside it."""
+"""Read and write configurations as JSON and YAML, and as YAML with the description of every field."""
 
 from __future__ import annotations
 
@@ -16,11 +16,16 @@ _COMMENT_COLUMN = 32
 
 
 def is_yaml(path: Path) -> bool:
+    """Return whether a path has a suffix of YAML."""
     return path.suffix in (".yaml", ".yml")
 
 
 def read(path: Path) -> Mapping[Any, Any]:
-    """The keys and values in a JSON or YAML file. Raises ConfigError when it cannot be read or holds anything else."""
+    """Return the keys and values in a JSON or YAML file.
+
+    Raises:
+        ConfigError: the file cannot be read, or contains something else.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -51,16 +56,16 @@ def _parse(path: Path, text: str) -> Any:
 
 
 def yaml_text(data: Any) -> str:
-    """Plain data as YAML, keys in their order."""
+    """Return plain data as YAML, keys in their order."""
     import yaml
 
     return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
 def annotated_yaml(part: ConfigSection) -> str:
-    """`part` as YAML with each field's description as a comment; reading it gives the same configuration again.
+    """Return a section as YAML with each field's description as a comment. Reading the text gives an equal section.
 
-    Model fields that are the preset's own are commented out, so that changing the preset changes them.
+    Model fields equal to the preset's are commented out, so that another preset changes them.
     """
     return "\n".join(_annotated(part, indent="")) + "\n"
 
@@ -77,7 +82,7 @@ def _annotated(part: ConfigSection, indent: str) -> list[str]:
         else:
             if not indent and lines and lines[-1].startswith(" "):
                 lines.append("")
-            # JSON's way to write a value is YAML's too, and keeps it on one line.
+            # JSON values are valid YAML and stay on one line.
             line = f"{indent}{'' if name in kept else '# '}{name}: {json.dumps(value, ensure_ascii=False)}"
             lines.append(f"{line:<{_COMMENT_COLUMN - 1}} # {description}")
     return lines

@@ -1,15 +1,7 @@
-"""Which runs can have an optimizer that looks at whole parameters, or sends signs of momenta in the place of gradients.
-The planner asks as much as RunConfig does.
+"""Check combinations of optimizer, offload, islands, ZeRO++ and checkpointing.
 
-Which runs can update each unit in the middle of backward.
-
-Which runs can train on islands that meet every few steps. The planner asks as much as RunConfig does.
-
-Which states of a run can lie away from its device, and whether inputs of blocks can be cut over tensor ranks. The
-planner asks as much as RunConfig does.
-
-Which runs can send integers in the place of parameters and gradients, and partition parameters twice. The planner
-asks as much as RunConfig does.
+RunConfig and the planner use these rules. Each function returns messages with the rule, the values and what to change.
+An empty list, or None, means no problem.
 """
 
 from __future__ import annotations
@@ -29,8 +21,16 @@ if TYPE_CHECKING:
 def optimizer_problems(
     optimizer: OptimizerConfig, *, stage: int, offload: OffloadConfig, masters: str, moments: str, cp: int
 ) -> list[str]:
-    """What stands against an optimizer that sums gradients itself, or looks at norms of parameters: the rule, the
-    values, what to change; empty when nothing does. `masters`, `moments`: of the precision; `cp`: of the layout."""
+    """Return why an optimizer that compresses gradients, or uses norms of parameters, does not work here.
+
+    Args:
+        optimizer: the optimizer.
+        stage: ZeRO stage.
+        offload: which states are offloaded.
+        masters: `precision.masters`.
+        moments: `precision.moments`.
+        cp: context-parallel ranks.
+    """
     problems: list[str] = []
     if optimizer.looks_at_parameters and optimizer.min_coeff > optimizer.max_coeff:
         problems.append(
@@ -100,7 +100,12 @@ def _problems_of_looks(optimizer: OptimizerConfig, offload: OffloadConfig, maste
 
 
 def warmup_problem(optimizer: OptimizerConfig, steps: int) -> list[str]:
-    """What stands against a warm-up in a run of so many steps."""
+    """Return why an optimizer's warm-up does not work in a run of `steps` steps.
+
+    Args:
+        optimizer: the optimizer.
+        steps: steps of the whole run.
+    """
     if optimizer.name == "zero_one_adam":
         return _plain_problem(optimizer, steps)
     if not optimizer.sums_itself or optimizer.freeze_step is None or optimizer.freeze_step < steps:
@@ -113,7 +118,7 @@ def warmup_problem(optimizer: OptimizerConfig, steps: int) -> list[str]:
 
 
 def _plain_problem(optimizer: OptimizerConfig, steps: int) -> list[str]:
-    """The same of 0/1 Adam, which compresses as soon as a step does not update the variance."""
+    """Return the same for 0/1 Adam, which compresses from the first step that does not update the variance."""
     freeze, doubling = optimizer.freeze_step, optimizer.variance_doubling
     if min(doubling, doubling if freeze is None else freeze) < steps:
         return []
@@ -125,8 +130,14 @@ def _plain_problem(optimizer: OptimizerConfig, steps: int) -> list[str]:
 
 
 def in_backward_problems(config: RunConfig, layout: Layout) -> list[str]:
-    """What stands against `optimizer.in_backward`, where it is asked for: all that is known only when the backward has
-    ended, a line for each."""
+    """Return why `optimizer.in_backward` does not work, if it is set.
+
+    Each line names a value that is known only after backward has ended.
+
+    Args:
+        config: the configuration.
+        layout: its layout.
+    """
     if not config.optimizer.in_backward:
         return []
     accumulation = config.batch.resolve(layout.data_size).accumulation
@@ -156,8 +167,16 @@ def island_problems(
     masters: str,
     switches: str,
 ) -> list[str]:
-    """What stands against several islands: the rule, the values, what to change; empty when nothing does. `masters`: of
-    the precision; `switches`: those of ZeRO++ that are on."""
+    """Return why several islands do not work here.
+
+    Args:
+        islands: number of islands.
+        optimizer: the optimizer.
+        outer: how islands synchronise.
+        offload: which states are offloaded.
+        masters: `precision.masters`.
+        switches: active parts of ZeRO++ as text.
+    """
     if islands == 1:
         return []
     name = f"parallel.islands {islands}"
@@ -185,7 +204,13 @@ def island_problems(
 
 
 def meeting_problem(islands: int, outer: OuterConfig, steps: int) -> list[str]:
-    """What stands against meetings in a run of so many steps."""
+    """Return why islands would never synchronise in a run of `steps` steps.
+
+    Args:
+        islands: number of islands.
+        outer: how islands synchronise.
+        steps: steps of the whole run.
+    """
     if islands == 1 or outer.every_steps <= steps:
         return []
     return [
@@ -195,8 +220,15 @@ def meeting_problem(islands: int, outer: OuterConfig, steps: int) -> list[str]:
 
 
 def host_problem(islands: int, hosts: Sequence[str]) -> str | None:
-    """What stands against so many islands on `hosts`, the host of each rank in their order: an island is several whole
-    hosts, or a host several whole islands, or a link inside an island would be as slow as those between them."""
+    """Return why these hosts cannot have so many islands; None if they can.
+
+    An island must be several whole hosts, or a host several whole islands. Otherwise a link inside an island would be
+    as slow as those between islands.
+
+    Args:
+        islands: number of islands.
+        hosts: the host of each rank, by rank.
+    """
     cut = _cut_host(islands, hosts)
     if cut is None:
         return None
@@ -223,9 +255,15 @@ def _cut_host(islands: int, hosts: Sequence[str]) -> str | None:
 def offload_problems(
     offload: OffloadConfig, *, stage: int, checkpointing: str, in_backward: bool = False, masters: str = "float32"
 ) -> list[str]:
-    """What stands against `offload` at a ZeRO stage: the rule, the values, what to change; empty when nothing does.
+    """Return why `offload` does not work at a ZeRO stage.
 
-    `in_backward`: of the optimizer; `masters`: of the precision."""
+    Args:
+        offload: which states are offloaded.
+        stage: ZeRO stage.
+        checkpointing: `activation.checkpointing`.
+        in_backward: `optimizer.in_backward`.
+        masters: `precision.masters`.
+    """
     problems = _delay_problems(offload, in_backward=in_backward, masters=masters)
     if offload.parameters != "none" and stage != 3:
         problems.append(
@@ -247,7 +285,12 @@ def offload_problems(
 
 
 def partition_problems(*, asked: bool, checkpointing: str) -> list[str]:
-    """What stands against inputs of blocks that are cut over tensor ranks; empty when nothing does."""
+    """Return why inputs of blocks cannot be partitioned over tensor-parallel ranks.
+
+    Args:
+        asked: `activation.partition_inputs`.
+        checkpointing: `activation.checkpointing`.
+    """
     if not asked or checkpointing != "none":
         return []
     return [
@@ -258,7 +301,12 @@ def partition_problems(*, asked: bool, checkpointing: str) -> list[str]:
 
 
 def partition_words(*, tp: int, sequence: bool) -> str:
-    """What becomes of inputs of blocks that are to be cut over tensor ranks."""
+    """Return as text what partitioning of block inputs does.
+
+    Args:
+        tp: tensor-parallel ranks.
+        sequence: whether sequence parallelism is used.
+    """
     if tp == 1:
         return "inputs of blocks stay whole, as tp is 1"
     if sequence:
@@ -286,8 +334,14 @@ def _delay_problems(offload: OffloadConfig, *, in_backward: bool, masters: str) 
 def quantized_problems(
     zero: ZeroConfig, optimizer: OptimizerConfig, *, offload: OffloadConfig, masters: str
 ) -> list[str]:
-    """What stands against ZeRO++'s switches: the rule, the values, what to change; empty when nothing does. `masters`:
-    of the precision."""
+    """Return why ZeRO++'s switches do not work here.
+
+    Args:
+        zero: the ZeRO section.
+        optimizer: the optimizer.
+        offload: which states are offloaded.
+        masters: `precision.masters`.
+    """
     stays = zero.quantized_weights and zero.stage in (1, 2)
     problems = {
         "zero.quantized_weights true needs zero.stage 1, 2 or 3, and it is 0, under which parameters never travel; set "
@@ -319,7 +373,7 @@ def quantized_problems(
 
 
 def unequal_problem(counts: Sequence[int]) -> str | None:
-    """What stands against hosts with so many data-parallel ranks each."""
+    """Return why hosts with these numbers of data-parallel ranks cannot quantize gradients; None if they can."""
     if len(set(counts)) == 1:
         return None
     return (
@@ -330,7 +384,12 @@ def unequal_problem(counts: Sequence[int]) -> str | None:
 
 
 def secondary_problem(size: int | None, on_host: int) -> str | None:
-    """What stands against a secondary partition of `size` ranks where a host has so many data-parallel ones."""
+    """Return why a secondary partition of `size` ranks does not work; None if it does.
+
+    Args:
+        size: `zero.secondary_partition`; None: unused.
+        on_host: data-parallel ranks of a host.
+    """
     if size is None or on_host % size == 0:
         return None
     nearest = max(divisor for divisor in range(1, min(size, on_host) + 1) if on_host % divisor == 0)

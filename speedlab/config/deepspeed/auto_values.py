@@ -1,8 +1,8 @@
-"""What "auto" stands for in a DeepSpeed file: what Hugging Face's Trainer puts there from its TrainingArguments.
+"""Fill "auto" in a DeepSpeed file from TrainingArguments, like Hugging Face's Trainer.
 
-Names and defaults are those of transformers 5 (training_args.py, integrations/deepspeed.py). A key that is not in the
-arguments has the Trainer's default; without any arguments nothing is filled, and SpeedLab's defaults stand. What the
-Trainer makes of its arguments where the file leaves out a whole section is in `deepspeed_trainer.py`.
+Names and defaults are those of transformers 5 (training_args.py, integrations/deepspeed.py). A missing argument has the
+Trainer's default. Without any arguments, "auto" means SpeedLab's default. `hf_trainer` covers whole sections that the
+file omits.
 """
 
 from __future__ import annotations
@@ -33,12 +33,18 @@ TRAINER_DEFAULTS: dict[str, Any] = {
     "lr_scheduler_kwargs": None,
     "hidden_size": None,
 }
-"""hidden_size is the model's, not an argument of the Trainer: give it beside them for the bucket sizes."""
+"""The Trainer's defaults. hidden_size is the model's, not an argument of the Trainer: pass it for the bucket sizes."""
 
 
 def arguments(given: Any) -> dict[str, Any] | None:
-    """The Trainer's arguments that mean something here, its defaults in the place of those that are not given; None
-    without any. Raises ConfigError for what cannot be such arguments."""
+    """Return the relevant arguments of the Trainer, filled up with its defaults; None if none are given.
+
+    Args:
+        given: names and values, for instance `args.to_dict()`.
+
+    Raises:
+        ConfigError: a value has the wrong type.
+    """
     if given is None:
         return None
     if not isinstance(given, Mapping):
@@ -59,12 +65,12 @@ def arguments(given: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Auto:
-    """How one key is filled."""
+    """How to fill one key."""
 
     source: str
-    """The arguments it comes from."""
+    """Names of the arguments."""
     value: Callable[[Mapping[str, Any]], Any]
-    """Their value, or None when they do not say it."""
+    """Their value; None if they do not determine it."""
 
 
 def _one(name: str) -> Auto:
@@ -72,13 +78,19 @@ def _one(name: str) -> Auto:
 
 
 def total_steps(args: Mapping[str, Any]) -> int | None:
-    """Steps of the whole training; None when they follow from data that are not known here."""
+    """Return the steps of the whole training; None if they depend on unknown data."""
     return int(args["max_steps"]) if args["max_steps"] and args["max_steps"] > 0 else None
 
 
 def warmup_steps(args: Mapping[str, Any], total: int | None) -> int | None:
-    """Of `total` steps; None when it is a share of an unknown number. Below 1, warmup_steps is a share, as warmup_ratio
-    was before."""
+    """Return the steps of the warm-up; None for a share of an unknown total.
+
+    A `warmup_steps` below 1 is a share, like `warmup_ratio`.
+
+    Args:
+        args: the Trainer's arguments.
+        total: steps of the whole training, if known.
+    """
     steps = args["warmup_steps"] or 0
     if steps >= 1:
         return int(steps)
@@ -117,11 +129,11 @@ AUTO: dict[str, Auto] = {
 """Path of a key -> how the Trainer fills it."""
 
 MAY_DIFFER = ("scheduler.params.warmup_min_lr", "zero_optimization.reduce_bucket_size")
-"""Keys that the Trainer only fills; of the others it asks that a number in the file is its argument's."""
+"""Keys that may differ from the arguments. For all others the Trainer requires equal values."""
 
 
 def _said(path: str, given: Mapping[str, Any]) -> Any:
-    """What the `given` arguments say of a key; None when they say nothing."""
+    """Return the value of a key by the `given` arguments; None if they do not determine it."""
     auto = AUTO.get(path)
     if auto is None or path in MAY_DIFFER or not any(name in given for name in auto.source.split(", ")):
         return None
@@ -129,7 +141,13 @@ def _said(path: str, given: Mapping[str, Any]) -> Any:
 
 
 def disagreement(path: str, value: Any, given: Mapping[str, Any]) -> str | None:
-    """What to say when the file's `value` is not what `given` arguments say; the Trainer refuses such a pair."""
+    """Return a warning if the file and the arguments differ, which the Trainer refuses; None if they agree.
+
+    Args:
+        path: path of the key.
+        value: its value in the file.
+        given: the arguments that were given.
+    """
     theirs = _said(path, given)
     if theirs is None or theirs == value:
         return None
@@ -140,8 +158,15 @@ def disagreement(path: str, value: Any, given: Mapping[str, Any]) -> str | None:
 
 
 def left_unused(path: str, default: Any, given: Mapping[str, Any]) -> str | None:
-    """What to say when the file leaves a key out, which then has DeepSpeed's `default` and not what `given` arguments
-    say: the Trainer fills in only what is "auto"."""
+    """Return a warning if the file omits a key whose argument differs from DeepSpeed's default; None otherwise.
+
+    The Trainer fills only "auto", so the argument has no effect.
+
+    Args:
+        path: path of the key.
+        default: DeepSpeed's default.
+        given: the arguments that were given.
+    """
     theirs = _said(path, given)
     if theirs is None or theirs == default or theirs == list(default if isinstance(default, tuple) else ()):
         return None

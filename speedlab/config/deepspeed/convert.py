@@ -1,11 +1,9 @@
-"""What DeepSpeed's keys mean as fields of a RunConfig, one function for each subject.
+"""Convert DeepSpeed's keys into fields of a RunConfig, one function for each subject.
 
-Optimizers and schedules are in `deepspeed_training.py`, places of states in `deepspeed_offload.py`.
-
-What DeepSpeed's keys say of where states lie: `offload_optimizer`, `offload_param`, and their older switches.
-
-They act from a certain ZeRO stage on. How they are tuned (`aio`, buffers, pinned memory) is in the schema, as what has
-no effect here.
+The last line of the file, `RULES`, has the order. Optimizers and schedules are in `optimizers`, attention in
+`sparse_attention`. The first functions convert offload (`offload_optimizer`, `offload_param`, and older switches),
+which acts from a certain ZeRO stage on. Tuning of offload (`aio`, buffers, pinned memory) has no effect here; the
+schema lists these keys.
 """
 
 from __future__ import annotations
@@ -21,16 +19,17 @@ from speedlab.config.deepspeed.schema import OFFLOAD
 from speedlab.config.deepspeed.sparse_attention import sparse_attention
 
 _PLACES = {"none": "none", "cpu": "host", "nvme": "disk"}
-"""DeepSpeed's device -> where a state lies between two uses."""
+"""DeepSpeed's device -> our storage of a state between two uses."""
 
 _ACTS = {
     "optimizer": (OFFLOAD[0], "zero_optimization.cpu_offload", 1),
     "parameters": (OFFLOAD[1], "zero_optimization.cpu_offload_param", 3),
 }
-"""Field of offload -> its section, the older switch, and the stage from which on they act."""
+"""Field of offload -> (its section, the older switch, the ZeRO stage from which on they act)."""
 
 
 def offload(keys: RemainingKeys) -> None:
+    """Convert the storage of optimizer states and parameters."""
     stage = keys.settings.get("zero", {}).get("stage", 2)
     for field, (section, switch, least) in _ACTS.items():
         _switch(keys, switch, field, stage, least)
@@ -45,7 +44,7 @@ def offload(keys: RemainingKeys) -> None:
 
 
 def _switch(keys: RemainingKeys, path: str, field: str, stage: int, least: int) -> None:
-    """The switch of releases before offload had sections."""
+    """Convert the switch of releases before offload had sections."""
     if not keys.has(path):
         return
     if stage < least:
@@ -65,7 +64,7 @@ def _section(keys: RemainingKeys, section: str, field: str, stage: int, least: i
         return
     device = keys.take(device_path, word)
     if device == "none":
-        keys.set(f"offload.{field}", "none")  # Also where an older switch says otherwise.
+        keys.set(f"offload.{field}", "none")  # Overrides an older switch.
         keys.agree(device_path, "partitions stay on the device")
     elif device in _PLACES:
         keys.honour(device_path, f"offload.{field}", _PLACES[device])
@@ -78,7 +77,7 @@ def _section(keys: RemainingKeys, section: str, field: str, stage: int, least: i
 
 
 def _folder(keys: RemainingKeys, path: str) -> None:
-    """All states on disk are in one folder here."""
+    """Convert the folder of states on disk; SpeedLab has one folder for all of them."""
     folder: Any = keys.take(path, word)
     chosen = keys.settings.get("offload", {}).get("folder")
     if folder is None and chosen is None:
@@ -94,7 +93,7 @@ def _too_low(stage: int, least: int) -> str:
 
 
 def activations(keys: RemainingKeys) -> None:
-    """Whether inputs of blocks wait on the host; who says so has blocks computed again."""
+    """Convert offload of block inputs. It implies that blocks are recomputed."""
     path = "activation_checkpointing.cpu_checkpointing"
     if (on := keys.take(path, yes)) is True:
         keys.set("activation.checkpointing", "block")
@@ -104,13 +103,14 @@ def activations(keys: RemainingKeys) -> None:
 
 
 STATIC_WINDOW = 2**31 - 1
-"""A constant loss scale is one that would grow after so many good steps: never."""
+"""Growth interval that makes the loss scale constant: it never grows."""
 
 _LARGEST_SCALE_POWER = 100
-"""float32, in which the loss is scaled, ends at 2¹²⁸."""
+"""The loss is scaled in float32, which ends at 2¹²⁸."""
 
 
 def batch(keys: RemainingKeys) -> None:
+    """Convert the batch sizes."""
     micro, accumulation = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
     fields = {"train_batch_size": "batch.global_size", micro: "batch.micro_size", accumulation: "batch.accumulation"}
     trainer_batch(keys)
@@ -124,6 +124,7 @@ def batch(keys: RemainingKeys) -> None:
 
 
 def clipping(keys: RemainingKeys) -> None:
+    """Convert gradient clipping."""
     path = "gradient_clipping"
     if not keys.has(path):
         keys.set("clip_norm", None)
@@ -134,6 +135,7 @@ def clipping(keys: RemainingKeys) -> None:
 
 
 def precision(keys: RemainingKeys) -> None:
+    """Convert fp16 and bf16 into the compute dtype, with the loss scale."""
     dtypes = {"fp16": "float16", "bf16": "bfloat16"}
     automatic = [name for name in dtypes if keys.is_auto(f"{name}.enabled")]
     chosen = []
@@ -200,7 +202,7 @@ def _loss_scale(keys: RemainingKeys) -> None:
 
 
 def gradient_sums(keys: RemainingKeys) -> None:
-    """The dtype in which gradients of several micro-batches are added up: here always float32."""
+    """Convert the dtype for sums over micro-batches, which here always is float32."""
     path = "data_types.grad_accum_dtype"
     wanted = keys.take(path, dtype_name)
     if wanted is None:
@@ -217,7 +219,7 @@ def gradient_sums(keys: RemainingKeys) -> None:
 
 
 def _one_micro_batch(keys: RemainingKeys) -> bool:
-    """Whether a step is known to have one micro-batch."""
+    """Return whether a step is known to have one micro-batch."""
     sizes, ways = keys.settings.get("batch", {}), keys.settings.get("parallel", {})
     total, micro, accumulation = (sizes.get(name) for name in ("global_size", "micro_size", "accumulation"))
     if accumulation is not None or total is None or micro is None:
@@ -227,6 +229,7 @@ def _one_micro_batch(keys: RemainingKeys) -> bool:
 
 
 def zero(keys: RemainingKeys) -> None:
+    """Convert the ZeRO stage, buckets and ZeRO++."""
     whole_section = "zero_optimization"
     if keys.has(whole_section) and (on := keys.take(whole_section, yes)) is not None:
         keys.honour(whole_section, "zero.stage", int(on), "the switch of DeepSpeed's first releases")
@@ -242,7 +245,10 @@ def zero(keys: RemainingKeys) -> None:
 
 
 def _plus_plus(keys: RemainingKeys, stage: int) -> None:
-    """ZeRO++, which DeepSpeed knows at stage 3 alone (runtime/zero/config.py); its partition of one rank is none."""
+    """Convert ZeRO++, which DeepSpeed supports only at stage 3 (runtime/zero/config.py).
+
+    A partition of one rank means none.
+    """
     switches = {
         "zero_quantized_weights": ("zero.quantized_weights", yes),
         "zero_quantized_gradients": ("zero.quantized_gradients", yes),
@@ -257,7 +263,10 @@ def _plus_plus(keys: RemainingKeys, stage: int) -> None:
 
 
 def _buckets(keys: RemainingKeys, stage: int) -> None:
-    """DeepSpeed counts buckets in elements; ours are bytes in the compute dtype, one size for gathers and sums."""
+    """Convert bucket sizes.
+
+    DeepSpeed counts elements. Here they are bytes in the compute dtype, one size for gathers and reductions.
+    """
     names = ["stage3_prefetch_bucket_size"] if stage == 3 else []
     names += ["reduce_bucket_size", "allgather_bucket_size"]
     paths = [f"zero_optimization.{name}" for name in names]
@@ -279,7 +288,10 @@ def _buckets(keys: RemainingKeys, stage: int) -> None:
 
 
 def activation(keys: RemainingKeys) -> None:
-    """DeepSpeed's section tunes what a model's own checkpoint calls do; who tunes it checkpoints."""
+    """Convert activation checkpointing.
+
+    The section tunes a model's own checkpoint calls, so its presence implies them.
+    """
     partition, count = "activation_checkpointing.partition_activations", "activation_checkpointing.number_checkpoints"
     if (on := keys.take(partition, yes)) is True:
         keys.set("activation.checkpointing", "block")
@@ -298,6 +310,7 @@ def activation(keys: RemainingKeys) -> None:
 
 
 def parallel(keys: RemainingKeys) -> None:
+    """Convert pipeline stages, tensor parallelism and sequence parallelism."""
     if keys.is_auto("pipeline.stages"):
         keys.agree("pipeline.stages", "parallel.pp 1: a file says how many pipeline stages, or the program does")
     elif (stages := keys.take("pipeline.stages", whole)) is not None:
@@ -314,6 +327,7 @@ def parallel(keys: RemainingKeys) -> None:
 
 
 def reports(keys: RemainingKeys) -> None:
+    """Convert the switches of reports."""
     for path in ("wall_clock_breakdown", "memory_breakdown"):
         if (on := keys.take(path, yes)) is not None:
             keys.agree(
@@ -327,4 +341,4 @@ RULES = (
     *(batch, clipping, precision, zero, offload, optimizer, schedule, trainer_steps),
     *(activation, activations, parallel, gradient_sums, sparse_attention, reports),
 )
-"""In an order in which later ones may look at settings of earlier ones."""
+"""In this order, because later rules read settings of earlier ones."""

@@ -1,7 +1,7 @@
-"""What Hugging Face's Trainer makes of its own arguments where a DeepSpeed file leaves a section out.
+"""Apply the arguments of Hugging Face's Trainer for sections that a DeepSpeed file omits.
 
-Its optimizer and its schedule are those of `Trainer.create_optimizer` and `create_scheduler` (transformers 5), its
-precision is put into the file by accelerate, and its batches are made of per_device_train_batch_size.
+Optimizer and schedule are those of `Trainer.create_optimizer` and `create_scheduler` (transformers 5). accelerate adds
+the precision to the file. The batch comes from per_device_train_batch_size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ADAMW = (
 )
 _LION = ("lion_32bit", "paged_lion_32bit")
 _OF_RATES = ("learning_rate", "lr_scheduler_type", "max_steps", "num_train_epochs", "warmup_steps", "warmup_ratio")
-"""Arguments with which one thinks of a schedule."""
+"""Arguments that indicate a deliberate schedule."""
 
 _SCHEDULES = {
     "linear": "linear",
@@ -28,13 +28,13 @@ _SCHEDULES = {
     "constant_with_warmup": "constant",
 }
 _HALF_A_WAVE = {"num_cycles": 0.5}
-"""What `cosine` does anyway."""
+"""The default of `cosine`."""
 
 _WARMUP_NOTE = "step k (from 0) has k + 1 of n + 1 parts of the rate; the Trainer's first step has none"
 
 
 def trainer_batch(keys: RemainingKeys) -> None:
-    """Batch sizes of a file that leaves them to others: its whole batch is no number."""
+    """Take missing batch sizes from the arguments, unless the file gives the whole batch as a number."""
     if keys.arguments is None or (keys.has("train_batch_size") and not keys.is_auto("train_batch_size")):
         return
     for key, name, field in (
@@ -46,7 +46,7 @@ def trainer_batch(keys: RemainingKeys) -> None:
 
 
 def trainer_dtype(keys: RemainingKeys) -> str | None:
-    """The dtype of a file that has no section for it; None when the arguments ask for none."""
+    """Return the dtype for a file without its section; None if the arguments request none."""
     args = keys.arguments or {}
     for name in ("bf16", "fp16"):
         if args.get(name) and not keys.has_section(name):
@@ -55,7 +55,7 @@ def trainer_dtype(keys: RemainingKeys) -> str | None:
 
 
 def trainer_optimizer(keys: RemainingKeys) -> None:
-    """The optimizer of a file without one."""
+    """Take the optimizer from the arguments."""
     args = keys.arguments
     assert args is not None
     name, path = args["optim"], "training_args.optim"
@@ -82,7 +82,7 @@ def trainer_optimizer(keys: RemainingKeys) -> None:
 
 
 def trainer_schedule(keys: RemainingKeys) -> None:
-    """The schedule of a file without one."""
+    """Take the schedule from the arguments."""
     args = keys.arguments
     assert args is not None
     name, path = args["lr_scheduler_type"], "training_args.lr_scheduler_type"
@@ -112,7 +112,7 @@ def trainer_schedule(keys: RemainingKeys) -> None:
 
 
 def _floor(keys: RemainingKeys, name: str, args: Mapping[str, Any]) -> float:
-    """The share of the top rate at the end; other arguments of a schedule than that are refused."""
+    """Return the final share of the top rate. Other arguments of a schedule are refused."""
     given = dict(args["lr_scheduler_kwargs"] or {})
     floor = 0.0
     if name == "cosine_with_min_lr":
@@ -129,7 +129,7 @@ def _floor(keys: RemainingKeys, name: str, args: Mapping[str, Any]) -> float:
 
 
 def trainer_steps(keys: RemainingKeys) -> None:
-    """The length of the training, where the file's schedule does not say it."""
+    """Take the number of steps from the arguments, unless the file's schedule has it."""
     total = total_steps(keys.arguments or {"max_steps": None})
     if total is not None and "steps" not in keys.settings:
         keys.honour("training_args.max_steps", "steps", total)

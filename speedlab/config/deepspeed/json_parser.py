@@ -1,9 +1,8 @@
-"""The text of a DeepSpeed file: JSON, with the comments and trailing commas that people put into such files.
+"""Parse the text of a DeepSpeed file: JSON with comments and trailing commas.
 
-1. `_plain` blanks out comments (//, #, /* */) and trailing commas, each character by a space, so that every position
-   in the text stays where it was.
-2. json reads what is left; keys that come twice are noted, the last one stands.
-3. What json refuses is told with the line and the column, the text that stands there, and what to do.
+1. `_plain` replaces comments (//, #, /* */) and trailing commas by spaces, so that all positions in the text stay.
+2. json parses the rest. Duplicate keys give a warning; the last one counts.
+3. Errors have line, column, the text at this place, and what to do.
 """
 
 from __future__ import annotations
@@ -18,19 +17,23 @@ from speedlab.config.errors import ConfigError
 _WORD = re.compile(r"[^\s,:{}\[\]\"]+")
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 _SHOWN = 40
-"""At most this many characters of a file are repeated in an error."""
+"""Maximum number of characters of a file in an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parsed:
-    """What a DeepSpeed file holds, and what about its text is not JSON."""
+    """The data of a DeepSpeed file, and warnings about text that is not JSON."""
 
     data: dict[str, Any]
     warnings: tuple[str, ...]
 
 
 def parse(text: str) -> Parsed:
-    """Read the text of a DeepSpeed file. Raises ConfigError with line and column when it is broken."""
+    """Parse the text of a DeepSpeed file.
+
+    Raises:
+        ConfigError: the text is broken; the message has line and column.
+    """
     text = text.removeprefix("\ufeff")
     plain, warnings, open_at = _plain(text)
     start = len(plain) - len(plain.lstrip())
@@ -51,7 +54,7 @@ def parse(text: str) -> Parsed:
 
     def refuse_constant(name: str) -> NoReturn:
         place = re.search(rf"[:,\[]\s*{re.escape(name)}", plain)
-        assert place is not None  # json has just read it.
+        assert place is not None  # json has just parsed it.
         _refuse(text, place.end() - len(name), f"{name} is no number that a configuration can hold; give a finite one")
 
     try:
@@ -69,12 +72,12 @@ def parse(text: str) -> Parsed:
 
 
 def _plain(text: str) -> tuple[str, list[str], list[int]]:
-    """`text` without comments and trailing commas, what to say of them, and where brackets stand that never close."""
+    """Return (text without comments and trailing commas, warnings, positions of unclosed brackets)."""
     out = list(text)
     open_at: list[int] = []
     comments: list[int] = []
     commas: list[int] = []
-    comma: int | None = None  # The last such character if that is a comma behind a value.
+    comma: int | None = None  # Position of a comma after a value, if nothing follows yet.
     before = ""  # The last character that is neither space nor comment.
     place = 0
     while place < len(text):
@@ -110,7 +113,7 @@ def _plain(text: str) -> tuple[str, list[str], list[int]]:
 
 
 def _comment_end(text: str, place: int) -> int:
-    """Where the comment that starts at `place` ends; 0 when none does."""
+    """Return the end of the comment that starts at `place`; 0 if none does."""
     if text.startswith("/*", place):
         end = text.find("*/", place + 2)
         if end < 0:
@@ -123,7 +126,7 @@ def _comment_end(text: str, place: int) -> int:
 
 
 def _string_end(text: str, place: int) -> int:
-    """The place behind the string that starts at `place`; json tells what is wrong with one that does not end."""
+    """Return the position after the string that starts at `place`. json reports a string without end."""
     place += 1
     while place < len(text) and text[place] not in '"\n':
         place += 2 if text[place] == "\\" else 1
@@ -131,7 +134,7 @@ def _string_end(text: str, place: int) -> int:
 
 
 def _fault(text: str, plain: str, error: json.JSONDecodeError, open_at: list[int]) -> str:
-    """What is wrong where json stopped, and what to do."""
+    """Return what is wrong at the position where json stopped, and what to do."""
     if not plain[error.pos :].strip() and open_at:
         line, column = _where(text, open_at[-1])
         return (
@@ -152,14 +155,14 @@ def _fault(text: str, plain: str, error: json.JSONDecodeError, open_at: list[int
 
 
 def _found(plain: str, place: int) -> str:
-    """The text at `place`, short, in quotes."""
+    """Return the text at `place`, short, in quotes."""
     word = _WORD.match(plain, place)
     found = word[0] if word else plain[place : place + 1]
     return repr(found[:_SHOWN]) if found else "the end of the file"
 
 
 def _where(text: str, place: int) -> tuple[int, int]:
-    """Line and column of a place, both from 1."""
+    """Return line and column of a position, both from 1."""
     return text.count("\n", 0, place) + 1, place - text.rfind("\n", 0, place)
 
 

@@ -1,4 +1,4 @@
-"""The keys of a DeepSpeed file on their way to a configuration: flat, under today's names, each used up once."""
+"""Track the keys of a DeepSpeed file during conversion: flat paths, current names, each key used once."""
 
 from __future__ import annotations
 
@@ -23,40 +23,41 @@ if TYPE_CHECKING:
     from speedlab.config.run_config import RunConfig
 
 _SHOWN = 60
-"""At most this many characters of a value are repeated."""
+"""Maximum number of characters of a value in a message."""
 
 _NEAR = 0.75
-"""Names that are more alike than this are taken for a slip."""
+"""Similarity above which an unknown name counts as a typing error."""
 
 _LEAST_BEGINNING = 5
-"""So many characters of a name are taken for it where they begin no other."""
+"""Minimum length of a unique prefix that counts as an abbreviated name."""
 
 _DTYPES = {"float32": ("fp32", "float"), "bfloat16": ("bf16",), "float16": ("fp16", "half")}
-"""Of ours, the other names that DeepSpeed takes."""
+"""Our dtype -> DeepSpeed's other names for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One key of the file: its path as it is written there, its value, and what became of it."""
+    """One key of the file: its path as written, its value, and what was done with it."""
 
     path: str
     value: Any
     text: str
     feature: str = ""
-    """Of a refused key: what `ignore` has to name for the file to be read without it; "" where nothing helps."""
+    """For a refused key, the name for `ignore` to read the file without it; empty if nothing helps."""
 
     @property
     def shown(self) -> str:
-        """The value as JSON, short."""
+        """The value as short JSON."""
         text = json.dumps(self.value, ensure_ascii=False, default=str)
         return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"
 
 
 class RemainingKeys:
-    """What is left of the file, what became of the rest, and the settings that follow from it.
+    """The unused keys of a file, the report on the used ones, and the resulting settings.
 
-    Rules take keys with `take` and say with `honour`, `ignore`, `refuse` what became of them; `finish` does the same
-    with what no rule took.
+    1. Rules get values with `take`.
+    2. Rules report with `honour`, `agree`, `ignore`, `refuse` or `lack`.
+    3. `finish` reports on keys that no rule used.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class RemainingKeys:
         self._flatten(data, "", "")
         self._fill()
 
-    # The file's keys
+    # ---- the file's keys ----
 
     def _flatten(self, data: Mapping[str, Any], before: str, written_before: str) -> None:
         for key, value in data.items():
@@ -115,7 +116,7 @@ class RemainingKeys:
                 self._left[path] = value
 
     def _fill(self) -> None:
-        """Put in the place of "auto" what the Trainer would; without its arguments "auto" stays."""
+        """Replace "auto" by the Trainer's value. Without arguments of a Trainer, "auto" stays."""
         for path, value in list(self._left.items()):
             if self.arguments is None:
                 continue
@@ -128,35 +129,44 @@ class RemainingKeys:
                 self.warnings.append(said)
 
     def has(self, path: str) -> bool:
+        """Return whether the file has the key and no rule has used it."""
         return path in self._left
 
     def is_auto(self, path: str) -> bool:
-        """Whether the key is "auto" and nothing fills it."""
+        """Return whether the key is "auto" and was not filled."""
         return self._left.get(path) == "auto"
 
     def has_said(self, *paths: str) -> bool:
-        """Whether the file has one of these keys, used up or not, with a value."""
+        """Return whether the file has a value for one of these keys, used or not."""
         return any(self._values.get(path) is not None for path in paths)
 
     def has_section(self, section: str) -> bool:
-        """Whether the file has the section, or a key of it, used up or not."""
+        """Return whether the file has the section, or a key in it, used or not."""
         return any(path == section or path.startswith(f"{section}.") for path in self._values)
 
     def refused_under(self, section: str) -> bool:
-        """Whether the section, or a key of it, was refused."""
+        """Return whether the section, or a key in it, is unused or was refused."""
         return self.has(section) or any(entry.path.startswith(section) for entry in self.refused)
 
     def under(self, section: str) -> list[str]:
-        """Paths of the keys that are left inside a section."""
+        """Return the paths of unused keys in a section."""
         return [path for path in self._left if path.startswith(f"{section}.")]
 
     def known_under(self, section: str) -> list[str]:
-        """The same without those that DeepSpeed does not have."""
+        """Return the paths of unused keys in a section that exist in DeepSpeed."""
         return [path for path in self.under(section) if path.removeprefix(f"{section}.") in _NAMES[section]]
 
     def take(self, path: str, kind: Callable[[Any], Any], field: str = "") -> Any:
-        """Use up a key: its value as `kind` reads it; None when it is not there, "auto" that stays SpeedLab's default
-        of `field`, or no such value, which is refused."""
+        """Use a key and return its value.
+
+        Args:
+            path: path of the key.
+            kind: parses the value; its docstring names the expected value in errors.
+            field: our field; for "auto", its default is reported.
+
+        Returns:
+            The value; None if the key is missing, is an unfilled "auto", or is invalid (which is refused).
+        """
         if path not in self._left:
             return None
         value = self._left.pop(path)
@@ -173,24 +183,30 @@ class RemainingKeys:
             return None
 
     def leave_out(self, path: str, default: Any) -> None:
-        """The file does not have the key, which then has DeepSpeed's default."""
+        """Warn if the missing key's default differs from the Trainer's argument.
+
+        Args:
+            path: path of the key, which the file does not have.
+            default: DeepSpeed's default.
+        """
         if said := left_unused(path, default, self._given):
             self.warnings.append(said)
 
     def speaks_of(self, *names: str) -> bool:
-        """Whether the Trainer's arguments were given with one of these among them."""
+        """Return whether one of these arguments of the Trainer was given."""
         return any(name in self._given for name in names)
 
     def default(self, field: str) -> Any:
-        """SpeedLab's default of a field."""
+        """Return SpeedLab's default of a field."""
         value: Any = self._defaults
         for name in field.split("."):
             value = getattr(value, name)
         return value
 
-    # What became of them
+    # ---- reports of the rules ----
 
     def set(self, field: str, value: Any) -> None:
+        """Set a field of the configuration, given as a dotted path."""
         *parts, name = field.split(".")
         inside = self.settings
         for part in parts:
@@ -198,29 +214,58 @@ class RemainingKeys:
         inside[name] = value
 
     def honour(self, path: str, field: str, value: Any, note: str = "") -> None:
-        """The key says that `field` of the configuration is `value`."""
+        """Report that a key sets a field of the configuration, and set the field.
+
+        Args:
+            path: path of the key.
+            field: dotted path of our field.
+            value: its value.
+            note: addition to the report.
+        """
         self.set(field, value)
         self._fields[field] = path
         self._add(self.honoured, path, f"{field} {value!r}{self._filled.get(path, '')}{note and f'; {note}'}")
 
     def agree(self, path: str, text: str) -> None:
-        """The key asks for what happens anyway."""
+        """Report that a key asks for what happens anyway."""
         self._left.pop(path, None)
         self._add(self.honoured, path, text)
 
     def ignore(self, path: str, reason: str, *, warn: bool = False) -> None:
+        """Report that a key has no effect.
+
+        Args:
+            path: path of the key.
+            reason: why.
+            warn: whether to warn, too.
+        """
         self._left.pop(path, None)
         self._add(self.ignored, path, reason)
         if warn:
             self.warnings.append(f"{self._written.get(path, path)}: {reason}")
 
     def refuse(self, path: str, reason: str, feature: str = "") -> None:
+        """Refuse a key.
+
+        Args:
+            path: path of the key.
+            reason: why, and what to do.
+            feature: name for `ignore` to read the file without it.
+        """
         self._left.pop(path, None)
         self._add(self.refused, path, reason, feature)
 
     def lack(self, path: str, feature: str, reason: str) -> bool:
-        """Refuse the key for a feature that is missing, or ignore it when the caller said so; says whether it is
-        ignored."""
+        """Refuse a key for a missing feature, or ignore it if the caller asked for that.
+
+        Args:
+            path: path of the key.
+            feature: name of the feature.
+            reason: why.
+
+        Returns:
+            Whether the key is ignored.
+        """
         if feature in self.without:
             self.ignore(path, f"you asked to go on without {feature!r}; {reason}", warn=True)
             return True
@@ -232,16 +277,22 @@ class RemainingKeys:
         entries.append(Entry(path=written, value=self._values.get(path), text=text, feature=feature))
 
     def origin_of(self, field: str, text: str) -> str:
-        """The key of the file that an error about `field` is about, as it is written there."""
+        """Return the key, as written in the file, for an error about a field.
+
+        Args:
+            field: dotted path of our field.
+            text: text of the error.
+        """
         path = self._fields.get(field)
         if path is None:
             batch_keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
             path = next((key for key in batch_keys if text.startswith("batch:") and key in self._values), field)
         return self._written.get(path, path) or "layout"
 
-    # What no rule took
+    # ---- unused keys ----
 
     def finish(self) -> None:
+        """Report on all keys that no rule has used."""
         if self._automatic:
             who = "there are no training_args to fill" if self.arguments is None else "training_args do not fill"
             self.warnings.append(f'{who} "auto", so SpeedLab\'s defaults stand: {", ".join(self._automatic)}')
@@ -279,8 +330,13 @@ class RemainingKeys:
             self.refuse(path, f"DeepSpeed has no such key; the nearest is {near!r}; correct it or take it out")
 
     def nearest(self, path: str, names: Collection[str]) -> str | None:
-        """The key that `path` is a slip for: of its section's `names`, one that is nearly the same or that alone begins
-        so, and that the file has not got besides."""
+        """Return the name that an unknown key was meant to be; None if there is none.
+
+        Args:
+            path: path of the unknown key.
+            names: names in its section. A match is nearly equal or has the key as a unique prefix, and is not in the
+                file.
+        """
         if path in OTHER_NAMES:
             return None if self.has_section(OTHER_NAMES[path]) else OTHER_NAMES[path]
         section, _, leaf = path.rpartition(".")
@@ -296,7 +352,7 @@ class RemainingKeys:
 
 
 def _names() -> dict[str, tuple[str, ...]]:
-    """Path of a section ("" for the first level) -> the names of all keys in it."""
+    """Return path of a section ("" for the first level) -> names of all its keys."""
     names: dict[str, dict[str, None]] = {}
     for path in (*HONOURED, *IGNORED, *FEATURES, *SECTIONS, *LEGACY):
         parts = path.split(".")
@@ -308,7 +364,8 @@ def _names() -> dict[str, tuple[str, ...]]:
 _NAMES = _names()
 
 
-# How values are read; the docstrings say what was expected.
+# ---- value readers ----
+# `RemainingKeys.take` quotes their docstrings in errors: "expected a whole number".
 
 
 def whole(value: Any) -> int:

@@ -1,7 +1,7 @@
-"""DeepSpeed's optimizers and learning-rate schedules as ours.
+"""Convert DeepSpeed's optimizers and learning-rate schedules.
 
-Defaults of what is left out are DeepSpeed's (ops/adam/fused_adam.py, ops/lion/fused_lion.py, runtime/lr_schedules.py of
-0.19) and, for SGD, torch's.
+Missing values have DeepSpeed's defaults (ops/adam/fused_adam.py, ops/lion/fused_lion.py, runtime/lr_schedules.py of
+0.19); for SGD those of torch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _ONEBIT_LAMB_DEFAULTS: dict[str, Any] = {
     "factor_threshold": 0.1,
 }
 _FREEZE_STEP = 100_000
-"""Of DeepSpeed's OneBitAdam, OneBitLamb and ZeroOneAdam (runtime/fp16/onebit)."""
+"""Default of DeepSpeed's OneBitAdam, OneBitLamb and ZeroOneAdam (runtime/fp16/onebit)."""
 _ZERO_ONE = {
     "var_freeze_step": ("freeze_step", _FREEZE_STEP),
     "var_update_scaler": ("variance_doubling", 16),
     "local_step_scaler": ("local_doubling", 32_678),
     "local_step_clipper": ("max_local_steps", 16),
 }
-"""Parameters of DeepSpeed's ZeroOneAdam: our field, their default."""
+"""Parameter of DeepSpeed's ZeroOneAdam -> (our field, its default)."""
 _LION_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}
 _SGD_DEFAULTS: dict[str, Any] = {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0}
 _PARAMETERS = (
@@ -47,13 +47,14 @@ _WARMUP_STEPS = 1000
 _TOP_RATE = 1e-3
 _COSINE_FLOOR = 1e-4
 _FLOOR_DIGITS = 12
-"""A floor is a ratio of two rates of the file; digits behind these are the division's."""
+"""Digits of a floor: a ratio of two rates of the file; further digits are rounding errors of the division."""
 
 _PARAMS = "optimizer.params"
 _SCHEDULE = "scheduler.params"
 
 
 def optimizer(keys: RemainingKeys) -> None:
+    """Convert the optimizer and its parameters."""
     name = keys.take("optimizer.type", word)
     if name is None:
         for path in keys.under(_PARAMS):
@@ -96,7 +97,7 @@ def optimizer(keys: RemainingKeys) -> None:
 
 
 def _stranger(keys: RemainingKeys, path: str, names: tuple[str, ...], reason: str) -> None:
-    """A parameter that is none: refused when it is a slip for one of `names`, else told."""
+    """Refuse an unknown parameter if it is a typing error for one of `names`, otherwise ignore it with a warning."""
     near = None if path.rpartition(".")[2] in names else keys.nearest(path, names)
     if near is None:
         keys.ignore(path, reason, warn=True)
@@ -118,7 +119,7 @@ def _adam(keys: RemainingKeys, name: str) -> None:
     corrected = keys.take(f"{_PARAMS}.bias_correction", yes)
     if corrected is False:
         keys.honour(f"{_PARAMS}.bias_correction", "optimizer.bias_correction", False)
-    elif corrected:  # No field is named, so that a program may bring a class that knows of no such argument.
+    elif corrected:  # No field is set, because the program's own optimizer class may not have this argument.
         keys.agree(f"{_PARAMS}.bias_correction", "moments are corrected for their start at 0")
     if keys.take(f"{_PARAMS}.amsgrad", yes):
         keys.lack(f"{_PARAMS}.amsgrad", "optimizer", "the largest second moment is not kept")
@@ -184,7 +185,7 @@ def _sgd(keys: RemainingKeys) -> None:
 
 
 def _parameter(keys: RemainingKeys, key: str, kind: Any, defaults: dict[str, Any], ours: str = "") -> None:
-    """One of the optimizer's numbers, or DeepSpeed's default of it; `ours`: what we call it, where that differs."""
+    """Convert one number of the optimizer, or take DeepSpeed's default. `ours`: our name, if it differs."""
     path, field = f"{_PARAMS}.{key}", f"optimizer.{ours or key}"
     if not keys.has(path):
         keys.set(field, defaults[key])
@@ -196,6 +197,7 @@ def _parameter(keys: RemainingKeys, key: str, kind: Any, defaults: dict[str, Any
 
 
 def schedule(keys: RemainingKeys) -> None:
+    """Convert the learning-rate schedule and its parameters."""
     name = keys.take("scheduler.type", word)
     if name is None:
         for path in keys.under(_SCHEDULE):
@@ -260,7 +262,10 @@ def _fall(keys: RemainingKeys) -> None:
 
 
 def _ends(keys: RemainingKeys) -> None:
-    """Rates at the bottom and at the top of WarmupLR and WarmupDecayLR. The top replaces the optimizer's own rate."""
+    """Convert the lowest and highest rate of WarmupLR and WarmupDecayLR.
+
+    The highest rate replaces the optimizer's own rate.
+    """
     low_path, top_path = f"{_SCHEDULE}.warmup_min_lr", f"{_SCHEDULE}.warmup_max_lr"
     own = keys.settings.get("optimizer", {}).get("lr")
     falls = keys.settings["schedule"]["kind"] == "linear"
@@ -289,7 +294,7 @@ def _ends(keys: RemainingKeys) -> None:
 
 
 def _ratios(keys: RemainingKeys) -> None:
-    """Shares of the top rate of WarmupCosineLR."""
+    """Convert the shares of the top rate of WarmupCosineLR."""
     low, floor = f"{_SCHEDULE}.warmup_min_ratio", f"{_SCHEDULE}.cos_min_ratio"
     if keys.take(low, number):
         keys.ignore(low, "the warm-up starts near 0")

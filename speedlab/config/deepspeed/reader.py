@@ -1,15 +1,15 @@
-"""DeepSpeed's JSON in and out.
+"""Read a DeepSpeed configuration and report on every key.
 
-`read`, which users know as `RunConfig.deepspeed_reading`, says of every key of a DeepSpeed file what became of it:
+`read` (for users `RunConfig.deepspeed_reading`) sorts the keys of a file:
 
-- honoured: it has its meaning here, as the field that is named with it (or it asks for what always happens);
-- ignored, with the reason: it changes neither what is computed nor what fits;
-- refused, with the reason: it changes one of the two and SpeedLab does not do it, or its value cannot be. The reader
-  may be told to go on without a feature by its name: `ignore={"moe"}`.
+- honoured: the key has its meaning here, as the named field, or asks for what always happens.
+- ignored, with the reason: the key changes neither the computation nor what fits.
+- refused, with the reason: the key changes one of the two and SpeedLab does not support it, or its value is invalid.
+  `ignore={"moe"}` reads the file without a feature.
 
-A key that is left out has DeepSpeed's default, not SpeedLab's, where that changes what is trained: no ZeRO, float32, no
-clipping, a constant learning rate. `DeepSpeedReport.assumed` lists these. What a DeepSpeed file does not speak of
-(model, data, number of steps without a schedule) has SpeedLab's defaults.
+A missing key has DeepSpeed's default if it changes the training: no ZeRO, float32, no clipping, a constant learning
+rate. `DeepSpeedReport.assumed` lists these. What a DeepSpeed file does not cover (model, data, number of steps without
+a schedule) has SpeedLab's defaults.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 _FEATURES_OF_RULES = {"optimizer", "schedule", SPARSE, HEADS}
 FEATURE_NAMES = tuple(sorted({feature.name for feature in FEATURES.values()} | _FEATURES_OF_RULES))
-"""What `ignore` may name."""
+"""Valid names for `ignore`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedReport:
-    """What became of every key of a DeepSpeed file."""
+    """What was done with every key of a DeepSpeed file."""
 
     source: str
     """The file, or "" for a dict."""
@@ -48,17 +48,21 @@ class DeepSpeedReport:
     ignored: tuple[Entry, ...]
     refused: tuple[Entry, ...]
     assumed: tuple[str, ...]
-    """What keys that are left out stand for, where it changes what is trained."""
+    """Defaults of missing keys that change the training."""
     warnings: tuple[str, ...]
-    """What a reader of the file may not expect."""
+    """Surprising effects of the file."""
     accepted: RunConfig | None
-    """The configuration; None when anything was refused."""
+    """The configuration; None if anything was refused."""
     filled: bool
-    """Whether there were arguments of a Trainer."""
+    """Whether arguments of a Trainer were given."""
 
     @property
     def config(self) -> RunConfig:
-        """The configuration. Raises ConfigError, one line for each key that was refused."""
+        """The configuration.
+
+        Raises:
+            ConfigError: keys were refused, one line for each.
+        """
         if self.accepted is None:
             before = f"{self.source}: " if self.source else ""
             lines = [f"{before}{entry.path}: {entry.text}" for entry in self.refused]
@@ -71,11 +75,11 @@ class DeepSpeedReport:
 
     @property
     def lacking(self) -> tuple[str, ...]:
-        """Names of the features that the file asks for and that are not built; what `ignore` takes."""
+        """Names of the unsupported features in the file, valid for `ignore`."""
         return tuple(sorted({entry.feature for entry in self.refused if entry.feature}))
 
     def _ways_out(self, *, in_terminal: bool) -> list[str]:
-        """How to go on without what is lacking: in Python, or in a terminal."""
+        """Return how to go on without the unsupported features, in Python or in a terminal."""
         if not self.lacking:
             return []
         if in_terminal:
@@ -90,7 +94,11 @@ class DeepSpeedReport:
         return [f"to go on without {', '.join(self.lacking)}: {how}"]
 
     def lines(self, *, in_terminal: bool = False) -> list[str]:
-        """The whole reading as text, one line for each key. `in_terminal`: who reads it has options, not arguments."""
+        """Return the whole report as text, one line for each key.
+
+        Args:
+            in_terminal: suggest command-line options, rather than Python arguments.
+        """
         found = [self.source] if self.source else []
         for title, entries in (("refused", self.refused), ("honoured", self.honoured), ("ignored", self.ignored)):
             if entries:
@@ -117,14 +125,19 @@ def read(
     training_args: Mapping[str, Any] | None = None,
     ignore: Collection[str] = (),
 ) -> DeepSpeedReport:
-    """Read a DeepSpeed configuration: a path, the text itself (it starts with '{' or a comment), or a dict.
+    """Read a DeepSpeed configuration.
 
-    `kind`: what the configuration becomes. It comes as an argument, because its methods read and write through here.
-    `engines`: the batch equation and the layout are checked for so many ranks. `training_args`: arguments of Hugging
-    Face's TrainingArguments by name (`args.to_dict()`), which fill "auto" as the Trainer does and stand in for an
-    optimizer, a schedule, a precision and batch sizes that the file leaves out; `hidden_size` beside them, the model's,
-    fills the bucket sizes. `ignore`: names of features to go on without.
-    Raises ConfigError for text that cannot be read and for names in `ignore` that are none.
+    Args:
+        source: a path, the text itself (it starts with '{' or a comment), or a dict.
+        kind: the class of the configuration; an argument because this class imports this module.
+        engines: number of ranks for which the batch equation and the layout are checked.
+        training_args: arguments of Hugging Face's TrainingArguments by name (`args.to_dict()`). They fill "auto" like
+            the Trainer, and replace a missing optimizer, schedule, precision and batch. The model's `hidden_size` among
+            them fills the bucket sizes.
+        ignore: names of features to go on without.
+
+    Raises:
+        ConfigError: the text cannot be read, or `ignore` has an unknown name.
     """
     strangers = sorted(set(ignore) - set(FEATURE_NAMES))
     if strangers:
@@ -148,10 +161,14 @@ def read(
 
 
 def recognises(source: str | Path | Mapping[Any, Any], kind: type[RunConfig]) -> bool:
-    """Whether a file or a dict is DeepSpeed's rather than SpeedLab's, by its first-level keys.
+    """Return whether a file or dict is DeepSpeed's rather than SpeedLab's, by its first-level keys.
 
-    It is when one of them is DeepSpeed's only, and none is SpeedLab's only. A JSON file that is broken is, when a key
-    of DeepSpeed's only stands in it.
+    It is DeepSpeed's if a key exists only there, and no key exists only in SpeedLab. A broken JSON file counts as
+    DeepSpeed's if it contains a key that exists only there.
+
+    Args:
+        source: a path, or the parsed keys.
+        kind: the class of SpeedLab's configuration.
     """
     if isinstance(source, Mapping):
         fields, shared = kind.model_fields.keys(), source.get("optimizer")
@@ -172,7 +189,7 @@ def recognises(source: str | Path | Mapping[Any, Any], kind: type[RunConfig]) ->
 
 
 def _data(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, list[str]]:
-    """The keys and values, the name to use for where they are from, and what to say of the text."""
+    """Return (keys and values, name of the source, warnings about the text)."""
     if isinstance(source, Mapping):
         return dict(source), "", []
     if isinstance(source, str) and source.lstrip().startswith(("{", "#", "//", "/*")):
@@ -193,7 +210,7 @@ def _data(source: str | Path | Mapping[str, Any]) -> tuple[dict[str, Any], str, 
 
 
 def _config(keys: RemainingKeys, kind: type[RunConfig], engines: int | None) -> RunConfig | None:
-    """The configuration; None, with what was refused added to `keys`, when there is none."""
+    """Return the configuration; None if a key was refused, or if the settings are invalid (added to `keys.refused`)."""
     try:
         config = kind(**keys.settings)
         if engines is not None:

@@ -1,9 +1,10 @@
-"""DeepSpeed's configuration keys that SpeedLab does not act on, each with the reason, and old names of all keys.
+"""List DeepSpeed's keys: those without effect here, those of missing features, and old names.
 
-Two kinds. IGNORED keys change neither what is computed nor what fits: reports, and tuning of parts that work otherwise
-here. FEATURES change one of the two, so a file that turns one on is refused unless the reader is told to ignore it.
-Keys and defaults are those of DeepSpeed 0.19 (runtime/config.py, runtime/zero/config.py and what they import) and of
-releases before it, as far back as files in use show them.
+- IGNORED keys change neither the computation nor what fits: reports, and tuning of parts that work differently here.
+- FEATURES change one of the two. A file that enables one is refused, unless the caller ignores the feature.
+
+Keys and defaults are those of DeepSpeed 0.19 (runtime/config.py, runtime/zero/config.py and their imports) and of
+earlier releases, as far back as files in use show them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def _enabled(value: Any) -> bool:
 
 
 def _enabled_inside(value: Any) -> bool:
-    """Whether any part of `value`, however deep, is enabled."""
+    """Return whether any part of `value`, at any depth, is enabled."""
     if not isinstance(value, Mapping):
         return False
     return value.get("enabled") is True or any(_enabled_inside(inner) for inner in value.values())
@@ -34,13 +35,13 @@ def _present(value: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Something of DeepSpeed's that changes what is computed or what fits, and that SpeedLab does not do."""
+    """A feature of DeepSpeed that changes the computation or what fits, and that SpeedLab does not have."""
 
     name: str
-    """What the caller names to read the file without it."""
+    """Name for `ignore`."""
     reason: str
     on: Callable[[Any], bool] = _enabled
-    """Whether a value of the key turns it on."""
+    """Whether a value of the key enables the feature."""
 
 
 _NARROW = Feature(
@@ -106,7 +107,7 @@ FEATURES: dict[str, Feature] = {
         on=lambda value: str(value).lower() != "mean",
     ),
 }
-"""Path of a key -> the feature it turns on."""
+"""Path of a key -> the feature that it enables."""
 
 _PRINTED = "every step is recorded in the run folder and shown live, so nothing has to be printed"
 _PROFILED = "every step's record has time, bytes sent and kernels by name; `speedlab trace` and the dashboard show them"
@@ -221,7 +222,7 @@ IGNORED: dict[str, str] = {
         for key in keys.split()
     },
 }
-"""Path of a key, or of a whole section -> why it has no effect here."""
+"""Path of a key or section -> why it has no effect here."""
 
 LEGACY: dict[str, str] = {
     "bfloat16": "bf16",
@@ -251,7 +252,7 @@ LEGACY: dict[str, str] = {
         )
     },
 }
-"""Other names that DeepSpeed takes or took -> the name used here."""
+"""Other names in DeepSpeed, current or old -> the name used here."""
 
 OTHER_NAMES: dict[str, str] = {
     "zero": "zero_optimization",
@@ -270,10 +271,10 @@ OTHER_NAMES: dict[str, str] = {
     "zero_optimization.offload_optimizer_device": "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_param_device": "zero_optimization.offload_param.device",
 }
-"""Names and places that DeepSpeed never took, but that people write -> the key that they mean."""
+"""Wrong names and places that occur in files -> the intended key."""
 
 OFFLOAD = ("zero_optimization.offload_optimizer", "zero_optimization.offload_param")
-"""Sections that say where partitions live."""
+"""Sections about the storage of partitions."""
 
 SECTIONS = (
     "fp16",
@@ -291,7 +292,7 @@ SECTIONS = (
     "data_types",
     "sparse_attention",
 )
-"""Keys that hold keys."""
+"""Keys that contain keys."""
 
 HONOURED = (
     "train_batch_size",
@@ -338,9 +339,9 @@ HONOURED = (
         )
     ),
 )
-"""Keys that have a meaning here, without the parameters of optimizers and schedulers."""
+"""Keys with a meaning here, without the parameters of optimizers and schedulers."""
 
 TOP_LEVEL = frozenset(
     path.partition(".")[0] for path in (*HONOURED, *IGNORED, *FEATURES, *(k for k in LEGACY if "." not in k), *SECTIONS)
 )
-"""Every first-level key of DeepSpeed's that is known here."""
+"""Every known first-level key of DeepSpeed."""

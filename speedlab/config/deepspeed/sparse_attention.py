@@ -1,9 +1,11 @@
-"""DeepSpeed's section `sparse_attention` as `model.attention`, and back.
+"""Convert DeepSpeed's section `sparse_attention` to `model.attention`, and back.
 
-Keys and defaults are those of DeepSpeed's runtime/config.py; what they mean, of its
-ops/sparse_attention/sparsity_config.py. A window there reaches to both sides; of one of w blocks a causal query sees
-its own and w // 2 before. What is bidirectional there is for encoders here, whose blocks also see the later ones that
-see them: that is the same layout, but for runs, whose last blocks DeepSpeed shows to all.
+Keys and defaults are those of DeepSpeed's runtime/config.py; their meaning is in its
+ops/sparse_attention/sparsity_config.py.
+
+- A DeepSpeed window reaches to both sides: with w blocks a causal query sees its own block and w // 2 before it.
+- A bidirectional layout is for encoders here, whose blocks also see the later ones that see them. This is the same
+  layout, except for runs ("fixed"), whose last blocks DeepSpeed shows to all.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ _PATTERNS = {
 }
 _MODES = ("dense", "variable", *_PATTERNS)
 _ENCODERS = ("bigbird", "bslongformer", "local_sliding_window")
-"""Modes that mean the same both ways."""
+"""Modes with the same meaning in both directions."""
 
 _EITHER_WAY = ("unidirectional", "bidirectional")
 _INDICES, _ENDS = "global_block_indices", "global_block_end_indices"
 
 
 def sparse_attention(keys: RemainingKeys) -> None:
-    """The section, key by key."""
+    """Convert the section, key by key."""
     if keys.has(SECTION):
         if (on := keys.take(SECTION, yes)) is False:
             keys.agree(SECTION, "model.attention.kind 'dense'")
@@ -73,7 +75,7 @@ def sparse_attention(keys: RemainingKeys) -> None:
 
 
 def _lacking(keys: RemainingKeys, mode: str, first: int | None) -> tuple[str, str] | None:
-    """(path, reason) of what the section asks for and model.attention cannot say; None when there is nothing."""
+    """Return (path, reason) of a request that model.attention cannot express; None if there is none."""
     usual = "unidirectional" if mode == "local_sliding_window" else "bidirectional"
     path, said = f"{SECTION}.attention", keys.has(f"{SECTION}.attention")
     both = (keys.take(path, _direction) if said else usual) == "bidirectional"
@@ -112,7 +114,7 @@ def _pattern(keys: RemainingKeys, mode: str) -> None:
     _honour(keys, name, "window", seen * block, note)
     horizontal = f"{SECTION}.horizontal_global_attention"
     if keys.settings["model"]["attention"].get("both_ways"):
-        return  # The mode is none that has it.
+        return  # This mode does not have the key.
     if (on := keys.take(horizontal, yes)) is True:
         keys.refuse(horizontal, "DeepSpeed takes it with attention 'bidirectional' only; set it to false")
     elif on is False:
@@ -120,13 +122,13 @@ def _pattern(keys: RemainingKeys, mode: str) -> None:
 
 
 def _count(keys: RemainingKeys, name: str, field: str, note: str = "") -> None:
-    """A number of blocks, 1 by default."""
+    """Convert a number of blocks, 1 by default."""
     blocks = _default(keys, name, 1, whole)
     _honour(keys, name, field, 1 if blocks is None else blocks, note)
 
 
 def _honour(keys: RemainingKeys, name: str, field: str, value: Any, note: str = "") -> None:
-    """What the key `name`, or its default, says of a field of model.attention."""
+    """Set a field of model.attention from the key `name`, or from its default."""
     if keys.has_said(f"{SECTION}.{name}"):
         keys.honour(f"{SECTION}.{name}", f"model.attention.{field}", value, note)
     else:
@@ -134,7 +136,7 @@ def _honour(keys: RemainingKeys, name: str, field: str, value: Any, note: str = 
 
 
 def _heads(keys: RemainingKeys, mode: str) -> None:
-    """Heads have one layout here; DeepSpeed's differ where something in the mode does."""
+    """Convert layouts by head: all heads have one layout here; DeepSpeed's differ if something in the mode does."""
     path, patterns = f"{SECTION}.different_layout_per_head", f"{SECTION}.num_different_global_patterns"
     different = keys.take(path, yes)
     count = keys.take(patterns, whole) if mode == "fixed" else None
@@ -150,7 +152,7 @@ def _heads(keys: RemainingKeys, mode: str) -> None:
 
 
 def _first_blocks(keys: RemainingKeys) -> int | None:
-    """How many first blocks are global; None where others are, too."""
+    """Return how many first blocks are global; None if other blocks are, too."""
     starts = _default(keys, _INDICES, [0], _places)
     starts = [0] if starts is None else starts
     ends = keys.take(f"{SECTION}.{_ENDS}", _places)
@@ -162,7 +164,7 @@ def _first_blocks(keys: RemainingKeys) -> int | None:
 
 
 def _default(keys: RemainingKeys, name: str, usual: Any, kind: Any) -> Any:
-    """The key's value; DeepSpeed's default where it is left out; None where it is refused or "auto"."""
+    """Return the key's value, or DeepSpeed's default if it is missing; None if it is refused or "auto"."""
     path = f"{SECTION}.{name}"
     if keys.has(path):
         return keys.take(path, kind, "model.attention.kind")
@@ -198,7 +200,7 @@ def _places(value: Any) -> list[int]:
 
 
 def section_of(attention: AttentionConfig) -> dict[str, Any]:
-    """`attention` as keys of the section; empty where it is dense, or has a pattern that they cannot say."""
+    """Return attention as keys of the section; empty if it is dense, or has a pattern without such keys."""
     modes = {"fixed": "fixed", "longformer": "bslongformer", "bigbird": "bigbird"}
     runs_both_ways = attention.both_ways and attention.pattern == "fixed"
     if attention.kind == "dense" or attention.pattern not in modes or runs_both_ways:

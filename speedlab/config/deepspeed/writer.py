@@ -1,4 +1,4 @@
-"""A configuration as DeepSpeed's JSON. Reading what is written here gives what is written here again."""
+"""Write a configuration as DeepSpeed's JSON. Reading the result and writing it again gives the same JSON."""
 
 from __future__ import annotations
 
@@ -15,19 +15,28 @@ if TYPE_CHECKING:
 
 _WARM_UP_PARTS = 5
 _RATE_DIGITS = 9
-"""Fewer than a floor is read with, so that writing it again gives the same digits."""
+"""Fewer digits than for reading a floor, so that a round trip gives the same digits."""
 
 
 def as_deepspeed(config: RunConfig) -> dict[str, Any]:
-    """All of `config` that DeepSpeed's keys can say.
+    """Return the configuration as DeepSpeed's JSON, as far as its keys allow.
 
-    They cannot say: model (but its attention under the patterns fixed, longformer and bigbird), data, seed, dp, islands
-    and how they meet, the pipeline's schedule and cut, sequence parallelism, evaluation, checkpoints, offload at ZeRO
-    stage 0, masters that are left out, moments in 8 bits, the update in backward, or late by a step, selective
-    recomputation, ZeRO++ at stages 1 and 2, and of 1-bit Adam more than when its warm-up ends (after a fifth of the
-    steps where the variance would say so). That blocks are computed again is said as of a pipeline, also where there is
-    none. Of states on disk they name a folder, the one of all runs where none is given. The dtype 'auto' is written as
-    bf16. A warm-up of 0 steps before a falling rate is written as 1, the least that DeepSpeed takes.
+    DeepSpeed has no keys for:
+
+    - model (except attention with the patterns fixed, longformer and bigbird), data, seed
+    - dp, islands and their synchronisation, the pipeline's schedule and cut, sequence parallelism
+    - evaluation, checkpoints
+    - offload at ZeRO stage 0, ZeRO++ at stages 1 and 2
+    - missing masters, moments in 8 bits, updates in backward or delayed by a step, selective recomputation
+    - settings of 1-bit Adam other than the end of its warm-up
+
+    Some values change their form:
+
+    - A warm-up that ends with a steady variance is written as a fifth of the steps.
+    - Recomputed blocks are written as a setting of the pipeline, even without one.
+    - States on disk get a folder; that of all runs if none is set.
+    - The dtype 'auto' is written as bf16.
+    - A warm-up of 0 steps before a falling rate is written as 1, DeepSpeed's minimum.
     """
     written: dict[str, Any] = {
         **_batch(config),
@@ -71,7 +80,7 @@ def _optimizer(config: RunConfig) -> dict[str, Any]:
         params |= {"coeff_beta": optimizer.coeff_beta, "factor_threshold": optimizer.factor_threshold}
         params |= {"factor_max": optimizer.factor_max, "factor_min": optimizer.factor_min}
     if optimizer.name == "zero_one_adam":
-        never = config.steps + 1  # DeepSpeed's default of 100,000 could come before.
+        never = config.steps + 1  # DeepSpeed's default of 100,000 could be reached.
         params |= {"var_freeze_step": optimizer.freeze_step or never, "var_update_scaler": optimizer.variance_doubling}
         params |= {"local_step_scaler": optimizer.local_doubling, "local_step_clipper": optimizer.max_local_steps}
         return {"type": "ZeroOneAdam", "params": params}
@@ -125,7 +134,7 @@ def _zero(config: RunConfig) -> dict[str, Any]:
     return {
         "stage": config.zero.stage,
         key: max(1, config.zero.bucket_bytes // element_bytes),
-        **(_plus_plus(config.zero) if config.zero.stage == 3 else {}),  # At others DeepSpeed knows nothing of it.
+        **(_plus_plus(config.zero) if config.zero.stage == 3 else {}),  # DeepSpeed supports it only at stage 3.
         **_offload(config),
     }
 
