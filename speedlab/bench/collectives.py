@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run `speedlab bench collectives` and print the table.
 
     Args:
-            argv: command-line arguments; None means those of the process.
+        argv: command-line arguments; None means those of the process.
     """
     options = read_options(CollectivesOptions, argv, "speedlab bench collectives")
     rows: list[BenchRow] = []
@@ -136,8 +136,7 @@ def uncompared(meeting: SyncPage) -> Iterator[None]:
     """Disable the comparison of calls for this rank inside the block. All ranks must enter and leave together.
 
     Args:
-            meeting: the sync page of this rank's group; its methods are replaced on the instance and restored
-            afterwards.
+        meeting: the sync page of this rank's group; its methods are replaced on the instance and restored afterwards.
     """
     from speedlab.comm.shared.sync_page import Number
 

@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run `speedlab bench disk` and print the table.
 
     Args:
-            argv: command-line arguments; None means those of the process.
+        argv: command-line arguments; None means those of the process.
     """
     options = read_options(DiskOptions, argv, "speedlab bench disk")
     import torch
@@ -153,11 +153,11 @@ class _Fio:
         """Run fio over the whole file and return the seconds that fio reports.
 
         Args:
-                engine: fio's ioengine, "libaio" or "psync".
-                way: "write" or "read".
+            engine: fio's ioengine, "libaio" or "psync".
+            way: "write" or "read".
 
         Raises:
-                SystemExit: fio failed.
+            SystemExit: fio failed.
         """
         command = [
             "fio", "--name=states", f"--filename={self.file}", f"--filesize={self.nbytes}", f"--bs={self.chunk_bytes}",

@@ -42,9 +42,9 @@ def update_of(nbytes: float, device: torch.device, *, only_read: float = 0) -> C
     A read costs less than a write, so the two amounts are separate.
 
     Args:
-            nbytes: bytes that a sum in place reads and writes altogether.
-            device: where the memory is allocated.
-            only_read: bytes of a second sum that only reads.
+        nbytes: bytes that a sum in place reads and writes altogether.
+        device: where the memory is allocated.
+        only_read: bytes of a second sum that only reads.
     """
     memory = torch.ones(int(nbytes) // 8, device=device)
     read = torch.ones(int(only_read) // 4, device=device)
@@ -57,8 +57,8 @@ def copy_of(nbytes: float, device: torch.device) -> Callable[[], object]:
     This is the floor of operations that write to other memory than they read.
 
     Args:
-            nbytes: bytes read plus bytes written.
-            device: where the memory is allocated.
+        nbytes: bytes read plus bytes written.
+        device: where the memory is allocated.
     """
     source = torch.ones(int(nbytes) // 8, device=device)
     target = torch.ones_like(source)
@@ -80,8 +80,8 @@ def adamw_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """Measure AdamW alone, and with unscale, clip and a bfloat16 copy.
 
     Args:
-            device: the device to measure.
-            rounds: interleaved rounds.
+        device: the device to measure.
+        rounds: interleaved rounds.
     """
     for millions in (10, 100):
         count = millions * _MILLION
@@ -136,8 +136,8 @@ def blockwise8_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """Measure decoding and encoding of AdamW's moments in 8 bits, signed (exp_avg) and unsigned (exp_avg_sq).
 
     Args:
-            device: the device to measure.
-            rounds: interleaved rounds.
+        device: the device to measure.
+        rounds: interleaved rounds.
     """
     count = 100 * _MILLION
     values = _flats(count, device)[0]
@@ -160,8 +160,8 @@ def rounding_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """Measure stochastic rounding of updated parameters to bfloat16. The peer rounds to nearest.
 
     Args:
-            device: the device to measure.
-            rounds: interleaved rounds.
+        device: the device to measure.
+        rounds: interleaved rounds.
     """
     count = 100 * _MILLION
     values = _flats(count, device)[0]
@@ -182,8 +182,8 @@ def sgd_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """Measure SGD with momentum.
 
     Args:
-            device: the device to measure.
-            rounds: interleaved rounds.
+        device: the device to measure.
+        rounds: interleaved rounds.
     """
     param, grad, buffer, _ = _flats(10 * _MILLION, device)
     own = torch.nn.Parameter(param.clone())
@@ -205,8 +205,8 @@ def grad_stats_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """Measure the norm and the finite check of gradients. The peer needs two passes for the same answer.
 
     Args:
-            device: the device to measure.
-            rounds: interleaved rounds.
+        device: the device to measure.
+        rounds: interleaved rounds.
     """
     for dtype in (torch.float32, torch.bfloat16):
         grad = _flats(10 * _MILLION, device)[1].to(dtype)
@@ -225,8 +225,8 @@ def onebit_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     """Measure sign packing with error feedback, and the mean of the packed values of four ranks.
 
     Args:
-            device: the device to measure.
-            rounds: interleaved rounds.
+        device: the device to measure.
+        rounds: interleaved rounds.
     """
     count = 1024 * CHUNK
     values = _flats(count, device)[0]
@@ -260,8 +260,8 @@ def frozen_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     and torch's own operations.
 
     Args:
-            device: the device to measure.
-            rounds: interleaved rounds.
+        device: the device to measure.
+        rounds: interleaved rounds.
     """
     count = 10_000 * 1024
     param, values, kept, variance = _flats(count, device)
@@ -332,8 +332,8 @@ def blockquant_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     The plain version ignores special values. Both allocate their result.
 
     Args:
-            device: the device to measure.
-            rounds: interleaved rounds.
+        device: the device to measure.
+        rounds: interleaved rounds.
     """
     values = _flats(40_000 * 256, device)[0]  # Whole blocks: the peer does not support padding.
     out = torch.zeros_like(values)
@@ -404,8 +404,8 @@ def attention_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     The pattern is a window of 4 blocks and 1 global block.
 
     Args:
-            device: the device to measure.
-            rounds: interleaved rounds; fewer for long sequences.
+        device: the device to measure.
+        rounds: interleaved rounds; fewer for long sequences.
     """
     for length in (4096, 16384):
         layout = BlockLayout.local(length, 4, causal=True) | BlockLayout.global_(length, 1, causal=True)
@@ -432,8 +432,8 @@ def torch_attention_rows(device: torch.device, rounds: int) -> Iterator[BenchRow
     Yields nothing on other devices than CPUs.
 
     Args:
-            device: the device to measure.
-            rounds: interleaved rounds.
+        device: the device to measure.
+        rounds: interleaved rounds.
     """
     if device.type != "cpu":
         return
@@ -480,8 +480,8 @@ def loss_rows(device: torch.device, rounds: int) -> Iterator[BenchRow]:
     beyond those before and after the step, divided by the bytes of the full logits.
 
     Args:
-            device: the device to measure.
-            rounds: interleaved rounds.
+        device: the device to measure.
+        rounds: interleaved rounds.
     """
     for tokens, width, vocabulary in _SHAPES:
         for dtype in (torch.float32, torch.bfloat16):

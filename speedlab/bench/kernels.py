@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run `speedlab bench kernels` and print the table.
 
     Args:
-            argv: command-line arguments; None means those of the process.
+        argv: command-line arguments; None means those of the process.
     """
     options = read_options(KernelsOptions, argv, "speedlab bench kernels")
     unknown = [name for name in options.only if name not in CASES]

@@ -1,4 +1,4 @@
-"""What `speedlab calibrate` measures: sizes of kernels, and configurations of whole steps.
+"""List what `speedlab calibrate` measures: sizes of kernels, and configurations of whole steps.
 
 No case of `bench steptimes` is among them.
 """
@@ -14,7 +14,7 @@ from speedlab.layout import Layout
 from speedlab.planner.setup import ModelShape, Setup
 
 BlockCase = tuple[str, int, int, int, int]
-"""(kind of block, hidden, heads, tokens of a sequence, sequences); the feed-forward layer is four times as wide."""
+"""(kind of block, hidden, heads, tokens of a sequence, sequences). The feed-forward layer is four times as wide."""
 
 HeadCase = tuple[int, int, int, int, str]
 """(hidden, vocabulary, tokens of a sequence, sequences, loss)"""
@@ -27,18 +27,17 @@ _SMALL_BLOCK: BlockCase = ("rotary", 128, 8, 64, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class CaseSizes:
-    """Of what is measured on one kind of device: as large as what is trained there."""
+    """Sizes for one kind of device, as large as typical trainings there."""
 
     blocks: Sequence[BlockCase]
-    """The first is a block of the small models."""
+    """The first one is a block of the small models."""
     heads: Sequence[tuple[int, int, int, int]]
     product: int
-    """Width of the product of matrices that says how fast they are."""
+    """Width of the matrix product that gives the peak rate."""
     copied_bytes: int
-    """Of the copy that says how fast bytes can be moved at best. On processors as many as an activation has, so from
-    and to caches."""
+    """Bytes of the copy that gives the best memory rate. On CPUs the size of an activation, so it stays in caches."""
     larger_model: dict[str, Any]
-    """Whose whole steps, with each kind of block, say how much slower kernels are in a training than by themselves."""
+    """Model whose whole steps, with each kind of block, show how much slower kernels are in a training."""
     larger_micro_size: int
 
 
@@ -105,17 +104,17 @@ ON_GPUS = CaseSizes(
     },
     larger_micro_size=4,
 )
-"""Never measured on one yet."""
+"""Not yet measured on GPUs."""
 
 ROW = 2
-"""Blocks that are timed in a row: their weights and activations do not all stay in the nearest cache."""
+"""Blocks that are timed in sequence, so that weights and activations do not all stay in the nearest cache."""
 
 _KINDS: dict[str, dict[str, Any]] = {
     "rotary": {},
     "learned": {"position": "learned", "norm": "layer", "bias": True},
     "dropping": {"position": "learned", "norm": "layer", "bias": True, "dropout": 0.1},
 }
-"""Fields of the model by kind of block (`calibration.kind_of`)."""
+"""Kind of block (`calibration.kind_of`) -> fields of the model."""
 
 _SMALL_RUNS = (
     # blocks, ZeRO stage, micro-batches of a step, axis of the layout
@@ -126,16 +125,21 @@ _SMALL_RUNS = (
     (6, 1, 2, "tp"),
     (6, 1, 2, "sequence"),
 )
-"""Whole steps of small models that set the engine's own time. With one engine all axes are the same."""
+"""Whole steps of small models, for the engine's own time. With one engine all axes are equal."""
 
 
 def sizes_on(device: str) -> CaseSizes:
-    """Of 'cpu' or 'cuda'."""
+    """Return the sizes for a device: 'cpu' or 'cuda'."""
     return ON_GPUS if device == "cuda" else ON_PROCESSORS
 
 
 def larger_configs(sizes: CaseSizes, dtype: str) -> list[RunConfig]:
-    """One for each kind of block, 'rotary' first."""
+    """Return a configuration for each kind of block, 'rotary' first.
+
+    Args:
+        sizes: sizes of the device.
+        dtype: the compute dtype.
+    """
     model = sizes.larger_model
     return [
         RunConfig(
@@ -150,8 +154,14 @@ def larger_configs(sizes: CaseSizes, dtype: str) -> list[RunConfig]:
 
 
 def small_configs(dtype: str, engines: int) -> list[RunConfig]:
-    """Of the small models that so many engines can train. The engine's own time is the same in every dtype, so that it
-    is asked in one only."""
+    """Return the small models that this number of engines can train.
+
+    The engine's own time is independent of the dtype, so it is measured in the first one only.
+
+    Args:
+        dtype: the compute dtype; other than the first one, the result is empty.
+        engines: number of ranks.
+    """
     if dtype != DTYPES[0]:
         return []
     _, _, heads, length, _ = _SMALL_BLOCK
@@ -172,17 +182,20 @@ def small_configs(dtype: str, engines: int) -> list[RunConfig]:
 
 
 def block_model(case: BlockCase) -> ModelConfig:
+    """Return the model of a block case."""
     kind, hidden, heads, length, _ = case
     sizes = {"layers": ROW, "hidden": hidden, "heads": heads, "ffn_hidden": 4 * hidden}
     return ModelConfig(**sizes, vocab_size=1024, context=length, **_KINDS[kind])
 
 
 def head_model(case: HeadCase) -> ModelConfig:
+    """Return the model of a head case."""
     hidden, vocabulary, _, _, loss = case
     return ModelConfig(layers=1, hidden=hidden, heads=1, ffn_hidden=hidden, vocab_size=vocabulary, loss=loss)  # type: ignore[arg-type]  # one of the two
 
 
 def head_cases(sizes: CaseSizes) -> list[HeadCase]:
+    """Return the head cases for both kinds of loss."""
     return [(*case, loss) for loss in ("chunked", "full") for case in sizes.heads]
 
 
@@ -192,7 +205,14 @@ def _small_model(depth: int) -> ModelConfig:
 
 
 def setup_of(model: ModelConfig, length: int, micro: int, dtype: Any) -> Setup:
-    """A single rank's training, of which kernels are counted."""
+    """Return a single rank's set-up, to count kernels with the planner's formulas.
+
+    Args:
+        model: the model.
+        length: tokens of a sequence.
+        micro: sequences of a micro-batch.
+        dtype: the compute dtype.
+    """
     return Setup(
         shape=ModelShape.of_config(model, length),
         layout=Layout(pp=1, dp=1, tp=1),

@@ -1,6 +1,6 @@
-"""Timing several ways to do a thing in one run: round by round, in turn, so that what disturbs one disturbs all.
+"""Time several contestants in one run, interleaved by round, so that a disturbance affects all of them.
 
-Ratios are taken between times of one round. What is told of them is their median, the smallest and the largest.
+Ratios compare times of the same round. Results show their median, minimum and maximum.
 """
 
 from __future__ import annotations
@@ -16,12 +16,19 @@ if TYPE_CHECKING:
     import torch
 
 Times = dict[str, list[float]]
-"""Seconds by contestant, one for each round."""
+"""Contestant -> seconds, one value for each round."""
 
 
 def turned(names: Sequence[str], number: int) -> list[str]:
-    """The order of round `number`. Every second round is the one before backwards, so that of any two contestants each
-    is the earlier one equally often; and every two rounds begin one further on."""
+    """Return the order of a round.
+
+    Odd rounds reverse the previous one, so that of any two contestants each is first equally often. Every two rounds
+    start one contestant later.
+
+    Args:
+        names: the contestants.
+        number: number of the round, from 0.
+    """
     start = number // 2 % len(names)
     order = [*names[start:], *names[:start]]
     return order[::-1] if number % 2 else order
@@ -30,7 +37,14 @@ def turned(names: Sequence[str], number: int) -> list[str]:
 def take_turns(
     names: Sequence[str], rounds: int, act: Callable[[str], float], *, after: Callable[[int], object] = lambda _: None
 ) -> Times:
-    """The seconds that `act(name)` returns, of each name once in every round; `after(number)` ends a round."""
+    """Call every contestant once in each round.
+
+    Args:
+        names: the contestants.
+        rounds: number of rounds.
+        act: called with a name; returns seconds.
+        after: called with the number of each round at its end.
+    """
     times: Times = {name: [] for name in names}
     for number in range(rounds):
         for name in turned(names, number):
@@ -40,9 +54,12 @@ def take_turns(
 
 
 def interleave(contestants: Mapping[str, Callable[[], object]], *, rounds: int, device: torch.device) -> Times:
-    """Call each contestant once in every round, after two calls that are not counted.
+    """Time every contestant once in each round, after two calls that do not count.
 
-    On a GPU the time is that between two events.
+    Args:
+        contestants: name -> call.
+        rounds: number of rounds.
+        device: on a GPU, the time between two CUDA events is measured.
     """
     for call in contestants.values():
         for _ in range(2):
@@ -62,7 +79,7 @@ def _time(call: Callable[[], object], device: torch.device) -> float:
     before.record()
     call()
     after.record()
-    after.synchronize()  # This is the measurement.
+    after.synchronize()  # The synchronisation is part of the measurement.
     return before.elapsed_time(after) / 1e3
 
 
@@ -77,7 +94,18 @@ def row(
     value: Callable[[float], float] = lambda seconds: seconds * 1e3,
     allocator: str = "",
 ) -> BenchRow:
-    """`own` beside `peer`, and beside `floor`, the time below which nobody can get. `value`: of seconds, in `unit`."""
+    """Return the comparison of one contestant with a peer and with a lower bound.
+
+    Args:
+        case: name of the case.
+        times: measured seconds.
+        own: the contestant.
+        peer: the peer; empty: none.
+        floor: the lower bound of the time; empty: none.
+        unit: unit of the values.
+        value: converts seconds to `unit`.
+        allocator: allocator settings, if they matter.
+    """
     values = [value(seconds) for seconds in times[own]]
     ratios = _ratios(times[peer], times[own]) if peer else None
     shares = _ratios(times[floor], times[own]) if floor else None
@@ -98,7 +126,13 @@ def row(
 
 
 def rows(case: str, times: Times, *, floor: str = "") -> list[BenchRow]:
-    """A row for each peer; one row when there is none."""
+    """Return a row for each peer, or one row if there is none.
+
+    Args:
+        case: name of the case.
+        times: measured seconds.
+        floor: the lower bound of the time; empty: none.
+    """
     peers = [name for name in times if name not in ("ours", floor)]
     return [row(case, times, peer=peer, floor=floor) for peer in peers] or [row(case, times, floor=floor)]
 

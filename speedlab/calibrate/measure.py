@@ -1,8 +1,9 @@
-"""Measuring this machine for the planner: `speedlab calibrate`.
+"""Measure this machine for the planner: `speedlab calibrate`.
 
-For each number of engines, as many rank processes measure at once, so that they share memory's bandwidth as a run's
-engines would: blocks of the built-in GPT, heads with their loss, the update, collectives, and whole steps of models.
-`planner.calibration_fit` makes constants of it.
+1. For each number of engines, start that many rank processes, which measure concurrently and share the memory bandwidth
+   like the engines of a run.
+2. Measure blocks of the built-in GPT, heads with loss, the update, collectives, and whole steps.
+3. Fit constants to the times (`planner.calibration.fit`).
 """
 
 from __future__ import annotations
@@ -35,10 +36,15 @@ from speedlab.planner.setup import Setup
 
 
 def measure(engines: Sequence[int], *, rounds: int = 4, say: Callable[[str], object] = print) -> Calibration:
-    """The calibration of this machine for these numbers of engines. `say` hears what is going on.
+    """Return the calibration of this machine.
 
-    On processors, where more engines than cores are asked for, as many engines as cores are measured too: a kernel that
-    is measured alone would show nothing of the turns that engines take.
+    On CPUs, if more engines than cores are asked for, one engine for each core is measured, too: kernels are measured
+    without sharing a core, and scaled for engines that take turns.
+
+    Args:
+        engines: numbers of engines to measure with.
+        rounds: rounds of each measurement.
+        say: called with progress messages.
     """
     from speedlab.hardware import available_cores, cuda_devices, memory_bytes
 
@@ -78,8 +84,10 @@ def measure(engines: Sequence[int], *, rounds: int = 4, say: Callable[[str], obj
 
 @contextmanager
 def _started(threads: Mapping[int, int], say: Callable[[str], object]) -> Iterator[tuple[dict[int, RankSet], int]]:
-    """Rank processes for each number of engines, and the bytes that one holds. They load at the same time, and sleep
-    until it is their turn."""
+    """Yield rank processes for each number of engines, and the bytes of one process.
+
+    The processes load at the same time, and sleep until their turn.
+    """
     say(f"starting the processes of {', '.join(map(str, threads))} engines")
     with ExitStack() as stack:
         sets = {number: stack.enter_context(RankSet(number)) for number in threads}
@@ -94,7 +102,7 @@ def _engines(number: int) -> str:
 
 
 def _as_samples(sizes: CaseSizes, dtype: Any, measured: dict[str, Any]) -> Samples:
-    """What was measured of kernels."""
+    """Convert the measurements of kernels."""
     blocks = [
         BlockTime(setup=setup_of(block_model(case), case[3], case[4], dtype), forward=forward, backward=backward)
         for case, (forward, backward) in zip(sizes.blocks, measured["blocks"], strict=True)
@@ -119,7 +127,7 @@ def _as_samples(sizes: CaseSizes, dtype: Any, measured: dict[str, Any]) -> Sampl
 
 
 def _with_engines(sizes: CaseSizes, kernels: Samples, engines: int, threads: int, measured: dict[str, Any]) -> Samples:
-    """`kernels` with what was measured of engines together."""
+    """Return `kernels` with the measurements of concurrent engines."""
     dtype: Any = kernels.dtype
 
     def of(configs: list[RunConfig], seconds: list[float]) -> list[SetupTime]:

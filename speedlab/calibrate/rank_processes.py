@@ -1,4 +1,4 @@
-"""Rank processes for measurements: one thread each, meeting in a file store, doing what they are told."""
+"""Start rank processes for measurements: one thread each, rendezvous through a file store, calls through pipes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "passive",
     "GLOO_SOCKET_IFNAME": "lo",
-    "PYTHONWARNINGS": "ignore::FutureWarning",  # Peers call torch's functions by names of yesterday.
+    "PYTHONWARNINGS": "ignore::FutureWarning",  # Peers use deprecated names of torch.
 }
 
 KEPT_MEMORY = {
@@ -26,22 +26,40 @@ KEPT_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_MMAP_MAX_": "0",
 }
-"""What `initialize` asks of glibc's allocator, as glibc reads it from the environment: processes that have it keep
-freed memory as engines do."""
+"""Settings of glibc's allocator as environment variables, equal to those of `initialize`.
+
+Processes with these settings keep freed memory, as engines do.
+"""
 
 
 def run_on_ranks(work: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
-    """Run `work(*arguments)` on `ranks` new processes that have joined one world; returns rank 0's result."""
+    """Run `work(*arguments)` on new processes of one world.
+
+    Args:
+        work: a function that is importable by name.
+        ranks: number of processes.
+        arguments: its arguments.
+
+    Returns:
+        The result of rank 0.
+
+    Raises:
+        RuntimeError: a rank failed.
+    """
     with RankSet(ranks) as group:
         return group.call(work, *arguments)
 
 
 class RankSet:
-    """`ranks` processes of one world, which sleep between calls: several sets can take turns in one run, each with
-    settings of its own. A context manager; its end is theirs.
+    """Processes of one world, which sleep between calls. A context manager, which ends the processes.
 
-    `backend`: of their world, as in `comm.join`. `environment`: more variables. `project`: another checkout of the
-    project, whose packages these processes import; only `speedlab.calibrate` is the present one.
+    Several sets with different settings can alternate in one run.
+
+    Args:
+        ranks: number of processes.
+        backend: backend of their world, as in `comm.join`.
+        environment: additional environment variables.
+        project: another checkout whose packages the processes import; only `speedlab.calibrate` is the current one.
     """
 
     def __init__(
@@ -56,7 +74,7 @@ class RankSet:
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
-        # Inherited: threads must be set before a process loads torch, the allocator before it starts.
+        # Environment, because threads must be set before torch is loaded, and the allocator before the process starts.
         with changed_environment({**_ENVIRONMENT, **(environment or {})}):
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
@@ -72,7 +90,7 @@ class RankSet:
 
     def __exit__(self, *error: Any) -> None:
         for connection in self._connections:
-            connection.close()  # They end when they read the end of the pipe.
+            connection.close()  # The closed pipe ends the processes.
         for process in self._processes:
             process.join(5)
             process.kill()
@@ -80,12 +98,21 @@ class RankSet:
 
     @property
     def pids(self) -> list[int]:
+        """Process ids, by rank."""
         return [process.pid for process in self._processes]
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """`function(*arguments)` on every rank; returns rank 0's result. The function must be importable by name.
+        """Run `function(*arguments)` on every rank.
 
-        Raises RuntimeError with the text of the first failure; the set is of no use afterwards.
+        Args:
+            function: a function that is importable by name.
+            arguments: its arguments.
+
+        Returns:
+            The result of rank 0.
+
+        Raises:
+            RuntimeError: a rank failed; the message has its traceback. The set cannot be used any more.
         """
         for connection in self._connections:
             connection.send((function, arguments))
@@ -105,7 +132,7 @@ class RankSet:
 
 @contextmanager
 def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Inside the block these variables are set; what they were comes back."""
+    """Set environment variables inside the block, and restore the old values afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -119,8 +146,10 @@ def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 def _import_from(project: Path) -> None:
-    """From now on this process imports `speedlab` and `cuda_ops` from another checkout, but `speedlab.calibrate` and
-    the benchmarks from here: so the same code measures both. Raises RuntimeError where there is no such package."""
+    """Import `speedlab` and `cuda_ops` from another checkout from now on, except for `speedlab.calibrate`.
+
+    The same code then measures both checkouts. Raise RuntimeError if the checkout has no such package.
+    """
     present = sys.modules["speedlab.calibrate"]
     for name in [name for name in sys.modules if name.partition(".")[0] in ("speedlab", "cuda_ops")]:
         del sys.modules[name]
@@ -155,7 +184,7 @@ def _serve(
             function, arguments = connection.recv()
             try:
                 connection.send((True, function(*arguments)))
-            except Exception:  # Whatever it is, whoever measures shall see it.
+            except Exception:  # Any failure is reported to the measuring process.
                 connection.send((False, traceback.format_exc()))
     except EOFError:
         leave()

@@ -1,4 +1,4 @@
-"""Rows of a measurement: printed as a table for people, written as JSON for programs."""
+"""Print measurements as a text table, and write them as JSON."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ class BenchRow:
     ours: float
     unit: str
     allocator: str = ""
-    """What the C library's allocator does with freed memory in the processes of `ours`, where it matters."""
+    """How the C library's allocator treats freed memory in the processes of `ours`, if it matters."""
     peer_name: str = ""
     peer: float | None = None
     ratio: float | None = None
-    """Median over the rounds; `ratio_range`: the smallest and the largest."""
+    """Median over the rounds; `ratio_range`: minimum and maximum."""
     ratio_range: tuple[float, float] | None = None
     limit_share: float | None = None
-    """Median over the rounds; `limit_range`: the smallest and the largest."""
+    """Median over the rounds; `limit_range`: minimum and maximum."""
     limit_range: tuple[float, float] | None = None
     n: int = 0
     spread: float | None = None
 
 
 _RANGES = {"ratio": "ratio_range", "limit_share": "limit_range"}
-"""Columns that have their range in the same cell."""
+"""Columns that show their range in the same cell."""
 
 _TEXTS = ("case", "unit", "allocator", "peer_name")
 
 
 def missing() -> list[str]:
-    """Peers that are not installed here."""
+    """Return the names of peers that are not installed."""
     return [] if importlib.util.find_spec("deepspeed") else ["DeepSpeed"]
 
 
 def render(rows: list[BenchRow]) -> str:
-    """The rows as a text table, columns aligned. The allocator has a column where a row says something of it."""
+    """Return the rows as an aligned text table. The allocator has a column only if a row uses it."""
     left_out = {*_RANGES.values(), *(() if any(row.allocator for row in rows) else ("allocator",))}
     header = [field.name for field in fields(BenchRow) if field.name not in left_out]
     lines = [header, *([_cell_of(row, name) for name in header] for row in rows)]
@@ -56,7 +56,12 @@ def render(rows: list[BenchRow]) -> str:
 
 
 def report(rows: list[BenchRow], file: Path | None) -> None:
-    """Print the table, and write one JSON record for each row when `file` is given."""
+    """Print the table.
+
+    Args:
+        rows: the rows.
+        file: also write one JSON record for each row to this file; None: do not.
+    """
     print(render(rows))
     if file is not None:
         file.write_text("".join(json.dumps(asdict(row)) + "\n" for row in rows))

@@ -1,7 +1,7 @@
-"""What the rank processes of `speedlab calibrate` do. Each function gives the mean over the ranks, which all measure
-the same at once; on GPUs times are those between events.
+"""Run the measurements of `speedlab calibrate` on the rank processes, and whole trainings for benchmarks.
 
-A training on this rank, step by step: what benchmarks and the calibration time.
+All ranks measure the same at the same time; results are means over the ranks. On GPUs, times are those between CUDA
+events, or after a synchronisation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from speedlab.config import PrecisionConfig, RunConfig
 
 @contextmanager
 def training(config: RunConfig) -> Iterator[Callable[[], object]]:
-    """A step of `config` on this rank, which is taken apart afterwards."""
+    """Yield a function that trains one step of `config` on this rank. The engine is destroyed afterwards."""
     import torch
     import torch.distributed as dist
 
@@ -49,22 +49,29 @@ def training(config: RunConfig) -> Iterator[Callable[[], object]]:
 
 
 _UPDATED = 1 << 22
-"""Parameters of the update that is timed: more than caches hold."""
+"""Parameters of the timed update, more than fit into caches."""
 
 _COLLECTIVE_BYTES = (1 << 16, 1 << 20, 1 << 23)
 _MESSAGE_BYTES = (1 << 14, 1 << 17, 1 << 20)
-"""Of flats; of activations."""
+"""Sizes of activations; those above are of flats."""
 
 _LARGE_BYTES = 1 << 26
 
 _TRAINING_ROUNDS = 3
-"""Of whole steps, which last longer than kernels and say more."""
+"""Rounds of whole steps, fewer than of kernels because they take longer and vary less."""
 
 
 def begin(threads: int) -> int:
-    """Set this rank's threads; returns the bytes that its process holds with the engine loaded."""
+    """Set the number of threads of this rank.
+
+    Args:
+        threads: threads of torch.
+
+    Returns:
+        Bytes of the process with the engine loaded.
+    """
     import torch
-    import torch._dynamo  # What torch loads of itself with the first optimizer.
+    import torch._dynamo  # torch imports it with the first optimizer.
 
     import speedlab.engine  # noqa: F401  # part of what an engine's process holds
     from speedlab.engine.memory_ledger import PeakMemory, keep_freed_memory
@@ -81,9 +88,14 @@ def _sizes() -> CaseSizes:
 
 
 def measure_kernels(dtype: str, rounds: int) -> dict[str, Any]:
-    """Seconds of kernels in `dtype`, the mean over the ranks, which all measure the same at once."""
+    """Return the seconds of kernels.
+
+    Args:
+        dtype: the compute dtype.
+        rounds: rounds of each measurement.
+    """
     sizes = _sizes()
-    # Twice, at different times: what disturbs one of them must not pass for the best there is.
+    # Twice, at different times: a disturbance of one must not become the lower bound.
     bounds = [_bounds(dtype, rounds)]
     steps = [_block_step(case, dtype) for case in sizes.blocks]
     steps += [_head_step(case, dtype) for case in head_cases(sizes)]
@@ -101,14 +113,19 @@ def measure_kernels(dtype: str, rounds: int) -> dict[str, Any]:
 
 
 def _bounds(dtype: str, rounds: int) -> tuple[float, float]:
-    """(seconds of a FLOP in a bare product of matrices, of a byte in a bare copy)."""
+    """Return seconds of a FLOP in a bare matrix product, and of a byte in a bare copy."""
     sizes = _sizes()
     product = _time_product(sizes.product, dtype, rounds) / (2 * sizes.product**3)
     return product, _time_copy(sizes.copied_bytes, rounds) / (2 * sizes.copied_bytes)
 
 
 def measure_engines(dtype: str, rounds: int) -> dict[str, Any]:
-    """Seconds of what engines do together in `dtype`."""
+    """Return the seconds of collectives and whole steps.
+
+    Args:
+        dtype: the compute dtype.
+        rounds: rounds of each measurement.
+    """
     import torch.distributed as dist
 
     engines, sizes = dist.get_world_size(), _sizes()
@@ -120,7 +137,7 @@ def measure_engines(dtype: str, rounds: int) -> dict[str, Any]:
 
 
 def _seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Median seconds of each call, in turn, the mean over the ranks."""
+    """Return the median seconds of each call, interleaved, as a mean over the ranks."""
     import torch.distributed as dist
 
     from speedlab.calibrate.interleave import interleave
@@ -132,7 +149,7 @@ def _seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
 
 
 def _over_ranks(seconds: Sequence[float]) -> list[float]:
-    """The mean over the ranks."""
+    """Return the mean over the ranks."""
     import torch
     import torch.distributed as dist
 
@@ -144,10 +161,10 @@ def _over_ranks(seconds: Sequence[float]) -> list[float]:
 
 
 def _in_rounds(steps: Sequence[Callable[[], tuple[float, ...]]], rounds: int) -> list[tuple[float, ...]]:
-    """What each of `steps` says it takes, over rounds in which all have their turn, the mean over the ranks.
+    """Return the seconds of each step function, interleaved over rounds, as a mean over the ranks.
 
-    The machine's own speed changes within seconds. It changes for all steps of a round alike, so each round is first
-    brought to the length of the usual one.
+    The speed of the machine changes within seconds, for all steps of a round alike. So each round is first scaled to
+    the length of the median round.
     """
     import torch.distributed as dist
 
@@ -174,7 +191,7 @@ def _scaled(values: Sequence[float], by: Sequence[float]) -> list[float]:
 
 
 def _block_step(case: BlockCase, dtype: str) -> Callable[[], tuple[float, ...]]:
-    """Forward and backward through a row of `ROW` blocks; gives the seconds of both."""
+    """Return a function that runs `ROW` blocks forward and backward, and returns the seconds of both."""
     import torch
 
     from speedlab.comm.world import own_device
@@ -202,7 +219,7 @@ def _block_step(case: BlockCase, dtype: str) -> Callable[[], tuple[float, ...]]:
 
 
 def _now() -> float:
-    """The time when all kernels that were started are over."""
+    """Return the time after all started kernels have finished."""
     import torch
 
     from speedlab.comm.world import own_device
@@ -213,7 +230,7 @@ def _now() -> float:
 
 
 def _head_step(case: HeadCase, dtype: str) -> Callable[[], tuple[float, ...]]:
-    """A head with its loss, forward and backward."""
+    """Return a function that runs a head with its loss, forward and backward."""
     import torch
 
     from speedlab.comm.world import own_device
@@ -224,7 +241,7 @@ def _head_step(case: HeadCase, dtype: str) -> Callable[[], tuple[float, ...]]:
     model = GPT(head_model(case)).to(own_device(), getattr(torch, dtype))
     x = torch.randn(micro, length, hidden, dtype=getattr(torch, dtype), device=own_device(), requires_grad=True)
     targets = torch.randint(0, vocabulary, (micro, length), device=own_device())
-    CpuKernelOverrides([model], PrecisionConfig(), own_device(), x.dtype)  # Its products; there is no attention.
+    CpuKernelOverrides([model], PrecisionConfig(), own_device(), x.dtype)  # For the products; it has no attention.
 
     def step() -> tuple[float, ...]:
         begin = _now()
@@ -237,7 +254,7 @@ def _head_step(case: HeadCase, dtype: str) -> Callable[[], tuple[float, ...]]:
 
 
 def _update_step(dtype: str) -> Callable[[], tuple[float, ...]]:
-    """What the engine does with a partition of `_UPDATED` parameters at the end of a step."""
+    """Return a function that runs the engine's update of `_UPDATED` parameters."""
     import torch
 
     from cuda_ops.adamw import adamw
@@ -281,7 +298,7 @@ def _time_copy(nbytes: int, rounds: int) -> float:
 
 
 def _time_collectives(dtype: str, rounds: int) -> list[tuple[str, int, float]]:
-    """(name, bytes, seconds) of what engines do between them; nothing with one rank."""
+    """Return (name, bytes, seconds) of the collectives between engines; empty with one rank."""
     import torch
     import torch.distributed as dist
 
@@ -320,7 +337,7 @@ def _time_collectives(dtype: str, rounds: int) -> list[tuple[str, int, float]]:
 
 
 def _ring_of_messages(group: Any, tensor: Any) -> Callable[[], None]:
-    """Every rank sends to the next one, and waits for what comes from the one before."""
+    """Return a function in which every rank sends to the next one and receives from the previous one."""
     import itertools
 
     import torch
@@ -337,7 +354,7 @@ def _ring_of_messages(group: Any, tensor: Any) -> Callable[[], None]:
 
 
 def _time_trainings(configs: Sequence[RunConfig]) -> list[float]:
-    """Seconds of a whole step of each of `configs`, in turn."""
+    """Return the seconds of a whole step of each configuration, interleaved."""
     from contextlib import ExitStack
 
     def timed(step: Callable[[], object]) -> Callable[[], tuple[float, ...]]:
@@ -354,7 +371,12 @@ def _time_trainings(configs: Sequence[RunConfig]) -> list[float]:
 
 
 def plain_rates(dtype: str, rounds: int) -> dict[str, float]:
-    """What people ask for first: products of matrices, copies."""
+    """Return simple rates for display: matrix products and copies.
+
+    Args:
+        dtype: the compute dtype.
+        rounds: rounds of each measurement.
+    """
     found = {
         f"matrix product {width} wide, {dtype} (GFLOP/s)": 2 * width**3 / _time_product(width, dtype, rounds) / 1e9
         for width in (_sizes().product, 4 * _sizes().product)

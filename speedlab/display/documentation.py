@@ -61,7 +61,7 @@ def guide_file(name: str) -> Path:
     """Return the file of a guide. Old names of guides still work.
 
     Raises:
-            NoGuideError: there is no such guide; the message names the nearest one.
+        NoGuideError: there is no such guide; the message names the nearest one.
     """
     name = RENAMED.get(name, name)
     files = _guide_files()
@@ -77,7 +77,7 @@ def notebook_file(name: str) -> Path:
     """Return the file of a notebook.
 
     Raises:
-            NoGuideError: there is no such notebook; the message names the nearest one.
+        NoGuideError: there is no such notebook; the message names the nearest one.
     """
     found = {path.name: path for folder in _NOTEBOOKS for path in sorted(folder.glob("*.ipynb"))}
     if name not in found:

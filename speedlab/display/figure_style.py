@@ -80,8 +80,8 @@ def base_layout(title: str, unit: str) -> Figure:
     """Return a plotly layout without any colour: text, grid and background have the colours of the page.
 
     Args:
-            title: title of the figure, also the key that keeps zoom and selection over updates (`uirevision`).
-            unit: title of the y axis.
+        title: title of the figure, also the key that keeps zoom and selection over updates (`uirevision`).
+        unit: title of the y axis.
     """
     return {
         "title": {"text": title, "x": 0.01, "xanchor": "left", "y": 0.98, "yanchor": "top", "font": {"size": 14}},
@@ -104,7 +104,7 @@ def on_paper(figure: Figure) -> Figure:
     """Return the figure with its own colours, dark on white, for places without a page style (a saved notebook).
 
     Args:
-            figure: a plotly figure as a dict; it is not changed.
+        figure: a plotly figure as a dict; it is not changed.
     """
     layout = figure["layout"]
     axes = [name for name in layout if name.startswith(("xaxis", "yaxis"))]
@@ -121,8 +121,8 @@ def second_axis(title: str, tickformat: str) -> Figure:
     """Return plotly's layout of a second y axis on the right.
 
     Args:
-            title: title of the axis.
-            tickformat: d3 format of its ticks.
+        title: title of the axis.
+        tickformat: d3 format of its ticks.
     """
     return {
         "title": {"text": title, "standoff": 6},
@@ -155,14 +155,14 @@ def curve(
     """Return a plotly trace of one line.
 
     Args:
-            name: name in the legend.
-            points: (x, y) of equal length.
-            hover: plotly's hover template after the name.
-            color: CSS colour; INK marks the trace for the text colour of the page.
-            width: line width in pixels.
-            dash: plotly's dash style.
-            opacity: 0 to 1.
-            second: draw on the second y axis.
+        name: name in the legend.
+        points: (x, y) of equal length.
+        hover: plotly's hover template after the name.
+        color: CSS colour; INK marks the trace for the text colour of the page.
+        width: line width in pixels.
+        dash: plotly's dash style.
+        opacity: 0 to 1.
+        second: draw on the second y axis.
     """
     trace: dict[str, Any] = {
         "type": "scatter",
@@ -189,10 +189,10 @@ def note(text: str, *, y: float, yref: str = "paper", yanchor: str = "top") -> d
     """Return a plotly annotation at the right edge.
 
     Args:
-            text: plotly markup.
-            y: position, in units of `yref`.
-            yref: "paper" (share of the plot) or an axis.
-            yanchor: the edge of the text at `y`.
+        text: plotly markup.
+        y: position, in units of `yref`.
+        yref: "paper" (share of the plot) or an axis.
+        yanchor: the edge of the text at `y`.
     """
     return {
         "text": text,
@@ -231,8 +231,8 @@ def lanes_axis(names: Sequence[str], room: int = 0) -> Figure:
     """Return a y axis of lanes from top to bottom.
 
     Args:
-            names: label of each lane, as plotly markup.
-            room: minimum number of lanes to leave room for. Without it, few bars would be thicker than many.
+        names: label of each lane, as plotly markup.
+        room: minimum number of lanes to leave room for. Without it, few bars would be thicker than many.
     """
     return {
         "tickmode": "array",

@@ -87,12 +87,12 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> ValueError:
     """Return the error for an unknown name, with the nearest known names first and then all of them.
 
     Args:
-            kind: noun for the message, for instance "device".
-            name: the name as given. Known names that start with it are nearest, otherwise similar ones.
-            known: all valid names.
+        kind: noun for the message, for instance "device".
+        name: the name as given. Known names that start with it are nearest, otherwise similar ones.
+        known: all valid names.
 
     Returns:
-            A ValueError, for the caller to raise.
+        A ValueError, for the caller to raise.
     """
     names = sorted(known)
     folded = {candidate.lower(): candidate for candidate in names}

@@ -22,7 +22,7 @@ def extras() -> Iterator[None]:
     """Turn failed imports inside the block into a message that names the extra to install.
 
     Raises:
-            MissingExtraError: a package of a known extra is missing. Other errors pass through unchanged.
+        MissingExtraError: a package of a known extra is missing. Other errors pass through unchanged.
     """
     try:
         yield

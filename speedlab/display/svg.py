@@ -44,8 +44,8 @@ def figures_svg(figures: Sequence[Figure], *, title: str) -> str:
     """Return one SVG with all figures: the first four in a 2 × 2 grid, each further one below across both columns.
 
     Args:
-            figures: plotly figures as dicts with `data` and `layout`.
-            title: heading of the picture, also its accessible label.
+        figures: plotly figures as dicts with `data` and `layout`.
+        title: heading of the picture, also its accessible label.
     """
     parts, bottom = [], _HEAD + 2 * _HEIGHT
     for number, figure in enumerate(figures):
@@ -66,7 +66,7 @@ def figure_svg(figure: Figure) -> str | None:
     Traces that contain only text are left out.
 
     Args:
-            figure: a plotly figure as a dict with `data` and `layout`.
+        figure: a plotly figure as a dict with `data` and `layout`.
     """
     layout = {**_BARE, **figure["layout"]}
     data = [trace for trace in figure["data"] if trace.get("mode") != "text"]
@@ -134,7 +134,7 @@ class _Scale:
         """Return round numbers within the range.
 
         Args:
-                most: approximate number of ticks.
+            most: approximate number of ticks.
         """
         raw = (self.high - self.low) / most
         power = 10.0 ** math.floor(math.log10(raw))
@@ -242,7 +242,7 @@ class _Panel:
         """Return the bars of one trace, and update `below` for the next trace of the stack.
 
         Args:
-                below: for each bar the height of the stack so far, above and below zero.
+            below: for each bar the height of the stack so far, above and below zero.
         """
         fill = trace["marker"]["color"]
         hatched = fill == "rgba(0,0,0,0)"
@@ -396,9 +396,9 @@ def bars_svg(bars: Sequence[Bar], capacity: int, *, what: str) -> str:
     """Return the stacked bars as one SVG.
 
     Args:
-            bars: at least one bar.
-            capacity: bytes of the device, drawn as a line if it is near enough to the bars.
-            what: start of the accessible label, read aloud by screen readers.
+        bars: at least one bar.
+        capacity: bytes of the device, drawn as a line if it is near enough to the bars.
+        what: start of the accessible label, read aloud by screen readers.
     """
     highest = max(1, *(bar.total for bar in bars))
     shows_capacity = capacity <= _CAPACITY_IN_SIGHT * highest
@@ -518,8 +518,8 @@ def grid_svg(grid: Grid, *, what: str) -> str:
     """Return the grid as one SVG.
 
     Args:
-            grid: the shares to draw.
-            what: accessible label, read aloud by screen readers.
+        grid: the shares to draw.
+        what: accessible label, read aloud by screen readers.
     """
     side = len(grid.shares)
     size = _EDGE / side

@@ -23,12 +23,12 @@ def exchange_advice(setup: Setup, hardware: Hardware, time: StepTime) -> str:
     """Compare a step that sends less with the same step without compression.
 
     Args:
-            setup: the training.
-            hardware: machines, and how their time is predicted.
-            time: the predicted time of this set-up.
+        setup: the training.
+        hardware: machines, and how their time is predicted.
+        time: the predicted time of this set-up.
 
     Returns:
-            One sentence; empty for a set-up that sends everything in full.
+        One sentence; empty for a set-up that sends everything in full.
     """
     if setup.layout.islands > 1:
         return _islands_advice(setup, hardware, time)

@@ -170,8 +170,8 @@ def places_svg(memory: Sequence[RankMemory], found: Sequence[PlaceBytes]) -> str
     """Return a line and a bar for each place other than the device, with the bytes of the heaviest rank.
 
     Args:
-            memory: memory of each distinct position.
-            found: the used places.
+        memory: memory of each distinct position.
+        found: the used places.
     """
     parts = []
     for place in found:

@@ -53,11 +53,11 @@ def cheapest_change(
     Single changes are tried first; pairs of changes only if too few single ones fit.
 
     Args:
-            setup: the training that does not fit.
-            machines: the hosts and their devices.
-            efficiency: shares of the peak rates; None: those of the device.
-            memory: how memory is predicted.
-            count: maximum number of changes.
+        setup: the training that does not fit.
+        machines: the hosts and their devices.
+        efficiency: shares of the peak rates; None: those of the device.
+        memory: how memory is predicted.
+        count: maximum number of changes.
     """
     efficiency = efficiency or efficiency_of(machines.device)
     before = predict_time(setup, machines, efficiency)
@@ -119,8 +119,8 @@ def differences(before: Setup, after: Setup) -> str:
     A switch is only ever turned on, so it appears as its name.
 
     Args:
-            before: the set-up without the change.
-            after: the set-up with the change.
+        before: the set-up without the change.
+        after: the set-up with the change.
     """
     changed = [(each.name, each.value(before), each.value(after)) for each in _SETTINGS]
     return "; ".join(name if new is True else f"{name} {old} → {new}" for name, old, new in changed if old != new)
@@ -132,8 +132,8 @@ def options_of(before: Setup, after: Setup) -> str:
     If micro-batch or layout change, the options include the global batch, so that it stays, and dp.
 
     Args:
-            before: the set-up without the change.
-            after: the set-up with the change.
+        before: the set-up without the change.
+        after: the set-up with the change.
     """
     changed = {each.option: each.value(after) for each in _SETTINGS if each.value(after) != each.value(before)}
     if after.layout != before.layout:

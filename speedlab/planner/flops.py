@@ -30,13 +30,13 @@ def token_flops(
     """Return the FLOPs of a step (forward and backward) for one token.
 
     Args:
-            shape: the model.
-            convention: which operations count.
-            checkpointing: what backward recomputes.
-            attention_share: computed share of the scores (1 for dense attention).
+        shape: the model.
+        convention: which operations count.
+        checkpointing: what backward recomputes.
+        attention_share: computed share of the scores (1 for dense attention).
 
     Raises:
-            ValueError: the convention is unknown.
+        ValueError: the convention is unknown.
     """
     again = checkpointing == "block"
     inner = shape.heads * head_size(shape)
@@ -63,8 +63,8 @@ def share_of_step(shape: ModelShape, attention_share: float) -> float:
     Scores under a causal mask count half, as kernels compute them.
 
     Args:
-            shape: the model.
-            attention_share: computed share of the scores.
+        shape: the model.
+        attention_share: computed share of the scores.
     """
     without = token_flops(shape, "model", attention_share=0)
     scores = (token_flops(shape, "model") - without) * (0.5 if shape.causal else 1)

@@ -33,8 +33,8 @@ def block_parameters(model: ModelConfig, *, tp: int = 1) -> int:
     Norms, and biases that are added after the sum over the ranks, are replicated on each rank.
 
     Args:
-            model: the built-in GPT.
-            tp: tensor-parallel ranks.
+        model: the built-in GPT.
+        tp: tensor-parallel ranks.
     """
     whole = sum(vector.elements for vector in block_vectors(_shape(model)) if not vector.cut)
     return (block_weights(_shape(model)).total - whole) // tp + whole
@@ -44,11 +44,11 @@ def stage_blocks(model: ModelConfig, stages: int) -> tuple[int, ...]:
     """Return the number of blocks of each pipeline stage, balanced by parameters: the engine's default.
 
     Args:
-            model: the built-in GPT.
-            stages: number of pipeline stages.
+        model: the built-in GPT.
+        stages: number of pipeline stages.
 
     Raises:
-            LayoutError: there are fewer blocks than stages.
+        LayoutError: there are fewer blocks than stages.
     """
     return stage_counts(_shape(model), stages)
 
@@ -64,12 +64,12 @@ def rank_parameters(model: ModelConfig, layout: Layout, counts: Sequence[int]) -
     that tp does not divide is split as evenly as possible.
 
     Args:
-            model: the built-in GPT.
-            layout: the ranks.
-            counts: blocks of each pipeline stage, first stage first.
+        model: the built-in GPT.
+        layout: the ranks.
+        counts: blocks of each pipeline stage, first stage first.
 
     Returns:
-            One number for each rank, by rank.
+        One number for each rank, by rank.
     """
     held = []
     for rank in range(layout.world_size):
@@ -96,8 +96,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int) -> float:
     count. The causal mask does not halve attention. Block-sparse attention counts with its share of blocks.
 
     Args:
-            model: the built-in GPT.
-            sequence_length: tokens of a sequence (T).
+        model: the built-in GPT.
+        sequence_length: tokens of a sequence (T).
     """
     lookups = position_elements(_shape(model))
     if not model.tied:
@@ -132,7 +132,7 @@ def explain_stage(stage: int) -> str:
     """Return what a ZeRO stage partitions, in a few words.
 
     Raises:
-            ValueError: the stage is not 0, 1, 2 or 3.
+        ValueError: the stage is not 0, 1, 2 or 3.
     """
     return {
         0: "everything whole on every rank",
@@ -159,14 +159,14 @@ def model_states(
     - Partitions are rounded up to whole elements; the padding of single flats is not counted.
 
     Args:
-            parameters: number of parameters before partitioning.
-            dp: data-parallel ranks.
-            stage: ZeRO stage, 0 to 3.
-            dtype: compute dtype, not "auto".
-            optimizer: name or configuration.
+        parameters: number of parameters before partitioning.
+        dp: data-parallel ranks.
+        stage: ZeRO stage, 0 to 3.
+        dtype: compute dtype, not "auto".
+        optimizer: name or configuration.
 
     Raises:
-            ValueError: the dtype, stage, dp or number of parameters is invalid.
+        ValueError: the dtype, stage, dp or number of parameters is invalid.
     """
     if dtype not in _DTYPE_BYTES:
         raise ValueError(f"dtype {dtype!r} is not {', '.join(_DTYPE_BYTES)}; resolve 'auto' for the device first")

@@ -166,10 +166,10 @@ def read_shape(path: Path) -> ModelShape:
     """Return the shape that a `config.json` describes.
 
     Args:
-            path: the file, or its folder.
+        path: the file, or its folder.
 
     Raises:
-            ValueError: the model is not supported; the message lists what is.
+        ValueError: the model is not supported; the message lists what is.
     """
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
@@ -193,11 +193,11 @@ def shape_of(data: Mapping[str, Any], name: str) -> ModelShape:
     Sequences are as long as the model allows, up to `LONGEST`.
 
     Args:
-            data: keys and values of the file.
-            name: name of the model.
+        data: keys and values of the file.
+        name: name of the model.
 
     Raises:
-            ValueError: the model is not supported; the message lists what is.
+        ValueError: the model is not supported; the message lists what is.
     """
     kind = data.get("model_type")
     experts = [key for key in _EXPERTS if data.get(key)]

@@ -53,8 +53,8 @@ def largest_table(found: Mapping[str, Candidate], announced: Mapping[str, float]
     """Return a row for each name: parameters, fill of each place, the first full place, and the step time.
 
     Args:
-            found: name -> the largest model that fits.
-            announced: name -> announced parameters, if there are any.
+        found: name -> the largest model that fits.
+        announced: name -> announced parameters, if there are any.
     """
     rows = []
     for name, largest in found.items():
@@ -86,8 +86,8 @@ def largest_figure(found: Mapping[str, Candidate], announced: Mapping[str, float
     Planned bars are outlined; announced ones are below them.
 
     Args:
-            found: name -> the largest model that fits.
-            announced: name -> announced parameters, if there are any.
+        found: name -> the largest model that fits.
+        announced: name -> announced parameters, if there are any.
     """
     rows = largest_table(found, announced)
     names = [row["name"] for row in rows]

@@ -13,7 +13,7 @@ def check_shape(shape: ModelShape) -> None:
     """Check that a shape is possible.
 
     Raises:
-            ValueError: a size is invalid; the message has the value and what would work.
+        ValueError: a size is invalid; the message has the value and what would work.
     """
     for count in ("layers", "hidden", "heads", "ffn_hidden", "vocab_size", "sequence_length", "kv_heads", "head_size"):
         value = getattr(shape, count)
@@ -164,11 +164,11 @@ def stage_counts(shape: ModelShape, stages: int) -> tuple[int, ...]:
     """Return the number of blocks of each pipeline stage, balanced by parameters: the engine's default.
 
     Args:
-            shape: the model.
-            stages: number of pipeline stages.
+        shape: the model.
+        stages: number of pipeline stages.
 
     Raises:
-            LayoutError: there are fewer blocks than stages.
+        LayoutError: there are fewer blocks than stages.
     """
     block = block_weights(shape).total
     table = shape.vocab_size * shape.hidden  # Also on the last stage, as the head (tied or not).

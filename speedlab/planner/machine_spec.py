@@ -50,7 +50,7 @@ def read_words(text: str) -> MachineWords:
     """Parse a description of machines.
 
     Raises:
-            ValueError: the text does not say how many of which device, or counts hosts twice.
+        ValueError: the text does not say how many of which device, or counts hosts twice.
     """
     plain = _NOISE.sub(" ", re.sub(r"[×*]", "x", re.sub(r"[,;+()]", " ", text)))
     found = _WORDS.fullmatch(" ".join(plain.split()))

@@ -52,7 +52,7 @@ class ModelSizes:
         """Return a model described only by its sizes: like GPT, or like Llama if it is gated.
 
         Raises:
-                ValueError: layers, hidden or heads are missing.
+            ValueError: layers, hidden or heads are missing.
         """
         missing = [f"--{name}" for name in ("layers", "hidden", "heads") if getattr(self, name) is None]
         if self.layers is None or self.hidden is None or self.heads is None:
@@ -97,13 +97,13 @@ def subject_of(model: str, file: str, sizes: ModelSizes, *, here: bool) -> Model
     """Resolve the model and the configuration of a plan request.
 
     Args:
-            model: name or file of a model; may be empty.
-            file: file of a configuration; may be empty.
-            sizes: sizes that replace those of the model, or describe it.
-            here: whether this machine is planned. Then a preset's name means the run of `speedlab train`.
+        model: name or file of a model; may be empty.
+        file: file of a configuration; may be empty.
+        sizes: sizes that replace those of the model, or describe it.
+        here: whether this machine is planned. Then a preset's name means the run of `speedlab train`.
 
     Raises:
-            ValueError: no model is named, or a name or file is unknown; the message lists the nearest ones.
+        ValueError: no model is named, or a name or file is unknown; the message lists the nearest ones.
     """
     if not model:
         model, file = file, ""

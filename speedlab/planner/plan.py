@@ -133,14 +133,14 @@ class Plan:
         The search varies layout, ZeRO stage, micro-batch, checkpointing and schedule. The number of islands stays.
 
         Args:
-                target: what the best layout minimises.
-                fixed: choices that the search must keep.
+            target: what the best layout minimises.
+            fixed: choices that the search must keep.
 
         Returns:
-                The best layouts, each with its limiting part.
+            The best layouts, each with its limiting part.
 
         Raises:
-                ValueError: the fixed choices leave no layout.
+            ValueError: the fixed choices leave no layout.
         """
         setup = self.setup
         if fixed.islands is None and setup.layout.islands > 1:
@@ -212,16 +212,16 @@ class Found:
         """Search the best layouts of `shape` on the machines of `hardware`.
 
         Args:
-                shape: the model.
-                hardware: machines, and how their memory and efficiency are predicted.
-                global_size: sequences of a step, over all ranks.
-                target: what the best layout minimises.
-                dtype: compute dtype; None means the fast one of the device.
-                fixed: choices that the search must keep.
-                tokens: tokens of the whole training, for days and cost.
+            shape: the model.
+            hardware: machines, and how their memory and efficiency are predicted.
+            global_size: sequences of a step, over all ranks.
+            target: what the best layout minimises.
+            dtype: compute dtype; None means the fast one of the device.
+            fixed: choices that the search must keep.
+            tokens: tokens of the whole training, for days and cost.
 
         Raises:
-                ValueError: the shape or the target is invalid, or the fixed choices leave no layout.
+            ValueError: the shape or the target is invalid, or the fixed choices leave no layout.
         """
         candidates = search(
             shape,
@@ -265,24 +265,24 @@ def plan(
     """Return the plan of a training.
 
     Args:
-            model: name of a model (`presets.MODELS`), a shape, a run's configuration, or a complete set-up. The last
-            two have their own layout and batch, so the arguments for these are ignored.
-            machines: for instance '128x8 A100-80 nvlink3 ib-200x8', the name of a known cluster, or an object.
-            tp: tensor-parallel ranks.
-            pp: pipeline-parallel ranks.
-            cp: context-parallel ranks.
-            dp: data-parallel ranks; None: all remaining devices.
-            islands: number of DiLoCo islands.
-            micro_size: sequences of a micro-batch.
-            global_size: sequences of a step, over all ranks; None: one micro-batch on each data-parallel rank.
-            dtype: compute dtype; None: the fast one of the device.
-            tokens: tokens of the whole training, for days and cost.
-            price_per_device_hour: in any currency.
-            changes: other fields of `Setup`, for instance zero_stage=1 or checkpointing="block".
+        model: name of a model (`presets.MODELS`), a shape, a run's configuration, or a complete set-up. The last two
+            have their own layout and batch, so the arguments for these are ignored.
+        machines: for instance '128x8 A100-80 nvlink3 ib-200x8', the name of a known cluster, or an object.
+        tp: tensor-parallel ranks.
+        pp: pipeline-parallel ranks.
+        cp: context-parallel ranks.
+        dp: data-parallel ranks; None: all remaining devices.
+        islands: number of DiLoCo islands.
+        micro_size: sequences of a micro-batch.
+        global_size: sequences of a step, over all ranks; None: one micro-batch on each data-parallel rank.
+        dtype: compute dtype; None: the fast one of the device.
+        tokens: tokens of the whole training, for days and cost.
+        price_per_device_hour: in any currency.
+        changes: other fields of `Setup`, for instance zero_stage=1 or checkpointing="block".
 
     Raises:
-            LayoutError: the layout is impossible; the message lists layouts near it that work.
-            ValueError: another value is impossible.
+        LayoutError: the layout is impossible; the message lists layouts near it that work.
+        ValueError: another value is impossible.
     """
     if isinstance(machines, str):
         machines = presets.cluster(machines, price_per_device_hour=price_per_device_hour)
@@ -321,13 +321,13 @@ def plan_setup(setup: Setup, hardware: Hardware, *, tokens: float | None = None)
     """Return the plan of a complete set-up.
 
     Args:
-            setup: the training to predict.
-            hardware: machines, and how their memory and efficiency are predicted.
-            tokens: tokens of the whole training, for days and cost.
+        setup: the training to predict.
+        hardware: machines, and how their memory and efficiency are predicted.
+        tokens: tokens of the whole training, for days and cost.
 
     Raises:
-            LayoutError: the layout is impossible for this model or these machines.
-            ValueError: another value is impossible.
+        LayoutError: the layout is impossible for this model or these machines.
+        ValueError: another value is impossible.
     """
     check_parallel(setup)
     made = Plan(setup=setup, hardware=hardware, memory=hardware.memory(setup), time=hardware.time(setup), tokens=tokens)
@@ -341,8 +341,8 @@ def check_parallel(setup: Setup) -> None:
     """Check that the model can be trained with the layout, schedule and placement of a set-up.
 
     Raises:
-            LayoutError: the layout does not divide the model, its sequences or the micro-batches.
-            ValueError: the shape is invalid, or its states cannot be placed or updated as asked.
+        LayoutError: the layout does not divide the model, its sequences or the micro-batches.
+        ValueError: the shape is invalid, or its states cannot be placed or updated as asked.
     """
     shape, layout = setup.shape, setup.layout
     check_shape(shape)

@@ -26,7 +26,7 @@ def model(name: str) -> ModelShape:
     """Return the shape of a known model.
 
     Raises:
-            ValueError: the name is unknown; the message lists the nearest ones.
+        ValueError: the name is unknown; the message lists the nearest ones.
     """
     if name.lower() not in MODELS:
         raise unknown("model", name, MODELS)
@@ -37,11 +37,11 @@ def cluster(text: str, *, price_per_device_hour: float | None = None) -> Machine
     """Return a known cluster, or machines in the syntax of `Machines.parse`.
 
     Args:
-            text: name of a cluster, or a description of machines.
-            price_per_device_hour: in any currency.
+        text: name of a cluster, or a description of machines.
+        price_per_device_hour: in any currency.
 
     Raises:
-            ValueError: the text is neither.
+        ValueError: the text is neither.
     """
     name = text.strip().lower()
     counted = name[:1].isdigit() or any(device.family.lower() in name for device in DEVICES.values())

@@ -79,8 +79,8 @@ def plan_table(plan: Plan, most: int | None = None) -> PlanTable:
     `disk` bytes.
 
     Args:
-            plan: the plan.
-            most: maximum number of rows; above it, only the most informative ones. None: no limit.
+        plan: the plan.
+        most: maximum number of rows; above it, only the most informative ones. None: no limit.
     """
     return PlanTable(
         {
@@ -99,8 +99,8 @@ def telling(found: list[tuple[str, RankMemory]], most: int | None) -> list[tuple
     """Return at most `most` positions: the first and last two, the middle one, and the heaviest one.
 
     Args:
-            found: (name, memory) of each position.
-            most: None: all.
+        found: (name, memory) of each position.
+        most: None: all.
     """
     if most is None or len(found) <= most:
         return found
@@ -319,8 +319,8 @@ def assumed(shape: ModelShape, machines: Machines) -> list[str]:
     """Return a line with the assumptions about model and machines; empty without any.
 
     Args:
-            shape: the model.
-            machines: the hosts and their devices.
+        shape: the model.
+        machines: the hosts and their devices.
     """
     open_ones = (*shape.assumed, *machines.assumed)
     return [f"assumed: {', '.join(open_ones)}"] if open_ones else []

@@ -135,11 +135,11 @@ class PlanRequest:
         """Return the request of a notebook magic, where numbers may still be text.
 
         Args:
-                words: option -> value, with '-' or '.' in names; `global` is accepted for `global_size`.
+            words: option -> value, with '-' or '.' in names; `global` is accepted for `global_size`.
 
         Raises:
-                TypeError: an option does not exist.
-                ValueError: a number is malformed.
+            TypeError: an option does not exist.
+            ValueError: a number is malformed.
         """
         given: dict[str, Any] = {name.replace("-", "_").replace(".", "_"): value for name, value in words.items()}
         if "global" in given:
@@ -154,11 +154,11 @@ class PlanRequest:
         """Return the plan, the best layouts, or the largest model, depending on the request.
 
         Args:
-                devices: the devices of this machine, used if no machines are named.
+            devices: the devices of this machine, used if no machines are named.
 
         Raises:
-                LayoutError: the layout is impossible.
-                ValueError: options contradict each other, or a value is impossible.
+            LayoutError: the layout is impossible.
+            ValueError: options contradict each other, or a value is impossible.
         """
         self._check()
         if self.largest:
@@ -188,11 +188,11 @@ class PlanRequest:
         """Return the plan of one layout.
 
         Args:
-                devices: the devices of this machine, used if no machines are named.
+            devices: the devices of this machine, used if no machines are named.
 
         Raises:
-                LayoutError: the layout is impossible.
-                ValueError: another value is impossible.
+            LayoutError: the layout is impossible.
+            ValueError: another value is impossible.
         """
         subject = self._subject()
         config = subject.config
@@ -232,11 +232,11 @@ class PlanRequest:
         """Return the machines of the request.
 
         Args:
-                devices: the devices of this machine, used if no machines are named.
-                config: the configuration, for its dtype and its folder of offloaded states.
+            devices: the devices of this machine, used if no machines are named.
+            config: the configuration, for its dtype and its folder of offloaded states.
 
         Raises:
-                ValueError: both machines and engines are given, or a name or size is unknown.
+            ValueError: both machines and engines are given, or a name or size is unknown.
         """
         if self.machines and self.engines is not None:
             raise ValueError(
@@ -426,7 +426,7 @@ def count(text: str) -> float:
     """Parse a count: '300B', '1.5T', '3e11'.
 
     Raises:
-            ValueError: the text is not a count.
+        ValueError: the text is not a count.
     """
     found = _COUNT.fullmatch(text.strip())
     if found is None:
@@ -438,7 +438,7 @@ def size_bytes(text: str) -> int:
     """Parse a size in bytes: '128GiB', '1.5 TB', '30e12'.
 
     Raises:
-            ValueError: the text is not a size.
+        ValueError: the text is not a size.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:

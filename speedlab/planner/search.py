@@ -118,21 +118,21 @@ def search(
     The target "fastest" searches only layouts that use every device, if there are any.
 
     Args:
-            shape: the model.
-            machines: the hosts and their devices.
-            global_size: sequences of a step, over all ranks.
-            target: what the best layout minimises.
-            dtype: compute dtype; None: the fast one of the device.
-            efficiency: shares of the peak rates; None: those of the device.
-            memory: how memory is predicted.
-            fixed: choices that the search must keep.
-            count: maximum number of results.
+        shape: the model.
+        machines: the hosts and their devices.
+        global_size: sequences of a step, over all ranks.
+        target: what the best layout minimises.
+        dtype: compute dtype; None: the fast one of the device.
+        efficiency: shares of the peak rates; None: those of the device.
+        memory: how memory is predicted.
+        fixed: choices that the search must keep.
+        count: maximum number of results.
 
     Returns:
-            The candidates; empty if nothing fits.
+        The candidates; empty if nothing fits.
 
     Raises:
-            ValueError: the shape, target or batch is invalid, or the fixed choices leave no layout.
+        ValueError: the shape, target or batch is invalid, or the fixed choices leave no layout.
     """
     check_shape(shape)
     if target not in get_args(Target):
@@ -189,10 +189,10 @@ def fitting(setup: Setup, machines: Machines, memory: Memory, time: StepTime) ->
     """Return a set-up as a candidate, or None if it does not fit.
 
     Args:
-            setup: the set-up to check.
-            machines: capacities of device, host and disk.
-            memory: how memory is predicted.
-            time: the predicted time of this set-up.
+        setup: the set-up to check.
+        machines: capacities of device, host and disk.
+        memory: how memory is predicted.
+        time: the predicted time of this set-up.
     """
     ranks = memory(setup)
     held, found = max(rank.total for rank in ranks), places(ranks, setup, machines)
@@ -247,18 +247,18 @@ def largest_model(
     in steps of 256, or of a multiple that the fixed tp divides. A bisection finds the largest.
 
     Args:
-            machines: the hosts and their devices.
-            sequence_length: tokens of a sequence.
-            vocab_size: tokens of the vocabulary.
-            global_size: sequences of a step; None: one micro-batch for each pipeline stage.
-            dtype: compute dtype; None: the fast one of the device.
-            efficiency: shares of the peak rates; None: those of the device.
-            memory: how memory is predicted.
-            fixed: choices that the search must keep.
-            chunked_loss: whether the loss is computed in chunks of tokens.
+        machines: the hosts and their devices.
+        sequence_length: tokens of a sequence.
+        vocab_size: tokens of the vocabulary.
+        global_size: sequences of a step; None: one micro-batch for each pipeline stage.
+        dtype: compute dtype; None: the fast one of the device.
+        efficiency: shares of the peak rates; None: those of the device.
+        memory: how memory is predicted.
+        fixed: choices that the search must keep.
+        chunked_loss: whether the loss is computed in chunks of tokens.
 
     Raises:
-            ValueError: the fixed choices leave no layout.
+        ValueError: the fixed choices leave no layout.
     """
     efficiency = efficiency or efficiency_of(machines.device)
     dtype = dtype or fast_dtype(machines)

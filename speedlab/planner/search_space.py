@@ -96,8 +96,8 @@ class Space:
         """Yield every way to train on `size` devices.
 
         Args:
-                size: number of devices.
-                global_size: sequences of a step, over all ranks.
+            size: number of devices.
+            global_size: sequences of a step, over all ranks.
         """
         for layout in self._layouts(size):
             if global_size % layout.data_size:
@@ -114,7 +114,7 @@ class Space:
         That is one sequence a micro-batch, recomputed blocks and the highest ZeRO stage, unless fixed.
 
         Args:
-                global_size: sequences of a step; None: one micro-batch for each pipeline stage.
+            global_size: sequences of a step; None: one micro-batch for each pipeline stage.
         """
         micro = self.fixed.micro_size or 1
         checkpointing = self.fixed.checkpointing or "block"
@@ -129,7 +129,7 @@ class Space:
         """Return the error for an empty search space, with all rules and their numbers.
 
         Args:
-                global_size: sequences of a step; None: free.
+            global_size: sequences of a step; None: free.
         """
         shape, machines, fixed = self.shape, self.machines, self.fixed
         stage = 3 if fixed.zero_stage is None else fixed.zero_stage
@@ -257,9 +257,9 @@ def islands_problem(machines: Machines, islands: int, ranks: int) -> str | None:
     """Return why these machines cannot have so many islands, in the engine's words; None if they can.
 
     Args:
-            machines: the hosts.
-            islands: number of islands.
-            ranks: number of all ranks.
+        machines: the hosts.
+        islands: number of islands.
+        ranks: number of all ranks.
     """
     if islands == 1:
         return None
@@ -270,8 +270,8 @@ def quantized_hosts_problem(machines: Machines, setup: Setup) -> str | None:
     """Return why ZeRO++'s host-aware switches cannot work on these machines, in the engine's words; None if they can.
 
     Args:
-            machines: the hosts.
-            setup: the training.
+        machines: the hosts.
+        setup: the training.
     """
     layout = setup.layout
     if layout.replicas == 1 or not (setup.quantized_gradients or setup.secondary_partition):

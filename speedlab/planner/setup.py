@@ -150,7 +150,7 @@ class Setup:
         """The view of sparse attention; None for dense attention.
 
         Raises:
-                ValueError: a custom mask is too short.
+            ValueError: a custom mask is too short.
         """
         if self.attention != "sparse":
             return None
@@ -188,14 +188,14 @@ class Setup:
         """Return the set-up that `config` describes on `engines` ranks.
 
         Args:
-                config: a run's configuration.
-                engines: number of ranks.
-                dtype: the configuration's precision, resolved for the device.
-                shape: shape of another model than the built-in GPT.
+            config: a run's configuration.
+            engines: number of ranks.
+            dtype: the configuration's precision, resolved for the device.
+            shape: shape of another model than the built-in GPT.
 
         Raises:
-                LayoutError: the layout does not fit the ranks.
-                ConfigError: the batch does not fit the layout.
+            LayoutError: the layout does not fit the ranks.
+            ConfigError: the batch does not fit the layout.
         """
         layout = config.layout(engines, built_in=shape is None)
         batch = config.batch.resolve(layout.data_size)
@@ -260,8 +260,8 @@ def can_be_cut(setup: Setup, *, on_host: bool) -> bool:
     """Return whether the engine can split these sequences along cp.
 
     Args:
-            setup: the set-up to check.
-            on_host: whether the ranks compute on CPU cores. Only there rings support sparse attention and dropout.
+        setup: the set-up to check.
+        on_host: whether the ranks compute on CPU cores. Only there rings support sparse attention and dropout.
     """
     in_ring = setup.layout.cp > setup.heads_shared
     plain = setup.attention != "sparse" and not setup.shape.dropout

@@ -119,11 +119,11 @@ class Calibration:
         """Return the constants for a number of engines, or for the nearest measured number.
 
         Args:
-                engines: number of concurrent engines.
-                dtype: the compute dtype.
+            engines: number of concurrent engines.
+            dtype: the compute dtype.
 
         Raises:
-                ValueError: the dtype was not measured.
+            ValueError: the dtype was not measured.
         """
         found = [constants for constants in self.constants if constants.dtype == dtype]
         if not found:
@@ -135,12 +135,12 @@ class Calibration:
         """Return this machine as one host of `engines` devices, with the measured link.
 
         Args:
-                engines: number of devices.
-                dtype: dtype whose link and memory rate are used.
-                kind: kind of block whose rates are used.
+            engines: number of devices.
+            dtype: dtype whose link and memory rate are used.
+            kind: kind of block whose rates are used.
 
         Raises:
-                ValueError: the dtype was not measured.
+            ValueError: the dtype was not measured.
         """
         here = self.of(engines, dtype)
         dtypes = {constants.dtype for constants in self.constants}
@@ -165,8 +165,8 @@ class Calibration:
         `predict_time` then calls `predict`, which has the constants of every dtype.
 
         Args:
-                engines: number of devices.
-                dtype: the compute dtype.
+            engines: number of devices.
+            dtype: the compute dtype.
         """
         return replace(self.shares(engines, dtype), calibration=self)
 
@@ -176,9 +176,9 @@ class Calibration:
         All are 1 except those of attention and messages. On CPUs nothing overlaps between engines.
 
         Args:
-                engines: number of devices.
-                dtype: the compute dtype.
-                kind: kind of block whose rates are used.
+            engines: number of devices.
+            dtype: the compute dtype.
+            kind: kind of block whose rates are used.
         """
         here = self.of(engines, dtype)
         rates = here.rates_of(kind)
@@ -192,12 +192,12 @@ class Calibration:
         """Predict the time of one step on this machine.
 
         Args:
-                setup: the training.
-                learned: whether to apply the factors learned from runs.
-                link: a simulated link between engines; None: the real one.
+            setup: the training.
+            learned: whether to apply the factors learned from runs.
+            link: a simulated link between engines; None: the real one.
 
         Raises:
-                ValueError: the shape is invalid, or the dtype was not measured.
+            ValueError: the shape is invalid, or the dtype was not measured.
         """
         engines = setup.layout.world_size
         here = self.of(engines, setup.dtype)
@@ -281,8 +281,8 @@ def as_computed(setup: Setup, device: str) -> Setup:
     """Return the set-up with torch's real attention: on CPUs, attention with dropout materialises probabilities.
 
     Args:
-            setup: the training.
-            device: "cpu" or the name of a GPU.
+        setup: the training.
+        device: "cpu" or the name of a GPU.
     """
     return replace(setup, attention="plain") if device == "cpu" and setup.shape.dropout > 0 else setup
 
@@ -291,9 +291,9 @@ def corrected(parts: Mapping[str, float], setup: Setup, here: Constants) -> dict
     """Return `parts` with the measured factors and the engine's own time.
 
     Args:
-            parts: seconds by part, from the formulas.
-            setup: the training.
-            here: constants of this machine.
+        parts: seconds by part, from the formulas.
+        setup: the training.
+        here: constants of this machine.
     """
     found = {part: seconds * here.factors.get(part, 1.0) for part, seconds in parts.items()}
     events = engine_events(setup)
@@ -349,11 +349,11 @@ def share_cores(parts: dict[str, float], before: Mapping[str, float], pp: int, s
     busy, so an engine alone on its core is `sharing` times as fast.
 
     Args:
-            parts: seconds by part; changed in place.
-            before: seconds by part, before factors were applied.
-            pp: pipeline ranks.
-            sharing: engines for each core.
-            balanced: mean over slowest rank; if cores are shared, parts are those of the mean rank.
+        parts: seconds by part; changed in place.
+        before: seconds by part, before factors were applied.
+        pp: pipeline ranks.
+        sharing: engines for each core.
+        balanced: mean over slowest rank; if cores are shared, parts are those of the mean rank.
     """
     slowest, predicted = (sum(found[part] for part in _TURNS) for found in (parts, before))
     # The slowest rank idles while the first micro-batch is on the other ranks, which are faster.

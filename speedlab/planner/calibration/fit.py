@@ -112,8 +112,8 @@ def fit_all(samples: Sequence[Samples], calibration: Calibration) -> list[Consta
     The engine's own time, which only one dtype's whole steps determine, applies to all dtypes.
 
     Args:
-            samples: measurements, one for each number of engines and dtype.
-            calibration: describes the machine.
+        samples: measurements, one for each number of engines and dtype.
+        calibration: describes the machine.
     """
     found = [fit_constants(each, calibration) for each in samples]
     own = {each.engines: each.event_seconds for each in found if each.event_seconds}
@@ -172,8 +172,8 @@ def fit_constants(samples: Samples, calibration: Calibration) -> Constants:
     """Return the constants that fit `samples`.
 
     Args:
-            samples: measurements for one number of engines and dtype.
-            calibration: describes the machine.
+        samples: measurements for one number of engines and dtype.
+        calibration: describes the machine.
     """
     link = _fit_link(samples)
     rates, misses = _all_rates(samples, calibration.device)
@@ -254,8 +254,8 @@ def counts(seconds_of: Callable[[Rates], float], setup: Setup) -> tuple[float, .
     """Return what a formula counts: FLOPs of products and attention, bytes, kernels, random numbers.
 
     Args:
-            seconds_of: the formula, linear in the inverse rates.
-            setup: the training, for its dtype.
+        seconds_of: the formula, linear in the inverse rates.
+        setup: the training, for its dtype.
     """
     free = {"matmul_flops": math.inf, "attention_flops": math.inf, "memory_bytes": math.inf}
     free |= {"kernel_seconds": 0.0, "drawn_seconds": 0.0}
@@ -271,10 +271,10 @@ def fit(
     """Return the x >= `least` that minimises the squares of (known + row · x) / seconds - 1.
 
     Args:
-            rows: counts of each case.
-            seconds: measured seconds of each case.
-            known: known seconds of each case; None: 0.
-            least: lower bounds of x; None: 0.
+        rows: counts of each case.
+        seconds: measured seconds of each case.
+        known: known seconds of each case; None: 0.
+        least: lower bounds of x; None: 0.
     """
     relative = np.array([[value / time for value in row] for row, time in zip(rows, seconds, strict=True)])
     low = np.zeros(relative.shape[1]) if least is None else np.array(least)

@@ -43,13 +43,13 @@ def learn(calibration: Calibration, name: str, setup: Setup, records: Mapping[in
     Traced steps do not count, because following every tensor takes time.
 
     Args:
-            calibration: the calibration before.
-            name: name of the run; a run of the same name is replaced.
-            setup: what the run trained.
-            records: step records of every rank, in order.
+        calibration: the calibration before.
+        name: name of the run; a run of the same name is replaced.
+        setup: what the run trained.
+        records: step records of every rank, in order.
 
     Raises:
-            ValueError: too few steps are left, or the set-up cannot be predicted.
+        ValueError: too few steps are left, or the set-up cannot be predicted.
     """
     ranks = {rank: _steady(found) for rank, found in records.items()}
     fewest = min((len(found) for found in ranks.values()), default=0)

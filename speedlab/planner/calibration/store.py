@@ -52,7 +52,7 @@ def path(folder: Path | None = None) -> Path:
     """Return the calibration file of this machine. The name includes the host, because machines may share a home.
 
     Args:
-            folder: folder of the file; None: the user's cache.
+        folder: folder of the file; None: the user's cache.
     """
     if folder is None:
         # The folder of data.cache, which the planner must not import.
@@ -66,14 +66,14 @@ def save(calibration: Calibration, folder: Path | None = None) -> Path:
     """Write a calibration atomically.
 
     Args:
-            calibration: the calibration to save.
-            folder: folder of the file; None: the user's cache.
+        calibration: the calibration to save.
+        folder: folder of the file; None: the user's cache.
 
     Returns:
-            The path of the file.
+        The path of the file.
 
     Raises:
-            CalibrationError: the file cannot be written.
+        CalibrationError: the file cannot be written.
     """
     target = path(folder)
     part = target.with_suffix(f".{secrets.token_hex(4)}.part")
@@ -94,10 +94,10 @@ def load(folder: Path | None = None) -> Calibration | None:
     """Return the calibration of this machine, or None if it was never measured.
 
     Args:
-            folder: folder of the file; None: the user's cache.
+        folder: folder of the file; None: the user's cache.
 
     Raises:
-            CalibrationError: the file is damaged, or belongs to another machine or version.
+        CalibrationError: the file is damaged, or belongs to another machine or version.
     """
     source = path(folder)
     try:

@@ -46,7 +46,7 @@ class DeviceSpec:
         """Return the peak FLOP/s of matrix multiplication in a dtype.
 
         Raises:
-                ValueError: the device does not support the dtype.
+            ValueError: the device does not support the dtype.
         """
         if dtype not in self.peak_flops:
             raise ValueError(
@@ -112,10 +112,10 @@ def device(name: str) -> DeviceSpec:
     """Return a described device.
 
     Args:
-            name: its name, in any case.
+        name: its name, in any case.
 
     Raises:
-            ValueError: the name is unknown; the message lists the nearest ones.
+        ValueError: the name is unknown; the message lists the nearest ones.
     """
     for known, spec in DEVICES.items():
         if known.lower() == name.strip().lower():
@@ -174,11 +174,11 @@ class Machines:
         `assumed`.
 
         Args:
-                text: the description.
-                price_per_device_hour: in any currency.
+            text: the description.
+            price_per_device_hour: in any currency.
 
         Raises:
-                ValueError: the text is incomplete, or a name is unknown; the message lists the nearest ones.
+            ValueError: the text is incomplete, or a name is unknown; the message lists the nearest ones.
         """
         words = read_words(text)
         alike = [spec for spec in DEVICES.values() if spec.family == words.device.upper()]

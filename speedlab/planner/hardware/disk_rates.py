@@ -31,7 +31,7 @@ def path(cache: Path | None = None) -> Path:
     """Return the file of this machine.
 
     Args:
-            cache: folder of the file; None: the user's cache.
+        cache: folder of the file; None: the user's cache.
     """
     beside = store.path(cache)
     return beside.with_name(f"disks{beside.name.removeprefix('calibration')}")
@@ -41,8 +41,8 @@ def known(folder: Path, *, cache: Path | None = None) -> DiskRates | None:
     """Return the measured speed of the file system of `folder`, or None if it was never measured.
 
     Args:
-            folder: a folder, which need not exist yet.
-            cache: folder of the file; None: the user's cache.
+        folder: a folder, which need not exist yet.
+        cache: folder of the file; None: the user's cache.
     """
     found = _load(cache).get(_file_system(folder))
     return None if found is None else DiskRates(read_bytes_per_second=found[0], write_bytes_per_second=found[1])
@@ -52,12 +52,12 @@ def keep(folder: Path, rates: DiskRates, *, cache: Path | None = None) -> None:
     """Store a measurement. The newest of a file system counts.
 
     Args:
-            folder: a folder on the measured file system.
-            rates: the measured speed.
-            cache: folder of the file; None: the user's cache.
+        folder: a folder on the measured file system.
+        rates: the measured speed.
+        cache: folder of the file; None: the user's cache.
 
     Raises:
-            ValueError: a speed is not above 0 and finite.
+        ValueError: a speed is not above 0 and finite.
     """
     if not all(0 < rate < float("inf") for rate in asdict(rates).values()):
         raise ValueError(f"{rates} is no speed of a disk; both have to be above 0")

@@ -59,7 +59,7 @@ def free_disk_bytes(folder: Path) -> int | None:
     """Return the free bytes for this user on the file system of `folder`; None if unknown.
 
     Args:
-            folder: a folder, which need not exist yet.
+        folder: a folder, which need not exist yet.
     """
     there = existing(folder)
     if there is None:

@@ -42,9 +42,9 @@ def pretended(text: str, *, bits_per_second: float, latency_seconds: float) -> L
     """Return the simulated link between the engines of a cluster.
 
     Args:
-            text: the link as the user wrote it.
-            bits_per_second: bandwidth in one direction.
-            latency_seconds: latency of a message.
+        text: the link as the user wrote it.
+        bits_per_second: bandwidth in one direction.
+        latency_seconds: latency of a message.
     """
     return Link(
         name=f"pretended link of {text}",
@@ -76,7 +76,7 @@ def parse_link(text: str) -> Link:
     """Parse a link: 'nvlink3', 'pcie4', 'eth-100', 'ib-200x8' (8 cards of 200 Gbit/s a host).
 
     Raises:
-            ValueError: the name is unknown; the message lists the nearest ones.
+        ValueError: the name is unknown; the message lists the nearest ones.
     """
     name = text.strip().lower()
     if name in IN_HOST:

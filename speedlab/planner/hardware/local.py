@@ -54,7 +54,7 @@ class Hardware:
         """Return the memory of each distinct position of a set-up.
 
         Raises:
-                ValueError: the layout or cut does not divide the model.
+            ValueError: the layout or cut does not divide the model.
         """
         return _memory(setup, self.kind, self.process_bytes)
 
@@ -66,8 +66,8 @@ class Hardware:
         """Return the predicted time of a step of a set-up.
 
         Raises:
-                ValueError: the shape or dtype is invalid.
-                LayoutError: the machines have too few devices.
+            ValueError: the shape or dtype is invalid.
+            LayoutError: the machines have too few devices.
         """
         return predict_time(setup, self.machines, self.efficiency)
 
@@ -99,9 +99,9 @@ def hardware_here(devices: Sequence[Device], dtype: str, folder: Path | None = N
     """Return these devices of this machine, with measured rates if there are any.
 
     Args:
-            devices: devices of this machine, one for each rank.
-            dtype: the dtype of the measured rates.
-            folder: folder of states on disk; None: the current folder.
+        devices: devices of this machine, one for each rank.
+        dtype: the dtype of the measured rates.
+        folder: folder of states on disk; None: the current folder.
     """
     hardware = _devices_here(devices, dtype)
     folder = folder or Path()

@@ -156,8 +156,8 @@ class ActivationSizes:
         """Return the bytes of a weight's gradient on this rank, for a layer that tensor parallelism partitions.
 
         Args:
-                inputs: input elements of the whole layer.
-                outputs: output elements of the whole layer.
+            inputs: input elements of the whole layer.
+            outputs: output elements of the whole layer.
         """
         return inputs * outputs * self.element // self.tp
 

@@ -68,9 +68,9 @@ def norm_backward(t: Tally, s: ActivationSizes, *, residual: bool) -> None:
     """Count a norm's backward, and free the tensors that it saved, with its input.
 
     Args:
-            t: bytes alive; changed in place.
-            s: sizes of the tensors.
-            residual: whether the gradient is added to that of the residual path, which is freed, too.
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
+        residual: whether the gradient is added to that of the residual path, which is freed, too.
     """
     x, row = s.local, s.row
     vector = s.setup.shape.hidden * _FLOAT32
@@ -143,8 +143,8 @@ def enter(t: Tally, s: ActivationSizes) -> None:
     Sequence parallelism keeps both the local and the gathered tensor.
 
     Args:
-            t: bytes alive; changed in place.
-            s: sizes of the tensors.
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
     """
     if s.sequence:
         _gathered(t, s)
@@ -164,9 +164,9 @@ def leave(t: Tally, s: ActivationSizes, layer: Bias) -> None:
     The first input of `enter` is freed.
 
     Args:
-            t: bytes alive; changed in place.
-            s: sizes of the tensors.
-            layer: which bias the layer would have.
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
+        layer: which bias the layer would have.
     """
     if s.sequence:
         _scattered(t, s)
@@ -188,7 +188,7 @@ def leave_backward(t: Tally, s: ActivationSizes) -> int:
     """Count the backward of `leave`.
 
     Returns:
-            Bytes of the new gradient; 0 if it still is the gradient of the residual.
+        Bytes of the new gradient; 0 if it still is the gradient of the residual.
     """
     own = 0
     if s.setup.shape.dropout:
@@ -221,9 +221,9 @@ def block_forward(t: Tally, s: ActivationSizes, *, again: bool = False) -> None:
     """Count a block's forward, from its input, which stays alive, to its output.
 
     Args:
-            t: bytes alive; changed in place.
-            s: sizes of the tensors.
-            again: whether this is a recomputation, which needs only the saved tensors and skips the last layer.
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
+        again: whether this is a recomputation, which needs only the saved tensors and skips the last layer.
     """
     norm_forward(t, s)
     enter(t, s)
@@ -266,9 +266,9 @@ def block_backward(t: Tally, s: ActivationSizes, *, held: bool = False) -> None:
     """Count a block's backward, from the gradient of the output to that of the input. All saved tensors are freed.
 
     Args:
-            t: bytes alive; changed in place.
-            s: sizes of the tensors.
-            held: whether another owner keeps the gradient of the output.
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
+        held: whether another owner keeps the gradient of the output.
     """
     shape = s.setup.shape
     came = leave_backward(t, s)

@@ -99,8 +99,8 @@ def attend_backward(t: Tally, s: ActivationSizes) -> None:
     It goes from the gradient of the outputs, which is freed, to that of queries, keys and values in one tensor.
 
     Args:
-            t: bytes alive; changed in place.
-            s: sizes of the tensors.
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
     """
     q, pair = s.heads, s.pair
     rotary = s.setup.shape.position == "rotary"

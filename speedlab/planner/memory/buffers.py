@@ -30,9 +30,9 @@ class Passing:
         """Return the buffers of a unit.
 
         Args:
-                flats: for each flat (padded elements, bytes of an element, whether it trains).
-                zero_policy: which states are partitioned, quantized or offloaded.
-                dp: data-parallel ranks.
+            flats: for each flat (padded elements, bytes of an element, whether it trains).
+            zero_policy: which states are partitioned, quantized or offloaded.
+            dp: data-parallel ranks.
         """
         gathered = message = exchanged = 0
         for elements, element_bytes, trainable in flats:
@@ -49,9 +49,9 @@ def most_at_work(root: Passing, units: Sequence[Passing], zero_policy: ZeroPolic
     """Return the peak bytes of temporary buffers while a stage runs forward and backward, on a CPU.
 
     Args:
-            root: buffers of the root unit.
-            units: buffers of the units after the root, in order of use.
-            zero_policy: which states are partitioned, quantized or offloaded.
+        root: buffers of the root unit.
+        units: buffers of the units after the root, in order of use.
+        zero_policy: which states are partitioned, quantized or offloaded.
     """
     live = peak = 0
     for change in _changes(root, units, zero_policy):
@@ -108,7 +108,7 @@ def sent_by_update(units: Iterable[Passing], zero_policy: ZeroPolicy) -> int:
     """Return the bytes of messages after the update, for parameters that stay on every rank: all units at once.
 
     Args:
-            units: buffers of each unit.
-            zero_policy: which states are partitioned, quantized or offloaded.
+        units: buffers of each unit.
+        zero_policy: which states are partitioned, quantized or offloaded.
     """
     return 0 if zero_policy.params_unsharded_on_demand else sum(each.message + each.arriving for each in units)

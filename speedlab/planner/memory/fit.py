@@ -54,18 +54,18 @@ def predicted_peaks(
     by time are predicted like stages that are balanced by parameters.
 
     Args:
-            config: a run's configuration.
-            world_size: number of ranks.
-            capacity_bytes: capacity of each rank.
-            dtype: the configuration's precision, resolved for the device.
-            device: count activations and buffers like a GPU's allocator, or like the engine's trace on CPUs.
-            beside_bytes: for each rank the bytes of its process outside tensors, from its ledger; empty if unknown.
-            parameters: counted parameters of the whole model; None: the model is the built-in GPT.
+        config: a run's configuration.
+        world_size: number of ranks.
+        capacity_bytes: capacity of each rank.
+        dtype: the configuration's precision, resolved for the device.
+        device: count activations and buffers like a GPU's allocator, or like the engine's trace on CPUs.
+        beside_bytes: for each rank the bytes of its process outside tensors, from its ledger; empty if unknown.
+        parameters: counted parameters of the whole model; None: the model is the built-in GPT.
 
     Raises:
-            ValueError: a sequence does not have one number for each rank.
-            LayoutError: the layout does not fit the ranks.
-            ConfigError: the batch does not fit the layout.
+        ValueError: a sequence does not have one number for each rank.
+        LayoutError: the layout does not fit the ranks.
+        ConfigError: the batch does not fit the layout.
     """
     for name, values in (("capacity_bytes", capacity_bytes), ("beside_bytes", beside_bytes)):
         if len(values) != world_size and (values or name == "capacity_bytes"):

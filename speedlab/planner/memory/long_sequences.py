@@ -163,9 +163,9 @@ def tiles_backward(t: Tally, s: ActivationSizes, came: int) -> None:
     """Count the backward of a tiled feed-forward layer, which recomputes each tile.
 
     Args:
-            t: bytes alive; changed in place.
-            s: sizes of the tensors.
-            came: bytes of the incoming gradient that are freed. The input is freed, too.
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
+        came: bytes of the incoming gradient that are freed. The input is freed, too.
     """
     inner, out = _of_tile(s, s.inner), _of_tile(s, s.hidden)
     shape = s.setup.shape

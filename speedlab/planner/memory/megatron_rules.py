@@ -45,9 +45,9 @@ class StateBytes:
         """Return the bytes of states of a rank (arXiv:1910.02054).
 
         Args:
-                parameters: parameters that the rank computes with.
-                stage: ZeRO stage, 0 to 3.
-                dp: data-parallel ranks.
+            parameters: parameters that the rank computes with.
+            stage: ZeRO stage, 0 to 3.
+            dp: data-parallel ranks.
         """
         shares = [dp if stage >= least else 1 for least in (3, 2, 1)]
         each = (self.parameters, self.gradients, self.optimizer)
@@ -74,8 +74,8 @@ def stage_activation_bytes(setup: Setup, stage: int) -> float:
     """Return the bytes of all micro-batches in flight on a pipeline rank.
 
     Args:
-            setup: the training.
-            stage: index of the pipeline rank.
+        setup: the training.
+        stage: index of the pipeline rank.
     """
     shape, layout = setup.shape, setup.layout
     tokens = setup.tokens
@@ -94,8 +94,8 @@ def peak_bytes(setup: Setup, states: StateBytes) -> float:
     """Return the bytes of the heaviest rank: states, activations, and with ZeRO-3 the gathered layer.
 
     Args:
-            setup: the training.
-            states: bytes of states for one parameter.
+        setup: the training.
+        states: bytes of states for one parameter.
     """
     held = rank_parameters(setup)
     most = max(stage_activation_bytes(setup, stage) for stage in range(setup.layout.pp))

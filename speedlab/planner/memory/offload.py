@@ -23,8 +23,8 @@ def zero_policy_of(setup: Setup, device: str = "cpu") -> ZeroPolicy:
     """Return the ZeRO policy of a set-up: which ranks hold which state, and in which memory.
 
     Args:
-            setup: the training.
-            device: "cpu" or "cuda".
+        setup: the training.
+        device: "cpu" or "cuda".
     """
     return ZeroPolicy.of_stage(
         setup.zero_stage,
@@ -57,8 +57,8 @@ def has_masters(setup: Setup, device: str) -> bool:
     GPU while the host computes the update.
 
     Args:
-            setup: the training.
-            device: "cpu" or "cuda".
+        setup: the training.
+        device: "cpu" or "cuda".
     """
     if setup.dtype == "float32":
         return zero_policy_of(setup, device).separate_masters
@@ -69,8 +69,8 @@ def state_widths(setup: Setup, device: str) -> dict[str, float]:
     """Return ledger category -> bytes of an element between two steps.
 
     Args:
-            setup: the training.
-            device: "cpu" or "cuda".
+        setup: the training.
+        device: "cpu" or "cuda".
     """
     element = ITEM_BYTES[setup.dtype]
     # Several micro-batches are summed in float32; so are gradients that the optimizer sums itself.
@@ -87,8 +87,8 @@ def decoded_bytes(setup: Setup, largest: int) -> int:
     """Return the bytes of float32 buffers for decoded states of one flat, where the update runs.
 
     Args:
-            setup: the training.
-            largest: elements of the rank's share of its largest flat.
+        setup: the training.
+        largest: elements of the rank's share of its largest flat.
     """
     decoded = setup.optimizer.moments if setup.moments == EIGHT_BITS else 0
     decoded += setup.dtype == "bfloat16" and setup.masters == "none"
@@ -104,8 +104,8 @@ def inputs_away(setup: Setup, device: str) -> bool:
     """Return whether inputs of blocks are offloaded to the host; never on a CPU, where both memories are the same.
 
     Args:
-            setup: the training.
-            device: "cpu" or "cuda".
+        setup: the training.
+        device: "cpu" or "cuda".
     """
     return device != "cpu" and setup.offload.activations == "host" and setup.checkpointing == "block"
 
@@ -114,9 +114,9 @@ def staging_bytes(setup: Setup, largest: int, widths: Mapping[str, float]) -> in
     """Return the bytes of host memory for staging to and from disk.
 
     Args:
-            setup: the training.
-            largest: elements of the rank's share of its largest flat.
-            widths: ledger category -> bytes of an element.
+        setup: the training.
+        largest: elements of the rank's share of its largest flat.
+        widths: ledger category -> bytes of an element.
     """
     zero_policy = zero_policy_of(setup)
     places = state_places(zero_policy)

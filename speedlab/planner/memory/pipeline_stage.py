@@ -60,10 +60,10 @@ def walk(s: ActivationSizes, *, blocks: int, first: bool, last: bool) -> MicroBa
     """Simulate one micro-batch through a pipeline stage.
 
     Args:
-            s: sizes of the activations.
-            blocks: number of blocks of the stage.
-            first: whether the stage has the embedding.
-            last: whether the stage has the head and the loss.
+        s: sizes of the activations.
+        blocks: number of blocks of the stage.
+        first: whether the stage has the embedding.
+        last: whether the stage has the head and the loss.
     """
     t, marks = Tally(), []
 
@@ -308,12 +308,12 @@ def step_order(setup: Setup, pipeline: int, micro_batches: int) -> Iterator[tupl
     """Yield the actions of a pipeline rank, in order.
 
     Args:
-            setup: layout, schedule and chunks.
-            pipeline: index of the pipeline rank.
-            micro_batches: micro-batches of the step.
+        setup: layout, schedule and chunks.
+        pipeline: index of the pipeline rank.
+        micro_batches: micro-batches of the step.
 
     Yields:
-            (F, B or W; index of the stage on this rank). W is the second half of a backward; under other schedules than
+        (F, B or W; index of the stage on this rank). W is the second half of a backward; under other schedules than
         zero-bubble, W directly follows its B and does nothing.
     """
     pp, m = setup.layout.pp, micro_batches
@@ -340,8 +340,8 @@ def most_in_flight(setup: Setup, pipeline: int) -> float:
     With several stages on the rank, each stage counts as its part of one.
 
     Args:
-            setup: layout, schedule and micro-batches.
-            pipeline: index of the pipeline rank.
+        setup: layout, schedule and micro-batches.
+        pipeline: index of the pipeline rank.
     """
     chunks = setup.stages_per_rank
     begun = _ahead(setup, pipeline, setup.accumulation) + 1
@@ -381,13 +381,13 @@ def held(
     second half, because no rank waits for gradients of tokens.
 
     Args:
-            setup: layout and schedule.
-            stages: memory of a micro-batch on each stage of this rank.
-            pipeline: index of the pipeline rank.
-            micro_batches: micro-batches to simulate.
+        setup: layout and schedule.
+        stages: memory of a micro-batch on each stage of this rank.
+        pipeline: index of the pipeline rank.
+        micro_batches: micro-batches to simulate.
 
     Yields:
-            (F, B or W; index of the stage; bytes alive after the action; maximum bytes during it).
+        (F, B or W; index of the stage; bytes alive after the action; maximum bytes during it).
     """
     live = _inputs(setup)
     split = setup.layout.pp > 1 and setup.schedule == "zero-bubble"
@@ -417,9 +417,9 @@ def step_peak(setup: Setup, stages: Sequence[MicroBatchMemory], pipeline: int) -
     the function simulates some rounds, after which a pipeline repeats.
 
     Args:
-            setup: layout, schedule and micro-batches.
-            stages: memory of a micro-batch on each stage of this rank.
-            pipeline: index of the pipeline rank.
+        setup: layout, schedule and micro-batches.
+        stages: memory of a micro-batch on each stage of this rank.
+        pipeline: index of the pipeline rank.
     """
     pp, m = setup.layout.pp, setup.accumulation
     if pp > 1 and setup.schedule in ("interleaved", "zero-bubble"):

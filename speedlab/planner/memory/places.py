@@ -51,9 +51,9 @@ def places(memory: Sequence[RankMemory], setup: Setup, machines: Machines) -> li
     """Return the used places (device, host, disk), each with the bytes of the rank that holds most there.
 
     Args:
-            memory: memory of each distinct position.
-            setup: the training.
-            machines: the capacities.
+        memory: memory of each distinct position.
+        setup: the training.
+        machines: the capacities.
     """
     sharing = min(machines.per_host, setup.layout.world_size)
     host = machines.host

@@ -51,13 +51,13 @@ def predict_memory(
     An encoder-decoder is predicted by the rules of published systems, because the built-in GPT has no encoder.
 
     Args:
-            setup: the training.
-            device: count activations and buffers like a GPU's allocator, or like the engine's trace on CPUs.
-            other_framework: bytes of framework memory outside tensors, from a calibration; equal for all ranks.
-            outside_framework: bytes of the process outside the framework, from a calibration; equal for all ranks.
+        setup: the training.
+        device: count activations and buffers like a GPU's allocator, or like the engine's trace on CPUs.
+        other_framework: bytes of framework memory outside tensors, from a calibration; equal for all ranks.
+        outside_framework: bytes of the process outside the framework, from a calibration; equal for all ranks.
 
     Raises:
-            ValueError: the layout or cut does not divide the model.
+        ValueError: the layout or cut does not divide the model.
     """
     if setup.shape.decoder_layers:
         ranks = memory_by_rules(setup)
@@ -88,8 +88,8 @@ def memory_by_rank(setup: Setup, positions: Sequence[RankMemory]) -> list[RankMe
     """Return the memory of each rank, by rank.
 
     Args:
-            setup: the training.
-            positions: the result of `predict_memory`; each entry represents all equal ranks.
+        setup: the training.
+        positions: the result of `predict_memory`; each entry represents all equal ranks.
     """
     rows = [ActivationSizes(setup, "cpu", tensor).vocabulary for tensor in range(setup.layout.tp)]
     of_pipeline: dict[int, dict[int, RankMemory]] = {}
@@ -112,12 +112,12 @@ def memory_timeline(
     action (for instance F2 or B0 of a stage), with the peak bytes during the action.
 
     Args:
-            setup: the training.
-            position: (pipeline, tensor) indices of the rank.
-            device: count activations like a GPU's allocator, or like the engine's trace on CPUs.
+        setup: the training.
+        position: (pipeline, tensor) indices of the rank.
+        device: count activations like a GPU's allocator, or like the engine's trace on CPUs.
 
     Returns:
-            (label, bytes by category) for each moment.
+        (label, bytes by category) for each moment.
     """
     _check(setup)
     pipeline, tensor = position
@@ -192,11 +192,11 @@ def block_sizes(shape: ModelShape, tp: int = 1) -> list[int]:
     """Return the elements of a block's parameters on each tensor-parallel rank.
 
     Args:
-            shape: the model.
-            tp: tensor-parallel ranks.
+        shape: the model.
+        tp: tensor-parallel ranks.
 
     Returns:
-            Matrices first, as in flats, then vectors.
+        Matrices first, as in flats, then vectors.
     """
     hidden, inner = shape.hidden, shape.ffn_hidden
     size = shape.head_size or hidden // shape.heads
@@ -211,10 +211,10 @@ def flat_elements(sizes: Sequence[int], element: int, dp: int, *, coded: bool = 
     """Return the elements of a flat, with alignment and padding.
 
     Args:
-            sizes: elements of each parameter, in order.
-            element: bytes of an element.
-            dp: data-parallel ranks that share the flat.
-            coded: whether moments are in 8 bits; then each rank gets whole blocks of codes.
+        sizes: elements of each parameter, in order.
+        element: bytes of an element.
+        dp: data-parallel ranks that share the flat.
+        coded: whether moments are in 8 bits; then each rank gets whole blocks of codes.
     """
     step = max(1, _ALIGNMENT_BYTES // element)
     end = 0
@@ -391,8 +391,8 @@ def borrowed_bytes(kinds: Counter[int], *, kept: bool) -> int:
     """Return the bytes of the buffers for whole gradients while their partitions are reduced.
 
     Args:
-            kinds: bytes of a flat's gradient -> number of flats of this size. Two buffers of each size alternate.
-            kept: whether all of them stay until the end of the step, as in a pipeline.
+        kinds: bytes of a flat's gradient -> number of flats of this size. Two buffers of each size alternate.
+        kept: whether all of them stay until the end of the step, as in a pipeline.
     """
     return sum(size * max(_BORROWED, count if kept else 0) for size, count in kinds.items())
 
@@ -404,8 +404,8 @@ def passing_bytes(stages: Sequence[tuple[Passing, Sequence[Passing]]], zero_poli
     because its backward begins with them.
 
     Args:
-            stages: for each stage its root, and the units after the root.
-            zero_policy: which states are partitioned, quantized or offloaded.
+        stages: for each stage its root, and the units after the root.
+        zero_policy: which states are partitioned, quantized or offloaded.
     """
     at_work = [most_at_work(root, units, zero_policy) for root, units in stages]
     waiting = [sum(each.gathered for each in (root, *units[-1:])) for root, units in stages]

@@ -92,10 +92,10 @@ def parameters_by_rank(config: RunConfig, layout: Layout, *, whole: int | None =
     """Return the parameters that each rank computes with.
 
     Args:
-            config: a run's configuration.
-            layout: its ranks.
-            whole: parameters of the whole model. If they are not those of the built-in GPT, the ranks are assumed to
-            have equal shares.
+        config: a run's configuration.
+        layout: its ranks.
+        whole: parameters of the whole model. If they are not those of the built-in GPT, the ranks are assumed to have
+            equal shares.
     """
     if whole is not None and whole != parameter_count(config.model):
         return [-(-whole // (layout.pp * layout.tp))] * layout.world_size
@@ -111,11 +111,11 @@ def rank_states(
     Gradients of several micro-batches are summed in float32. The states of islands between meetings count as gradients.
 
     Args:
-            config: a run's configuration.
-            layout: its ranks.
-            parameters: parameters that each rank computes with, by rank.
-            stage: ZeRO stage, 0 to 3.
-            dtype: compute dtype, not "auto".
+        config: a run's configuration.
+        layout: its ranks.
+        parameters: parameters that each rank computes with, by rank.
+        stage: ZeRO stage, 0 to 3.
+        dtype: compute dtype, not "auto".
     """
     several = config.batch.resolve(layout.data_size).accumulation > 1
     sums = dtype != "float32" and several and not config.optimizer.sums_itself  # Those always sum in float32.

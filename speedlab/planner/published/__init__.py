@@ -39,8 +39,8 @@ class Evaluation:
         """Return the relative errors (absolute values) of a group.
 
         Args:
-                group: a key of `GROUPS`.
-                tests_only: whether to leave out rows that set constants.
+            group: a key of `GROUPS`.
+            tests_only: whether to leave out rows that set constants.
         """
         return [
             abs(outcome.error)

@@ -126,12 +126,12 @@ def build(row: Row, **changes: Any) -> Case:
     """Return the set-up of a row.
 
     Args:
-            row: the published row.
-            changes: fields of the set-up to replace, for a row with several figures.
+        row: the published row.
+        changes: fields of the set-up to replace, for a row with several figures.
 
     Raises:
-            KeyError: the row lacks a value that cannot be assumed.
-            ValueError: no set-up was published with the row.
+        KeyError: the row lacks a value that cannot be assumed.
+        ValueError: no set-up was published with the row.
     """
     system = system_of(row)
     if system is None:
@@ -188,8 +188,8 @@ def shape_of(row: Row, system: System) -> ModelShape:
     """Return the model of a row, with heads of 64 elements by default.
 
     Args:
-            row: the published row.
-            system: its system.
+        row: the published row.
+        system: its system.
     """
     model = row["model"]
     hidden = model["hidden"]

@@ -62,11 +62,11 @@ def ring(machines: Machines, efficiency: Efficiency, *, ranks: int, stride: int,
     """Return the ring of `ranks` ranks with a distance of `stride` between their rank numbers.
 
     Args:
-            machines: the hosts, their devices and links.
-            efficiency: reached shares of the bandwidths.
-            ranks: size of the group.
-            stride: distance of neighbours in rank numbers; decides how many of the ranks share a host.
-            messages: whether ranks send to the next one, rather than reduce or gather.
+        machines: the hosts, their devices and links.
+        efficiency: reached shares of the bandwidths.
+        ranks: size of the group.
+        stride: distance of neighbours in rank numbers; decides how many of the ranks share a host.
+        messages: whether ranks send to the next one, rather than reduce or gather.
     """
     per_host = machines.per_host
     inside = min(ranks, max(1, per_host // stride))
@@ -115,10 +115,10 @@ def rings(layout: Layout, machines: Machines, efficiency: Efficiency, *, seconda
     """Return the groups along each axis of a layout.
 
     Args:
-            layout: the ranks.
-            machines: the hosts, their devices and links.
-            efficiency: reached shares of the bandwidths.
-            secondary: ranks of a secondary partition.
+        layout: the ranks.
+        machines: the hosts, their devices and links.
+        efficiency: reached shares of the bandwidths.
+        secondary: ranks of a secondary partition.
     """
     stride = layout.stride("cp")
     inside = math.gcd(layout.replicas, max(1, machines.per_host // stride))
@@ -157,7 +157,7 @@ class Sending:
         """Return the seconds to gather all units.
 
         Args:
-                again: whether the units were already gathered since the last update.
+            again: whether the units were already gathered since the last update.
         """
         if self.mapped:
             return self.units * self.groups.dp.gather(0)
@@ -173,7 +173,7 @@ class Sending:
         """Return the seconds to reduce all units' gradients to 1/dp on each rank.
 
         Args:
-                element: bytes of an element.
+            element: bytes of an element.
         """
         each, groups = self.elements / self.units, self.groups
         if not self.setup.quantized_gradients:

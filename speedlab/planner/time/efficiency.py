@@ -48,9 +48,9 @@ class Efficiency:
         """Return the efficiency of a machine with measured rates: its peaks are what it reaches.
 
         Args:
-                kernel_seconds: fixed time of a kernel.
-                drawn_seconds: time of a random number for dropout, on CPUs.
-                overlap: share of overlapped communication that costs nothing.
+            kernel_seconds: fixed time of a kernel.
+            drawn_seconds: time of a random number for dropout, on CPUs.
+            overlap: share of overlapped communication that costs nothing.
         """
         return cls(
             matmul=1,

@@ -47,12 +47,12 @@ class Rates:
         """Return the rates of a device.
 
         Args:
-                device: the data sheet.
-                efficiency: reached shares of its peaks.
-                dtype: the compute dtype.
+            device: the data sheet.
+            efficiency: reached shares of its peaks.
+            dtype: the compute dtype.
 
         Raises:
-                ValueError: the device does not support the dtype.
+            ValueError: the device does not support the dtype.
         """
         peak = device.peak(dtype)
         return cls(
@@ -81,8 +81,8 @@ class Rates:
         """Return the seconds of elementwise kernels.
 
         Args:
-                nbytes: bytes read and written altogether.
-                kernels: number of kernel launches.
+            nbytes: bytes read and written altogether.
+            kernels: number of kernel launches.
         """
         return nbytes / self.memory_bytes + kernels * self.kernel_seconds
 
@@ -91,9 +91,9 @@ def block_pass(setup: Setup, rates: Rates, *, cross: bool = False) -> KernelSeco
     """Return the seconds of one block.
 
     Args:
-            setup: the training.
-            rates: rates of the device.
-            cross: whether this is a decoder block, which also attends to the encoder.
+        setup: the training.
+        rates: rates of the device.
+        cross: whether this is a decoder block, which also attends to the encoder.
     """
     shape, tp, tokens = setup.shape, setup.layout.tp, setup.tokens
     hidden, ffn = shape.hidden, shape.ffn_hidden / tp
@@ -171,8 +171,8 @@ def head_pass(setup: Setup, rates: Rates) -> KernelSeconds:
     The loss is in float32: logits are converted, read twice, and read and written in backward.
 
     Args:
-            setup: the training.
-            rates: rates of the device.
+        setup: the training.
+        rates: rates of the device.
     """
     tokens = setup.tokens
     vocabulary = setup.shape.vocab_size / setup.layout.tp

@@ -46,9 +46,9 @@ class Flow:
         """Return the seconds of the slower of link and disk, which work in parallel.
 
         Args:
-                setup: the training.
-                machines: the hosts and their devices.
-                efficiency: reached share of the link's bandwidth.
+            setup: the training.
+            machines: the hosts and their devices.
+            efficiency: reached share of the link's bandwidth.
         """
         sharing, host = min(machines.per_host, setup.layout.world_size), machines.host
         disk = self.disk_read / host.disk_read_bytes_per_second + self.disk_write / host.disk_write_bytes_per_second
@@ -60,9 +60,9 @@ def flows(setup: Setup, machines: Machines, owned: float) -> tuple[Flow, Flow]:
     """Return the transfers (during forward and backward, during the update) of a rank.
 
     Args:
-            setup: the training.
-            machines: the hosts and their devices.
-            owned: parameters that the rank updates.
+        setup: the training.
+        machines: the hosts and their devices.
+        owned: parameters that the rank updates.
     """
     places = state_places(zero_policy_of(setup))
     widths = state_widths(setup, "cpu" if machines.device.on_host else "cuda")
@@ -100,12 +100,12 @@ def waited_seconds(
     """Return the seconds of a step that a rank waits for host memory or disk.
 
     Args:
-            setup: the training.
-            machines: the hosts and their devices.
-            efficiency: reached share of the link's bandwidth.
-            owned: parameters that the rank updates.
-            computing: seconds of forward and backward.
-            updating: seconds of the update.
+        setup: the training.
+        machines: the hosts and their devices.
+        efficiency: reached share of the link's bandwidth.
+        owned: parameters that the rank updates.
+        computing: seconds of forward and backward.
+        updating: seconds of the update.
     """
     if not setup.offload.used:
         return 0.0
@@ -146,10 +146,10 @@ def unhidden_update(setup: Setup, machines: Machines, *, computing: float, updat
     These are all of its seconds, unless the host computes a delayed update while another device runs kernels.
 
     Args:
-            setup: the training.
-            machines: the hosts and their devices.
-            computing: seconds of forward and backward.
-            updating: seconds of the update.
+        setup: the training.
+        machines: the hosts and their devices.
+        computing: seconds of forward and backward.
+        updating: seconds of the update.
     """
     beside = setup.offload.delayed_update is not None and not machines.device.on_host
     return max(0.0, updating - computing) if beside else updating

@@ -44,13 +44,13 @@ def bubble_share(schedule: str, *, pp: int, chunks: int = 1, micro_batches: int)
     """Return the idle share (0 to 1) of the ranks' time, from the first forward to the last backward.
 
     Args:
-            schedule: gpipe, 1f1b, interleaved or zero-bubble.
-            pp: pipeline ranks.
-            chunks: pipeline stages of each rank; used only by interleaved and zero-bubble.
-            micro_batches: micro-batches of a step.
+        schedule: gpipe, 1f1b, interleaved or zero-bubble.
+        pp: pipeline ranks.
+        chunks: pipeline stages of each rank; used only by interleaved and zero-bubble.
+        micro_batches: micro-batches of a step.
 
     Raises:
-            ValueError: the schedule is unknown, or a number is below 1.
+        ValueError: the schedule is unknown, or a number is below 1.
     """
     if schedule not in _SCHEDULES:
         raise ValueError(f"schedule {schedule!r} is not one of {', '.join(_SCHEDULES)}")
@@ -122,7 +122,7 @@ class StepTime:
         """Return TFLOP/s of each device.
 
         Args:
-                convention: which operations count, and whether recomputation does.
+            convention: which operations count, and whether recomputation does.
         """
         setup = self.setup
         # Selective recomputation of fused attention repeats no matrix products, so no FLOPs count.
@@ -172,13 +172,13 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
     """Predict the time of one step.
 
     Args:
-            setup: the training.
-            machines: the hosts and their devices.
-            efficiency: shares of the peak rates; with a calibration, the prediction is the calibration's.
+        setup: the training.
+        machines: the hosts and their devices.
+        efficiency: shares of the peak rates; with a calibration, the prediction is the calibration's.
 
     Raises:
-            ValueError: the shape is invalid.
-            LayoutError: the machines have too few devices.
+        ValueError: the shape is invalid.
+        LayoutError: the machines have too few devices.
     """
     check_shape(setup.shape)
     if setup.layout.world_size > machines.world_size:
@@ -220,9 +220,9 @@ def balance(setup: Setup, machines: Machines, efficiency: Efficiency) -> float:
     """Return the mean time of a micro-batch over the pipeline ranks, divided by that of the slowest rank (0 to 1).
 
     Args:
-            setup: the training.
-            machines: the hosts and their devices.
-            efficiency: shares of the peak rates.
+        setup: the training.
+        machines: the hosts and their devices.
+        efficiency: shares of the peak rates.
     """
     rates = Rates.of(machines.device, efficiency, setup.dtype)
     groups = rings(setup.layout, machines, efficiency)
