@@ -1,4 +1,4 @@
-"""The engine: initialize, the step, precision, optimizer, checkpoints, and the loop of a run."""
+"""The engine: `initialize`, the training step, precision, the memory ledger and checkpoints."""
 
 from speedlab.engine.checkpoint import CheckpointError
 from speedlab.engine.engine import Engine

@@ -1,6 +1,6 @@
-"""What scripts that were written for DeepSpeed ask an engine for, under its names, with its signatures and meanings.
+"""DeepSpeed's engine attributes and methods, with its names, signatures and meanings.
 
-Each is a line over what the engine has anyway; what DeepSpeed and SpeedLab call alike is in `Engine` itself.
+Each delegates to the engine. Methods that have the same name in SpeedLab are in `Engine`.
 """
 
 from __future__ import annotations
@@ -20,62 +20,62 @@ from speedlab.placement import Replication
 
 
 class DeepSpeedNames(TrainingState):
-    """The state of an engine under DeepSpeed's names."""
+    """The training state under DeepSpeed's names."""
 
     # ---- where it runs -----------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """The device that this rank computes on."""
+        """Return the device of this rank."""
         return self.world.device
 
     @property
     def local_rank(self) -> int:
-        """This rank's number on its host: what LOCAL_RANK says; without it all ranks are taken for one host's."""
+        """Return this rank's number on its host, from LOCAL_RANK; without it all ranks count as one host."""
         return int(os.environ.get("LOCAL_RANK", self.world.rank))
 
     @property
     def global_rank(self) -> int:
-        """This rank's number."""
+        """Return this rank's number."""
         return self.world.rank
 
     @property
     def world_size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks."""
         return self.world.size
 
     # ---- how far it is -----------------------------------------------------------------------------------------------
 
     @property
     def global_steps(self) -> int:
-        """Steps that were made, with those that float16 skipped; `global_step` is without them."""
+        """Return the number of steps, including those that float16 skipped; `global_step` excludes them."""
         return self.global_step + self.skipped_steps
 
     def get_lr(self) -> list[float]:
-        """The present learning rate of each of the optimizer's groups."""
+        """Return the present learning rate of each parameter group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     @property
     def lr_scheduler(self) -> Any:
-        """The scheduler that `step` steps, or None."""
+        """Return the scheduler that `step` steps, or None."""
         return self.scheduler
 
     # ---- what it was set up with -------------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
-        """Sequences of a step, over all ranks."""
+        """Return the sequences of a step, over all ranks."""
         return self.batch.global_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Sequences of one forward of a rank."""
+        """Return the sequences of one forward of a rank."""
         return self.batch.micro_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Forwards of a step."""
+        """Return the forwards of a step."""
         return self.batch.accumulation
 
     def zero_optimization_stage(self) -> int:
-        """The ZeRO stage, as it is now."""
+        """Return the present ZeRO stage."""
         return self.zero_stage
 
     # ---- the weights -------------------------------------------------------------------------------------------------
@@ -88,12 +88,20 @@ class DeepSpeedNames(TrainingState):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The whole module's state by name, in the dtypes that it computes in; `state_dict` has the float32 masters.
+        """Return the whole module's state by name, in the compute dtypes; `state_dict` has the float32 masters.
 
-        Where every rank holds the whole module, it is `module.state_dict`, and one rank may call it alone, unless an
-        update is late or ranks have trained apart, as islands, who take the mean first. Under ZeRO stage 3, tensor or
-        pipeline parallelism it is put together, on every rank: a collective of all ranks. Raises ValueError for
-        `keep_vars` then.
+        If every rank holds the whole module, this is `module.state_dict`, and one rank may call it alone, unless a
+        delayed update is pending or replicas differ. Otherwise (ZeRO stage 3, tensor or pipeline parallelism) the state
+        is gathered on every rank, which is collective. Replicas that differ are averaged first.
+
+        Args:
+            destination: A dict to fill, as in torch.
+            prefix: Prefix of all names.
+            keep_vars: As in torch; only if every rank holds the whole module.
+            exclude_frozen_parameters: Leave out frozen parameters.
+
+        Raises:
+            ValueError: For `keep_vars` if no rank holds the whole module.
         """
         self.finish_update()
         self.average_replicas()
@@ -116,11 +124,21 @@ class DeepSpeedNames(TrainingState):
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write `module_state_dict` to `save_dir/save_filename`, for `torch.load`, or as safetensors where that is how
-        the name ends; a file that is there is replaced. Returns True. Collective.
+        """Write `module_state_dict` to a file. Collective. An existing file is replaced.
 
-        Values are in the compute dtype, which is float32 where the model trains in it. Raises CheckpointError on all
-        ranks when it cannot be written. For a folder of transformers: `speedlab.export_hf`.
+        Values are in the compute dtype, which is float32 if the model trains in float32. `speedlab.export_hf` writes a
+        transformers folder instead.
+
+        Args:
+            save_dir: The folder.
+            save_filename: The name; the suffix .safetensors chooses this format, others are for `torch.load`.
+            exclude_frozen_parameters: Leave out frozen parameters.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: On all ranks, if the file cannot be written.
         """
         state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         write_weights(self.everyone, Path(save_dir) / save_filename, state)
@@ -128,13 +146,13 @@ class DeepSpeedNames(TrainingState):
 
     @property
     def _whole_here(self) -> bool:
-        """Whether this rank holds the whole module between steps."""
+        """Return whether this rank holds the whole module between steps."""
         alone = self.layout.tp == self.layout.pp == 1
         return alone and not any(zero.params_unsharded_on_demand for zero in self.zeros)
 
     @property
     def _masters_here(self) -> bool:
-        """Whether this rank holds the whole module and its masters, so that nothing has to come from others."""
+        """Return whether this rank holds the whole module and its masters, so that no gather is needed."""
         held = all(zero.zero_policy.optimizer_states is Replication.REPLICATED for zero in self.zeros)
         return held and self._whole_here and not (self.apart or self.partitioned_optimizer.late)
 

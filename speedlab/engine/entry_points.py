@@ -1,9 +1,9 @@
-"""The entry points of the engine that are no part of a step: all ranks have to be in the same one.
+"""Entry points of the engine outside a step: all ranks must make the same call.
 
-1. The entry point notes its name and the step (`comm.activity`).
-2. All ranks exchange the name and the step. Where they differ, every rank raises before anything is changed. Where a
-   rank is in a step, or in no call, the others wait for `timeout_seconds`, and say so.
-3. The entry point does its work. Entry points that it calls itself do none of this.
+1. The entry point records its name and the step (`comm.activity`).
+2. All ranks exchange name and step. If they differ, every rank raises before any change. If a rank is in a step, or in
+   no call, the others wait for `timeout_seconds`, and report it.
+3. The entry point does its work. Entry points that it calls skip 1 and 2.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _R = TypeVar("_R")
 _E = TypeVar("_E")
 
 _names: list[str] = []
-"""Of all entry points, in the order of their definition, which is the same on all ranks."""
+"""Names of all entry points in order of definition, which is equal on all ranks."""
 
 
 def entry_point(
@@ -29,13 +29,16 @@ def entry_point(
     alone: Callable[[Any], bool] = lambda engine: False,
     compares_steps: bool = True,
 ) -> Callable[[Callable[Concatenate[_E, _P], _R]], Callable[Concatenate[_E, _P], _R]]:
-    """Make a method of the engine, or a function of it, an entry point.
+    """Make an engine's method, or a function with an engine as first argument, an entry point.
 
     Args:
-        name: as the user calls it; '' for the name of the method.
-        refuse: raises what this rank can tell by itself, before others are asked.
-        alone: whether a rank may make this call without the others now. The answer must be the same on all ranks.
-        compares_steps: whether ranks at different steps are refused.
+        name: The public name; "" takes the name of the method.
+        refuse: Raises errors that this rank can detect alone, before the exchange.
+        alone: Whether a rank may call this alone now. Must be equal on all ranks.
+        compares_steps: Whether ranks at different steps are refused.
+
+    Returns:
+        A decorator.
     """
 
     def decorate(work: Callable[Concatenate[_E, _P], _R]) -> Callable[Concatenate[_E, _P], _R]:
@@ -45,7 +48,7 @@ def entry_point(
         @functools.wraps(work)
         def entered(engine: Any, *args: _P.args, **kwargs: _P.kwargs) -> _R:
             step = getattr(engine, "global_step", None)
-            if step is None:  # A function that was given a checkpoint instead of an engine.
+            if step is None:  # The function got a checkpoint instead of an engine.
                 return work(engine, *args, **kwargs)
             with doing(own_name, step, publish=True) as is_outer:  # 1
                 refuse(engine)

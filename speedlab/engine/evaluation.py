@@ -1,4 +1,4 @@
-"""The mean loss over all ranks' micro-batches, without training."""
+"""Evaluation: the mean loss over all ranks' micro-batches, without training."""
 
 from __future__ import annotations
 
@@ -21,12 +21,19 @@ def mean_loss(
     mesh: Mesh,
     over_targets: bool,
 ) -> float:
-    """Of what `loss_of` gives for each of this rank's micro-batches: the loss, and how many targets it is the mean of
-    ([] where another rank has it). `modules` are in their evaluation mode meanwhile. Collective.
+    """Return the mean loss over all ranks. Collective.
 
-    With `over_targets` it is the mean over all targets that count, if their number is known; else over micro-batches.
-    Raises ValueError where ranks of one data index were given different micro-batches, or nobody any; where no target
-    counts, and where some numbers are known and others not."""
+    Args:
+        batches: Micro-batches of this rank.
+        loss_of: Returns [(loss, counted targets)] of a micro-batch; [] if another rank has the loss.
+        modules: The model parts, in evaluation mode meanwhile.
+        mesh: The process groups.
+        over_targets: Average over counted targets, if their number is known; otherwise over micro-batches.
+
+    Raises:
+        ValueError: If ranks of one data index got different micro-batches, without any micro-batch or counted target,
+            and if only some numbers of targets are known.
+    """
     modes = [(module, module.training) for part in modules for module in part.modules()]
     found: list[tuple[Tensor, Count]] = []
     data = DataConsistencyCheck(mesh, compare_first=False)
@@ -43,7 +50,7 @@ def mean_loss(
     for loss, count in found if mesh.counts_losses else []:
         known = over_targets and count is not None
         weight = count if known and count is not None else 1.0
-        # A count on the host is a number, so that nothing waits for its copy; one on a device stays there.
+        # A host count becomes a number, to avoid a copy; a device count stays a tensor, to avoid a sync.
         weight = float(weight) if not isinstance(weight, Tensor) or weight.is_cpu else weight.double()
         vector[0] += loss.double() * weight
         vector[1] += weight
@@ -52,7 +59,7 @@ def mean_loss(
     difference = data.take()
     if difference is not None:
         vector[4] = difference
-    loss_sum, total, counted, every, differing = mesh.everyone.sum_scalars(vector.cpu()).tolist()  # The one wait.
+    loss_sum, total, counted, every, differing = mesh.everyone.sum_scalars(vector.cpu()).tolist()  # The only sync.
     if difference is not None and differing != SAME:
         raise data.error()
     if not every:

@@ -1,4 +1,4 @@
-"""The whole state of a model whose parameters lie on many ranks, put together on every one of them."""
+"""Full state dict: gather a sharded model's whole state on every rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,19 @@ from speedlab.parallel.zero import Zero
 
 @torch.no_grad()
 def full_state_dict(model_parts: Sequence[ModelPart], pipeline: Group, *, masters: bool = True) -> dict[str, Any]:
-    """Parameters, persistent buffers, extra states and quantised parameters by full name, in the order of
-    `module.state_dict`. Collective over all ranks.
+    """Gather parameters, persistent buffers, extra states and quantised parameters. Collective over all ranks.
 
-    Parameters are float32 masters where they exist; without `masters` they are in the dtype that they compute in.
-
-    1. Partitions come together over the dp ranks.
-    2. Parts come together over the tensor ranks.
+    1. Partitions are gathered over the dp ranks.
+    2. Shards are gathered over the tensor ranks.
     3. Every pipeline rank sends its stages to the others.
+
+    Args:
+        model_parts: The pipeline stages of this rank.
+        pipeline: The pipeline ranks.
+        masters: True returns float32 masters if they exist; False the compute dtype.
+
+    Returns:
+        Values by full name, in the order of `module.state_dict`.
     """
     whole: dict[str, Any] = {}
     for part in model_parts:
@@ -39,7 +44,7 @@ def full_state_dict(model_parts: Sequence[ModelPart], pipeline: Group, *, master
                 own = own if masters else own.to(flat.dtype)
                 state[slot.name] = _join_parts(part.tensor, slot.name, own)  # 2
         for name, parameter in part.module.named_parameters(remove_duplicate=False):
-            if name not in state:  # A second name of a shared parameter.
+            if name not in state:  # Another name of a shared parameter.
                 state[name] = next(state[other] for other, p in part.module.named_parameters() if p is parameter)
         whole |= {name: state[name] for name in _names_in_order(part.module) if name in state} | state
     return _exchange(whole, pipeline)  # 3
@@ -59,11 +64,20 @@ def gather(parameters: Tensor) -> Tensor: ...
 def gather(parameters: Iterable[Tensor]) -> list[Tensor]: ...
 @torch.no_grad()
 def gather(parameters: Any) -> Any:
-    """The whole value of a parameter (or of several), as new tensors of their shapes in the whole model.
+    """Return the whole value of a parameter, or of several, as new tensors.
 
-    A collective: every rank that holds a part must call it, for the same parameters in the same order. Parameters that
-    no engine manages are simply copied. Between steps only. An update that is late (`offload.delayed_update`) is
-    finished before; under a pipeline `engine.finish_update()` has to come first, on all ranks, as RuntimeError says.
+    Collective: every rank that holds a shard must call this, for the same parameters in the same order. Parameters
+    without an engine are copied. Only between steps. A pending delayed update (`offload.delayed_update`) is finished
+    first. Under a pipeline call `engine.finish_update()` first, on all ranks.
+
+    Args:
+        parameters: A parameter, or several.
+
+    Returns:
+        A tensor in the shape of the whole model, or a list of them.
+
+    Raises:
+        RuntimeError: Under a pipeline with a pending delayed update.
     """
     with doing("gather", -1, publish=True) as is_outer:
         asked = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -81,11 +95,15 @@ def _gathered(parameter: Tensor) -> Tensor:
 
 
 _tensor_of: weakref.WeakKeyDictionary[Zero, TensorParallel] = weakref.WeakKeyDictionary()
-"""Which parts of parameters a Zero partitions."""
+"""The tensor parallelism of the parameters that a Zero partitions."""
 
 
 def remember_parts(part: ModelPart) -> None:
-    """Let `gather` know which parts of parameters this rank holds."""
+    """Register a model part, so that `gather` can join its tensor-parallel shards.
+
+    Args:
+        part: The model part.
+    """
     _tensor_of[part.zero] = part.tensor
 
 

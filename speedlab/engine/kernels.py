@@ -1,8 +1,6 @@
-"""What states and exchanges in fewer bytes need of a device: kernels that are there, and compiled before the first
-step.
+"""Kernels of the engine: compile those that a configuration needs, and replace torch's CPU kernels.
 
-What computes the models of an engine in the place of torch's own kernels: `precision.products`,
-`precision.attention`.
+`CpuKernelOverrides` replaces matmul and attention, as `precision.products` and `precision.attention` say.
 """
 
 from __future__ import annotations
@@ -18,8 +16,15 @@ from speedlab.config import ConfigError, PrecisionConfig, RunConfig
 
 
 def prepare_small_states(config: RunConfig, device: torch.device) -> None:
-    """Compile the kernels of 8-bit moments and of stochastic rounding, where `config` asks for one of them. Raises
-    ConfigError where a GPU keeps such states and has no kernels for them."""
+    """Compile the kernels of 8-bit moments and of stochastic rounding, if the configuration uses them.
+
+    Args:
+        config: The configuration of the run.
+        device: The device of this rank.
+
+    Raises:
+        ConfigError: If states are on a GPU that has no kernels for them.
+    """
     small = {"moments": config.precision.moments == "8bit", "masters": config.precision.masters == "none"}
     asked = [f"precision.{name} {getattr(config.precision, name)!r}" for name, is_so in small.items() if is_so]
     if not asked:
@@ -33,10 +38,18 @@ def prepare_small_states(config: RunConfig, device: torch.device) -> None:
 
 
 def prepare_optimizer(config: RunConfig, device: torch.device) -> None:
-    """The same of signs, where the optimizer sends them, and of updates that look at whole parameters."""
+    """Compile the kernels of sign compression and of layer-wise optimizers, if the configuration uses them.
+
+    Args:
+        config: The configuration of the run.
+        device: The device of this rank.
+
+    Raises:
+        ConfigError: If a GPU has no kernels for the optimizer.
+    """
     optimizer = config.optimizer
     steps = (*(warm.SIGNS if optimizer.sums_itself else ()), *(warm.LAYERWISE if optimizer.looks_at_parameters else ()))
-    if optimizer.sums_itself and config.zero.stage:  # Narrow parameters are rounded as they move.
+    if optimizer.sums_itself and config.zero.stage:  # Narrow parameters are rounded stochastically.
         steps += (stochastic.warm,)
     if not steps:
         return
@@ -49,14 +62,13 @@ def prepare_optimizer(config: RunConfig, device: torch.device) -> None:
 
 
 class CpuKernelOverrides:
-    """Products and attention of the models of one engine, until `undo`. Nothing of another engine, or of one that this
-    process had before, changes which kernels these are."""
+    """Matmul and attention kernels of one engine's models, until `undo`. Other engines do not change them."""
 
     def __init__(
         self, models: Iterable[nn.Module], chosen: PrecisionConfig, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._products = onednn_matmul.Products(chosen.products)
-        layers = {module for model in models for module in model.modules()}  # Parts of a pipeline may share some.
+        layers = {module for model in models for module in model.modules()}  # Pipeline stages may share modules.
         multiplies = onednn_matmul.in_use(device, dtype, chosen.products) != "torch"
         self._hooks = onednn_matmul.hook(layers, self._products) if multiplies else []
         self._attends = cpu_sdpa.in_use(device, chosen.attention) != "torch"
@@ -65,7 +77,7 @@ class CpuKernelOverrides:
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Around forward and backward. An exception may come in the midst of a product, and ends it."""
+        """Context around forward and backward. An exception inside a product resets its state."""
         try:
             with cpu_sdpa.under_way(self._attends), onednn_matmul.within(self._products):
                 yield
@@ -74,6 +86,6 @@ class CpuKernelOverrides:
             raise
 
     def undo(self) -> None:
-        """Layers and kernels are as they were."""
+        """Restore the layers' own kernels."""
         for hook in self._hooks:
             hook.remove()

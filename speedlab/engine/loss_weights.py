@@ -1,22 +1,19 @@
-"""What the loss of each micro-batch weighs in a step that is a mean over all targets that count.
+"""Loss weights: the weight of each micro-batch's loss, so that a step is a mean over all counted targets.
 
-With n targets that count in a micro-batch and N in the whole step, the mean loss of the micro-batch weighs n / N. N is
-known when the last backward has ended, and gradients are summed before. So
+With n counted targets in a micro-batch and N in the whole step, the weight of its mean loss is n / N. N is known only
+after the last backward, but gradients are reduced before. So:
 
-1. backward multiplies the loss with n / r, relative to a number r that all ranks know: how many targets counted in a
-   micro-batch of the first step, on average over the ranks. Checkpoints keep r, so that a resumed run rounds alike.
-2. The reduction that ends a step finds N (`totals`). The gradient is then multiplied with r · micro-batches / N,
-   together with the factors of the loss scale and of clipping.
+1. backward multiplies the loss by n / r. All ranks know r: the mean number of counted targets in a micro-batch of the
+   first step. Checkpoints store r, so that a resumed run rounds equally.
+2. The reduction at the end of a step finds N (`totals`). Then the gradient is multiplied by r · micro-batches / N,
+   together with loss scale and clipping.
 
-If all micro-batches have equally many targets, both factors are exactly 1: the step is the mean over micro-batches.
-Counts of targets that are on a device stay there: no step waits for them but the first.
+If all micro-batches have equally many targets, both factors are exactly 1, and the step is the mean over micro-batches.
+Counts on a device stay there: only the first step syncs for them.
 
-Which targets of a micro-batch count in its loss, for every form of batch.
+`targets_of` finds the counted targets in every form of batch. A target of -100 does not count.
 
-A target of -100 does not count. The loss of a micro-batch is the mean over the targets that count, so a step over
-several micro-batches needs their numbers to be the mean over all targets.
-
-B sequences, T tokens.
+Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -33,39 +30,39 @@ from speedlab.models.labels import Labels, label_rule
 from speedlab.models.packing import IGNORED
 
 Count = float | Tensor | None
-"""How many targets of a micro-batch count: a number, a scalar on a device, or None if nothing says so."""
+"""Counted targets of a micro-batch: a number, a scalar tensor on a device, or None if unknown."""
 
 
 class TargetCount(NamedTuple):
-    """The targets of this rank in a step, for the reduction that ends it."""
+    """This rank's targets in a step, for the reduction at its end."""
 
     losses: list[Count]
-    """How many targets each of the step's losses is the mean of."""
+    """Counted targets of each loss of the step."""
     added: list[float | Tensor]
-    """What adds up to the number of targets of the step."""
+    """Terms of the step's number of targets."""
     factor: float | None
-    """r · micro-batches of this island, or None if the only loss of a step weighs 1."""
+    """r · micro-batches of this island, or None if the step's only loss has weight 1."""
 
 
 class LossWeights:
-    """How many targets count in this rank's micro-batches of the present step, and what their losses weigh."""
+    """The counted targets of this rank's micro-batches in the current step, and the weights of their losses."""
 
     def __init__(self, state: TrainingState) -> None:
         self._state = state
         self._in_own_loop = state.config.loss_over == "tokens"
         self.is_on = self._in_own_loop
-        """Whether the present step is a mean over targets."""
+        """Whether the current step is a mean over targets."""
         self._losses: list[Count] = []
         self._added: list[float | Tensor] = []
         self._forwards: list[Count] = []
-        """What the engine's calls of the present micro-batch were given."""
+        """Counted targets in each engine call of the current micro-batch."""
         self.has_loss = False
-        """Whether a loss of the present micro-batch has its weight."""
+        """Whether a loss of the current micro-batch already has a weight."""
         self._is_whole = False
-        """Whether the step is given as a whole."""
+        """Whether `train_batch` gave the whole step."""
 
     def begin_whole_step(self) -> None:
-        """`train_batch` has all micro-batches of this step."""
+        """Start a step of `train_batch`, which has all micro-batches."""
         self.is_on = self._state.config.loss_over != "micro_batches"
         self._is_whole = True
 
@@ -74,22 +71,31 @@ class LossWeights:
         self.has_loss = False
 
     def forget(self) -> None:
-        """The step is over."""
+        """Clear the step."""
         self.ended_micro_batch()
         self._losses.clear()
         self._added.clear()
         self.is_on, self._is_whole = self._in_own_loop, False
 
     def saw_forward(self, count: Count) -> None:
-        """The engine was called with so many targets that count."""
+        """Record an engine call.
+
+        Args:
+            count: Its counted targets; None if unknown.
+        """
         if self.has_loss:
-            self.ended_micro_batch()  # A loop that counts its backwards by itself calls no `step` in between.
+            self.ended_micro_batch()  # A loop that counts its backwards itself does not call `step` in between.
         self._forwards.append(count)
 
     def of_backward(self, declared: Count) -> Count:
-        """How many targets the loss is the mean of that `backward` was given. `declared`: as its caller says.
+        """Return the counted targets of the loss given to `backward`.
 
-        Raises ValueError if nobody says it; the same calls raise it on all ranks."""
+        Args:
+            declared: The caller's number, or None.
+
+        Raises:
+            ValueError: If the number is needed and unknown; equal calls raise it on all ranks.
+        """
         if declared is not None or not self.is_on:
             return declared
         if len(self._forwards) == 1 and self._forwards[0] is not None:
@@ -102,22 +108,24 @@ class LossWeights:
         )
 
     def weigh(self, counts: Sequence[Count], *, micro_batches: int, again: bool = False) -> list[float | Tensor]:
-        """What losses of micro-batches are multiplied with, besides the factor of a mean over micro-batches.
+        """Return the weights of losses, relative to a mean over micro-batches.
 
         Collective in the first step that is a mean over targets.
 
         Args:
-            counts: how many targets each loss is the mean of.
-            micro_batches: how many there are in the whole step, over all ranks of this island.
-            again: whether losses of these micro-batches have weights already, as a second loss of one forward has.
+            counts: Counted targets of each loss.
+            micro_batches: Micro-batches of the whole step, over all ranks of this island.
+            again: Whether losses of these micro-batches already have weights, as for a second loss of one forward.
 
-        Raises ValueError, on all ranks, if some ranks know their counts and others do not.
+        Raises:
+            ValueError: On all ranks, if only some ranks know their counts.
         """
         if not self.is_on:
             return [1.0] * len(counts)
         counts = [float(each) if isinstance(each, Tensor) and each.is_cpu else each for each in counts]
         if self._state.config.optimizer.in_backward and any(each is not None and float(each) == 0 for each in counts):
-            raise none_counts(self._state.global_step + 1)  # One micro-batch is the whole step, and updates at once.
+            # One micro-batch is the whole step, and backward updates at once.
+            raise none_counts(self._state.global_step + 1)
         alone = self._is_alone(micro_batches)
         if self._state.counted_per_micro_batch is None and not alone:
             self._agree(counts[0])
@@ -131,7 +139,14 @@ class LossWeights:
         return [1.0 if each is None else each / reference for each in counts]
 
     def take(self, micro_batches: int) -> TargetCount | None:
-        """What the reduction that ends the step takes; None if the step is a mean over micro-batches."""
+        """Return this rank's part of the reduction at the end of a step.
+
+        Args:
+            micro_batches: Micro-batches of the whole step, over all ranks of this island.
+
+        Returns:
+            The targets; None if the step is a mean over micro-batches.
+        """
         reference, alone = self._state.counted_per_micro_batch, self._is_alone(micro_batches)
         if not self.is_on or not (alone or reference):
             return None
@@ -139,20 +154,28 @@ class LossWeights:
         return TargetCount(list(self._losses), list(self._added), factor)
 
     def _is_alone(self, micro_batches: int) -> bool:
-        """Whether the step has one loss, which weighs 1. In a loop of one's own several backwards may add up."""
+        """Return whether the step has one loss, with weight 1.
+
+        In the caller's own loop several backwards may add up.
+        """
         return micro_batches == 1 and (self._is_whole or self._state.config.optimizer.in_backward)
 
     def _agree(self, count: Count) -> None:
-        """Find r. Collective over all ranks, and the only time that a step waits for counts on a device."""
+        """Compute r. Collective over all ranks, and the only sync for counts on a device."""
         own = torch.tensor([0.0, 0.0, 1.0] if count is None else [1.0, float(count), 0.0], dtype=torch.float64)
         known, total, unknown = self._state.everyone.sum_scalars(own).tolist()
         if known and unknown:
             raise some_unknown(self._state.global_step + 1)
-        # 0: nothing says how many targets count, in this engine's batches.
+        # 0: the batches of this engine do not contain the number of targets.
         self._state.counted_per_micro_batch = max(1.0, total / known) if known else 0.0
 
 
 def none_counts(step: int) -> ValueError:
+    """Return the error for a step without counted targets.
+
+    Args:
+        step: Number of the step.
+    """
     return ValueError(
         f"step {step}: no target of the whole step counts (all are -100), so its loss is the mean of nothing. No "
         "parameter has changed. Give at least one target that counts"
@@ -160,6 +183,11 @@ def none_counts(step: int) -> ValueError:
 
 
 def some_unknown(step: int) -> ValueError:
+    """Return the error for a step with some known and some unknown numbers of targets.
+
+    Args:
+        step: Number of the step.
+    """
     return ValueError(
         f"step {step}: some micro-batches say how many targets count, others do not, so their losses cannot be "
         "weighted. No parameter has changed. Give all of them labels or targets, or set loss_over to 'micro_batches'"
@@ -167,22 +195,22 @@ def some_unknown(step: int) -> ValueError:
 
 
 TARGETS = ("shift_labels", "targets", "labels")
-"""Names of keyword arguments that hold targets; the first one that is given counts."""
+"""Keyword arguments that hold targets; the first one present is used."""
 
 
 class Targets(NamedTuple):
     """The targets of a micro-batch."""
 
     name: str
-    """The keyword argument that holds them in a dict; 'targets' for the second of (tokens, targets)."""
+    """The keyword argument in a dict; 'targets' for the second of (tokens, targets)."""
     values: Tensor
-    """As they were given: (B, T) int64 of language models; of any shape, also floats, of others."""
+    """As given: (B, T) int64 in language models; in others any shape, also floats."""
     counts: Tensor
-    """Bool, of the same shape: which of them count in the loss."""
+    """Bool, of the same shape: which targets count in the loss."""
 
     @property
     def number(self) -> Tensor:
-        """How many count: a scalar on the device of `values`."""
+        """Return the number of counted targets, a scalar tensor on the device of `values`."""
         return self.counts.sum()
 
 
@@ -190,10 +218,11 @@ def targets_of(model: nn.Module, batch: Any) -> Targets | None:
     """Find the targets of a micro-batch, and which of them count in the loss.
 
     Args:
-        model: tells whether its own loss moves `labels` by one place: the first label of a sequence then never counts.
+        model: Shows whether its loss shifts `labels`: then the first label of a sequence never counts.
         batch: (tokens, targets), (tokens, targets, positions), or a dict of the model's keyword arguments.
 
-    Returns None if the batch has no tensor of targets, or if the model's loss is no mean over them.
+    Returns:
+        The targets; None if the batch has no tensor of targets, or if the model's loss is no mean over them.
     """
     if isinstance(batch, Mapping):
         name = next((name for name in TARGETS if batch.get(name) is not None), None)
@@ -219,9 +248,13 @@ def targets_of(model: nn.Module, batch: Any) -> Targets | None:
 
 
 def with_one_counted(batch: Any, targets: Targets) -> Any:
-    """The same batch, in which one target counts if none did: the mean of no targets is not a number.
+    """Return the batch with one counted target if it had none, because the mean of no targets is NaN.
 
-    The loss of such a micro-batch is to be multiplied by 0. Does not wait for a device.
+    The caller must multiply the loss of such a micro-batch by 0. Causes no sync.
+
+    Args:
+        batch: The micro-batch.
+        targets: Its targets, from `targets_of`.
     """
     values = targets.values
     if isinstance(values, FakeTensor) or not values.numel() or values.is_floating_point():
@@ -229,7 +262,7 @@ def with_one_counted(batch: Any, targets: Targets) -> Any:
     number = targets.number
     if number.is_cpu and number > 0:
         return batch
-    # The second label of a sequence is the first that counts where labels are moved by one place.
+    # With shifted labels, the second label of a sequence is the first that counts.
     place = (0,) * (values.dim() - 1) + (min(1, values.shape[-1] - 1) if targets.name == "labels" else 0,)
     changed = values.clone()
     changed[place] = torch.where(number > 0, values[place], 0)

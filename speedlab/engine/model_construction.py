@@ -1,6 +1,6 @@
-"""From what the caller gave as a model to a module, with the values of the plain construction.
+"""Make the user's model: a module, or the call of a function, with the values of a plain construction.
 
-Plain construction: `torch.manual_seed(config.seed)`, then the call, in one process on the CPU.
+A plain construction is `torch.manual_seed(config.seed)` and then the call, in one process on the CPU.
 """
 
 from __future__ import annotations
@@ -22,10 +22,20 @@ ModelSource = nn.Module | Callable[[], nn.Module]
 def make_everywhere(
     source: ModelSource, seed: int, device: torch.device, everyone: Group
 ) -> tuple[nn.Module, Construction | None]:
-    """The module, and how to compute those of its parameters that were left on `meta`. Collective.
+    """Make the module on all ranks. Collective.
 
-    Raises on all ranks if the call fails on one: what it raised there, PeerLost with the rank and the cause on the
-    others.
+    Args:
+        source: A module, or a callable that makes one.
+        seed: The configured seed.
+        device: The device of this rank.
+        everyone: All ranks.
+
+    Returns:
+        The module, and how to compute parameters left on `meta`.
+
+    Raises:
+        PeerLost: If the call failed on another rank; it names the rank and the cause. The failing rank raises its own
+            error.
     """
     made, failed = None, None
     try:
@@ -43,7 +53,16 @@ def make_everywhere(
 
 
 def make(source: ModelSource, seed: int, device: torch.device) -> tuple[nn.Module, Construction | None]:
-    """As `make_everywhere`, on this rank alone. Raises ConfigError for anything else than a model."""
+    """Make the module on this rank, as `make_everywhere`.
+
+    Args:
+        source: A module, or a callable that makes one.
+        seed: The configured seed.
+        device: The device of this rank.
+
+    Raises:
+        ConfigError: For anything but a model.
+    """
     if isinstance(source, nn.Module):
         return source, None
     check_callable(source)
@@ -53,7 +72,15 @@ def make(source: ModelSource, seed: int, device: torch.device) -> tuple[nn.Modul
 
 
 def make_whole(source: ModelSource, seed: int) -> nn.Module:
-    """The module with all of its values: `source` itself, or the result of the call. Raises ConfigError as `make`."""
+    """Return the module with all values: `source` itself, or the result of the call.
+
+    Args:
+        source: A module, or a callable that makes one.
+        seed: The configured seed.
+
+    Raises:
+        ConfigError: For anything but a model.
+    """
     if isinstance(source, nn.Module):
         return source
     check_callable(source)
@@ -64,7 +91,14 @@ def make_whole(source: ModelSource, seed: int) -> nn.Module:
 
 
 def check_callable(source: Any) -> None:
-    """Raise ConfigError if `source` cannot be called without arguments."""
+    """Check that `source` can be called without arguments.
+
+    Args:
+        source: The user's model argument.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
     if not callable(source):
         raise ConfigError(
             f"model: it is a {type(source).__name__}; give a torch.nn.Module, or a function that makes one"
@@ -77,6 +111,11 @@ def check_callable(source: Any) -> None:
 
 
 def name_of(function: Any) -> str:
+    """Return the name of a function or of its class.
+
+    Args:
+        function: A callable.
+    """
     return getattr(function, "__name__", type(function).__name__)
 
 

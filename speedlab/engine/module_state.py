@@ -1,12 +1,12 @@
-"""What modules have in their state besides parameters in flats and buffers.
+"""Module state besides flat parameters and buffers: extra states and quantised parameters.
 
-| entry                                       | from                                        | put back by         |
+| entry                                       | from                                        | loaded by           |
 |---------------------------------------------|---------------------------------------------|---------------------|
 | `<module>._extra_state`                     | `get_extra_state`                           | `set_extra_state`   |
 | other keys of `_save_to_state_dict`         | bitsandbytes: scales, codes of a weight     | writing into them   |
-| `<parameter>`, `<parameter>.<inner tensor>` | parameters that no flat holds (`quantized`) | the same            |
+| `<parameter>`, `<parameter>.<inner tensor>` | parameters in no flat parameter (quantised) | the same            |
 
-Nothing is pickled: a value is numbers, texts, lists, tuples and dicts with text keys, with tensors among them.
+Nothing is pickled. A value is a number, text, list, tuple or dict with text keys, and may contain tensors.
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 class NotEncodable(ValueError):  # noqa: N818  # what was found
-    """A value that is nothing of the above; the text says of which type."""
+    """A value of another type; the text names the type."""
 
 
 def entries(module: nn.Module) -> dict[str, Any]:
-    """Return those of all modules inside, as `module.state_dict` has them, by full name."""
+    """Return these entries of all submodules, as `module.state_dict` has them.
+
+    Args:
+        module: The model or its pipeline stage.
+
+    Returns:
+        Values by full name.
+    """
     found: dict[str, Any] = {}
     for prefix, inner in module.named_modules():
         start = f"{prefix}." if prefix else ""
@@ -38,13 +45,27 @@ def entries(module: nn.Module) -> dict[str, Any]:
 
 
 def extra_states(module: nn.Module) -> dict[str, Any]:
-    """Return what `get_extra_state` of all modules inside gives, by full name."""
+    """Return the result of `get_extra_state` of all submodules.
+
+    Args:
+        module: The model or its pipeline stage.
+
+    Returns:
+        Values by full name.
+    """
     named = [(prefix, inner) for prefix, inner in module.named_modules() if _has_extra_state(inner)]
     return {(f"{prefix}." if prefix else "") + EXTRA: inner.get_extra_state() for prefix, inner in named}
 
 
 def frozen_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of quantised parameters that are in no flat; values of these very tensors are written."""
+    """Return the tensors of quantised parameters, which are in no flat parameter.
+
+    Args:
+        module: The model or its pipeline stage.
+
+    Returns:
+        The parameters' own tensors by full name, so that writes change the parameters.
+    """
     found: dict[str, Tensor] = {}
     for prefix, inner in module.named_modules():
         own = _own_keys(inner, f"{prefix}." if prefix else "")
@@ -56,10 +77,13 @@ def frozen_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def check_state(module: nn.Module) -> None:
-    """Check that all of it can be saved.
+    """Check that all entries can be saved.
+
+    Args:
+        module: The model or its pipeline stage.
 
     Raises:
-        NotEncodable: names the first value that cannot.
+        NotEncodable: Names the first value that cannot be saved.
     """
     for name, value in extra_states(module).items():
         encode(name, value)
@@ -70,7 +94,12 @@ def check_state(module: nn.Module) -> None:
 
 
 def put_back(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Give modules their extra states: as of `extra_states`."""
+    """Load extra states into submodules.
+
+    Args:
+        module: The model or its pipeline stage.
+        values: As from `extra_states`.
+    """
     for prefix, inner in module.named_modules():
         name = (f"{prefix}." if prefix else "") + EXTRA
         if name in values and _has_extra_state(inner):
@@ -78,11 +107,16 @@ def put_back(module: nn.Module, values: Mapping[str, Any]) -> None:
 
 
 def put_back_frozen(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Write values, as of `frozen_tensors`, into the tensors of quantised parameters."""
+    """Write values into the tensors of quantised parameters.
+
+    Args:
+        module: The model or its pipeline stage.
+        values: As from `frozen_tensors`.
+    """
     for name, own in frozen_tensors(module).items():
         if name in values and own.shape == values[name].shape:
             own.copy_(values[name])
-    # bitsandbytes' settings of 4 bits, with a number of the values among them, are text in a tensor made on demand.
+    # 4-bit settings of bitsandbytes, which include numbers of the values, are text in a tensor made on demand.
     for prefix, inner in module.named_modules():
         start = f"{prefix}.weight." if prefix else "weight."
         weight: Any = getattr(inner, "weight", None)
@@ -96,22 +130,33 @@ def put_back_frozen(module: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def is_text_of_settings(name: str) -> bool:
-    """Return whether `put_back_frozen` makes settings of the tensor `name` instead of writing into it."""
+    """Return whether `put_back_frozen` rebuilds settings from this tensor instead of writing into it.
+
+    Args:
+        name: Full name of the tensor.
+    """
     return ".quant_state." in name
 
 
 def encode(name: str, value: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Return `value` as JSON holds it, and the tensors in it by name.
+    """Encode a value as JSON plus tensors.
+
+    Args:
+        name: Name of the value, which prefixes the names of its tensors.
+        value: The value.
+
+    Returns:
+        (JSON value, tensors by name).
 
     Raises:
-        NotEncodable: names the first value inside that is neither JSON's nor a tensor.
+        NotEncodable: Names the first inner value that is neither JSON nor a tensor.
     """
     tensors: dict[str, Tensor] = {}
 
     def visit(at: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             kind = "complex" if value.is_complex() else "tensor"
-            tensors[at] = value.detach()  # Files hold complex ones as pairs.
+            tensors[at] = value.detach()  # Files hold complex tensors as pairs.
             return {kind: at}
         if isinstance(value, Mapping) and all(type(key) is str for key in value):
             return {"dict": {key: visit(f"{at}/{key}", each) for key, each in value.items()}}
@@ -126,7 +171,12 @@ def encode(name: str, value: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def decode(written: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo `encode`."""
+    """Undo `encode`.
+
+    Args:
+        written: The JSON value.
+        tensors: The tensors by name.
+    """
     if not isinstance(written, dict):
         return written
     ((kind, value),) = written.items()
@@ -146,12 +196,12 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 
 def _own_keys(module: nn.Module, start: str) -> dict[str, Any]:
-    """What a class adds to the state besides parameters, buffers and `_extra_state`."""
+    """Return entries that a class adds to its state besides parameters, buffers and `_extra_state`."""
     if type(module)._save_to_state_dict is nn.Module._save_to_state_dict:
         return {}
     state: dict[str, Any] = {}
     module._save_to_state_dict(state, start, True)
     known = {*module._parameters, *module._buffers, EXTRA}
     others = {name: value for name, value in state.items() if name[len(start) :] not in known}
-    # Another name of a parameter has no values of its own.
+    # Another name of a parameter has no own values.
     return {name: value for name, value in others.items() if not isinstance(value, nn.Parameter)}

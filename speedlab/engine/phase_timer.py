@@ -1,4 +1,4 @@
-"""Time of a step by phase, measured without making anything wait."""
+"""Phase timer: the time of a step by phase, measured without a sync."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from speedlab.telemetry.records import MemoryMark
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """What a step took on this rank. The fields are those of the step record."""
+    """The costs of a step on this rank. The fields are those of the step record."""
 
     seconds: float
     phases: dict[str, float]
@@ -33,25 +33,28 @@ class StepCosts:
 
 
 class PhaseClock:
-    """Seconds by phase since the last `take`: by the clock on CPUs, by events on a GPU.
+    """A clock of seconds by phase since the last `take`: wall time on CPUs, events on a GPU.
 
-    Waits for collectives are taken out of the phase in which they happened and shown as 'communication', those for the
-    host's memory or the disk as 'offload'. GPU times are
-    read when their events have passed, so they may show up in the next step's record.
+    Waits for collectives are subtracted from their phase and shown as 'communication'; waits for host memory or disk as
+    'offload'. GPU times are read after their events have passed, so they may appear in the next step's record.
     """
 
     def __init__(self, traffic: CommStats, device: torch.device) -> None:
         self._traffic, self._device = traffic, device
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
-        """(phase, the one around it, begin, end)."""
+        """(phase, enclosing phase, begin, end)."""
         self._since = time.perf_counter()
         self._marks = MemoryMarks(device)
         self._marks.begin()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the time of the block under `name`, and not under a phase that is around it."""
+        """Count the time of the block in a phase, and subtract it from the enclosing phase.
+
+        Args:
+            name: Name of the phase.
+        """
         outer, self._traffic.phase = self._traffic.phase, name
         try:
             with record_function(f"speedlab::{name}"):
@@ -75,12 +78,12 @@ class PhaseClock:
             self._seconds[outer] -= seconds
 
     def begin(self) -> None:
-        """A step begins: what was measured since the last call of `take` is no step's."""
+        """Start a step, and drop measurements outside any step."""
         self._marks.drop()
         self.take()
 
     def take(self) -> StepCosts:
-        """What was measured since the last call."""
+        """Return the measurements since the last call."""
         late = []
         for name, outer, before, after in self._events:
             if after.query():
@@ -90,7 +93,7 @@ class PhaseClock:
         self._events = late
         counted = self._traffic.take()
         waits = Counter(counted.peer_seconds) + Counter(counted.place_seconds)
-        # A wait may be known before the phase around it is: it is taken out of that when it comes.
+        # A wait may be known before its phase's time; it is subtracted when that time arrives.
         to_come = {name for names in late for name in names[:2] if name}
         left = {
             name: self._seconds[name] - waits.get(name, 0.0) for name in {*self._seconds, *(waits.keys() & to_come)}
@@ -122,7 +125,7 @@ class PhaseClock:
 
 
 def _exchange(counted: CommCounts) -> dict[str, float]:
-    """What was sent compressed, as the step record tells it; {} where nothing was."""
+    """Return the figures of compressed communication for the step record; {} without any."""
     if not counted.float32_bytes:
         return {}
     return {"compressed": 1.0, "sent_bytes": counted.compressed_bytes, "float32_bytes": counted.float32_bytes}

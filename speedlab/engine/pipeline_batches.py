@@ -1,9 +1,9 @@
-"""A micro-batch as a pipeline takes it: tokens, targets, and positions of documents if there are several in a sequence.
+"""Micro-batches of a pipeline: tokens, targets, and positions if a sequence packs several documents.
 
-A dict of keyword arguments is taken apart here, because no pipeline rank has the forward that would take it. What a
-stage cannot honour is refused by name, before any rank computes.
+A dict of keyword arguments is split here, because no pipeline rank has the whole forward. Arguments that a stage cannot
+use are refused by name before any rank computes.
 
-B sequences, T tokens.
+Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ from speedlab.models.packing import IGNORED, check_documents, check_positions, d
 from speedlab.parallel.pipeline import DecoderStage, StageModule
 
 _WITHOUT_EFFECT = ("use_cache", "return_dict", "num_items_in_batch")
-"""Keyword arguments that change nothing of a loss, or that `train_batch` finds by itself."""
+"""Keyword arguments that do not change the loss, or that `train_batch` computes itself."""
 
 
 def pipeline_parts(batch: Any, stage: StageModule, layout: object) -> tuple[Tensor, ...]:
-    """Tokens and targets (B, T), target t for output t, and perhaps positions (B, T).
+    """Return tokens and targets (B, T), target t for output t, and optionally positions (B, T).
 
     Args:
-        batch: (tokens, targets), (tokens, targets, positions), or a dict of keyword arguments of the model.
-        stage: one of this rank's stages.
-        layout: for messages.
+        batch: (tokens, targets), (tokens, targets, positions), or a dict of the model's keyword arguments.
+        stage: One of this rank's stages.
+        layout: For messages.
 
-    Raises TypeError for another kind of batch, ValueError for positions that are none, and ConfigError for what a
-    pipeline does not compute, naming it. All ranks of a pipeline are given the same batch, so all raise the same.
+    Raises:
+        TypeError: For another kind of batch.
+        ValueError: For wrong positions.
+        ConfigError: For arguments that a pipeline does not support; it names them. All ranks of a pipeline get the same
+            batch, so all raise the same error.
     """
     if isinstance(batch, Mapping):
         parts = _parts_of_arguments(batch, stage, layout)
@@ -48,7 +51,7 @@ def pipeline_parts(batch: Any, stage: StageModule, layout: object) -> tuple[Tens
     for positions in parts[2:]:
         check_positions(positions, parts[0])
         check_documents(positions)
-        # Only several documents in one sequence ask for more than the model's own positions.
+        # Only several documents in one sequence need more than the model's own positions.
         several = bool(document_begins(positions)[:, 1:].any()) or not isinstance(batch, Mapping)
         if several and isinstance(stage, DecoderStage) and (problem := packing_problem(stage)) is not None:
             raise ConfigError(f"model: {problem}")
@@ -56,7 +59,7 @@ def pipeline_parts(batch: Any, stage: StageModule, layout: object) -> tuple[Tens
 
 
 def _parts_of_arguments(given: Mapping[str, Any], stage: StageModule, layout: object) -> tuple[Tensor, ...]:
-    """As above, of a dict."""
+    """Split a dict of keyword arguments, as `pipeline_parts`."""
     kind = type(stage).__name__.removesuffix("Stage")
     if isinstance(stage, DecoderStage):
         names = {"tokens": "input_ids", "targets": "labels", "positions": "position_ids"}
@@ -93,7 +96,7 @@ def _parts_of_arguments(given: Mapping[str, Any], stage: StageModule, layout: ob
 def _without_mask(
     mask: Tensor, tokens: Tensor, targets: Tensor, positions: Tensor | None, layout: object
 ) -> Tensor | None:
-    """The positions with which no stage needs the mask. Raises ConfigError for a mask that hides what a token sees."""
+    """Return positions that replace the mask. Raises ConfigError for a mask that hides visible tokens."""
     if mask.shape != tokens.shape:
         raise ConfigError(
             f"attention_mask: under {layout} it is (B, T) of ones and zeros, and its shape is {tuple(mask.shape)} for "
@@ -101,7 +104,7 @@ def _without_mask(
         )
     hidden = mask == 0
     if positions is not None:
-        # Positions of padding are arbitrary: each of its tokens becomes a document of its own.
+        # Positions of padding are arbitrary, so each padding token becomes its own document.
         positions = torch.where(hidden, 0, positions)
     if not hides_nothing_more(mask, positions) or bool((hidden & (targets != IGNORED)).any()):
         raise ConfigError(

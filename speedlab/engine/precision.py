@@ -1,4 +1,4 @@
-"""In which dtype a model computes, and the dynamic loss scale of float16 (arXiv:1710.03740, section 3.2)."""
+"""Compute dtype, and the dynamic loss scale of float16 (arXiv:1710.03740, section 3.2)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
-    """The dtype that `config` asks for; for 'auto', bfloat16 where `device` multiplies it fast, else float32. Raises
-    ConfigError where the device does not have it, or masters are asked for that it cannot have."""
+    """Return the configured compute dtype; for 'auto', bfloat16 if `device` multiplies it fast, else float32.
+
+    Args:
+        config: The `precision` section of the configuration.
+        device: The device of this rank.
+
+    Raises:
+        ConfigError: If the device lacks the dtype, or if masters do not fit it.
+    """
     dtype = _chosen(config, device)
     if config.masters == "none" and dtype is not torch.bfloat16:
-        name = str(dtype).removeprefix("torch.")  # Of 'auto'; what is said is looked at in the configuration.
+        name = str(dtype).removeprefix("torch.")  # Only for 'auto': the configuration checks explicit dtypes.
         raise ConfigError(
             f"precision.masters 'none' needs precision.dtype bfloat16, whose updates are rounded stochastically, and "
             f"'auto' stands for {name} on this device; set precision.dtype to 'bfloat16', or precision.masters to "
@@ -29,8 +36,15 @@ def compute_dtype(config: PrecisionConfig, device: torch.device) -> torch.dtype:
 
 
 def dtypes_of(module: nn.Module, compute: torch.dtype) -> dict[int, torch.dtype]:
-    """By the id of each parameter of `module`, what it computes in: `compute` for float32 ones, but float32 for those
-    of layers that keep statistics in it (BatchNorm), which take one dtype for both; others stay what they are."""
+    """Return the compute dtype of each parameter, by its id.
+
+    float32 parameters use `compute`, except in layers with float32 statistics (BatchNorm), which need one dtype for
+    both. Other parameters keep their dtype.
+
+    Args:
+        module: The model.
+        compute: The compute dtype.
+    """
     beside_statistics = {
         id(parameter)
         for layer in module.modules()
@@ -60,8 +74,10 @@ def _chosen(config: PrecisionConfig, device: torch.device) -> torch.dtype:
 
 
 class LossScale:
-    """The factor on the loss: halved after an overflow, doubled after `window` good steps. 1 and constant unless
-    float16."""
+    """The factor on the loss: halved after an overflow, doubled after `window` good steps.
+
+    Constant 1 without float16.
+    """
 
     def __init__(self, config: PrecisionConfig, dtype: torch.dtype) -> None:
         self.dynamic = dtype is torch.float16
@@ -71,10 +87,15 @@ class LossScale:
 
     @property
     def exhausted(self) -> bool:
-        """Whether an overflow can no longer be answered by a smaller factor."""
+        """Return whether the factor cannot shrink further."""
         return not self.dynamic or self.value <= self._minimum
 
     def update(self, *, overflow: bool) -> None:
+        """Change the factor after a step.
+
+        Args:
+            overflow: Whether the gradient was not finite.
+        """
         if not self.dynamic:
             return
         if overflow:
@@ -87,7 +108,13 @@ class LossScale:
             self._good_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the state from a checkpoint.
+
+        Args:
+            state: As from `state_dict`.
+        """
         self.value, self._good_steps = float(state["value"]), int(state["good_steps"])

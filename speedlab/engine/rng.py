@@ -1,11 +1,12 @@
-"""Random streams of forward passes: what dropout draws depends on the data and the place in the model, on no layout.
+"""Random streams of forwards: dropout depends on the data and the position in the model, not on the layout.
 
-Before a block computes, torch's generators of this rank are seeded from (seed, step, global number of the micro-batch,
-name of the block, how often it was called). So every layout with the same micro-batches drops the same elements. A
-recomputation for activation checkpointing, which begins with the generators as the forward found them, gets the seed of
-that forward again. What the user's own code draws between forwards is left alone.
+Before a block runs, torch's generators of this rank are seeded from (seed, step, global number of the micro-batch, name
+of the block, number of its call). So all layouts with equal micro-batches drop equal elements. A recomputation for
+activation checkpointing starts with the generators of its forward, and gets the same seed. Random numbers of user code
+between forwards do not change.
 
-Random states of a rank: torch's, numpy's and Python's. Tensors go to the rank's file, the rest to the manifest.
+Also here: random states of a rank (torch, numpy, Python) for checkpoints. Tensors are stored in the rank's file, the
+rest in the manifest.
 """
 
 from __future__ import annotations
@@ -27,19 +28,24 @@ from speedlab.parallel.zero.units import UnitPhase
 
 
 class RandomStreams:
-    """The hooks that seed the forwards of some modules; `detach` takes them off."""
+    """The hooks that seed the forwards of modules; `detach` removes them."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed, self._device = seed, device
         self._micro_batch = (0, 0)
         self._calls: Counter[str] = Counter()
         self._given: dict[tuple[str, int], int] = {}
-        """(block, seed that a forward of this step found) → the seed that it got."""
+        """(block, generator seed that a forward of this step found) → the seed that it got."""
         self._outside: list[Tensor] = []
         self._hooks: list[Any] = []
 
     def attach(self, module: nn.Module, zero: Zero) -> None:
-        """Seed the root and every block of `module`, whose units are `zero`'s."""
+        """Install hooks on the root and every block.
+
+        Args:
+            module: The model part.
+            zero: Its partitioner, whose units define the blocks.
+        """
         blocks = {id(block) for unit in zero.units[1:] for block in unit.modules}
         enter, leave = hook_of(self, module, RandomStreams._enter), hook_of(self, module, RandomStreams._leave)
         self._hooks.append(module.register_forward_pre_hook(enter, prepend=True))
@@ -62,7 +68,12 @@ class RandomStreams:
         self._hooks.clear()
 
     def begin(self, step: int, micro_batch: int) -> None:
-        """The forwards to come belong to this step and to this micro-batch of the global batch."""
+        """Set the step and the micro-batch of the next forwards.
+
+        Args:
+            step: Number of the step.
+            micro_batch: Number of the micro-batch in the global batch.
+        """
         if self._micro_batch != (step, micro_batch):
             if self._micro_batch[0] != step:
                 self._given.clear()
@@ -70,7 +81,7 @@ class RandomStreams:
             self._calls.clear()
 
     def forget(self) -> None:
-        """The step's micro-batches are run again, and draw what they drew."""
+        """Reset the call counts, so that repeated micro-batches draw the same numbers."""
         self._given.clear()
         self._calls.clear()
 
@@ -88,7 +99,7 @@ class RandomStreams:
             self._outside = []
 
     def _seed_for(self, name: str, *, again: bool) -> None:
-        """`again`: inside a backward, which computes a forward anew."""
+        """Seed the generators for a block. `again`: inside a backward, which recomputes a forward."""
         found = torch.initial_seed()
         seed = self._given.get((name, found)) if again else None
         if seed is None:
@@ -104,7 +115,11 @@ def _number(parts: Iterable[object]) -> int:
 
 
 def random_tensors(device: torch.device) -> dict[str, Tensor]:
-    """Those states of this process that are large."""
+    """Return the large random states of this process, as tensors by name.
+
+    Args:
+        device: The device of this rank.
+    """
     tensors = {
         "random/torch": torch.get_rng_state(),
         "random/numpy": torch.from_numpy(np.random.get_state()[1].astype(np.int64)),  # type: ignore[index]  # the legacy tuple
@@ -115,14 +130,20 @@ def random_tensors(device: torch.device) -> dict[str, Tensor]:
 
 
 def random_words() -> dict[str, Any]:
-    """The rest, as JSON holds it."""
+    """Return the other random states, as JSON values."""
     version, state, gauss = random.getstate()
     _, _, position, has_gauss, cached = np.random.get_state()
     return {"python": [version, list(state), gauss], "numpy": [int(position), int(has_gauss), float(cached)]}
 
 
 def restore_random(words: dict[str, Any], tensors: dict[str, Tensor], device: torch.device) -> None:
-    """Set this process's states to what `random_words` and `random_tensors` gave."""
+    """Set the random states of this process.
+
+    Args:
+        words: From `random_words`.
+        tensors: From `random_tensors`.
+        device: The device of this rank.
+    """
     torch.set_rng_state(tensors["random/torch"])
     if "random/cuda" in tensors and device.type == "cuda":
         torch.cuda.set_rng_state(tensors["random/cuda"], device)

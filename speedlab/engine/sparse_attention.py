@@ -1,9 +1,9 @@
-"""What `model.attention: block_sparse` means for a model of the user's: set before it is cut, taken back at the end.
+"""Block-sparse attention (`model.attention: block_sparse`) in a user's model: set before sharding, undone at the end.
 
-1. Modules of this package are built with their attention: it has to be the configuration's.
-2. Models of transformers get it through the attention interface, by a copy of their configuration, since other models
-   may share that one. Whatever of theirs cannot be computed over blocks is refused.
-3. On any other module the setting would have no effect: refused.
+1. Modules of this package are built with their attention, which must equal the configuration's.
+2. Transformers models get it through the attention interface, with a copy of their configuration, because other models
+   may share the original. Features that block-sparse attention cannot compute are refused.
+3. On any other module the setting would have no effect, so it is refused.
 """
 
 from __future__ import annotations
@@ -25,22 +25,32 @@ from speedlab.parallel.tensor import attention_dropout
 
 _DENSE = "set model.attention.kind to 'dense'"
 _HEAD_SIZES = ("qk_head_dim", "head_dim", "attention_head_size", "head_size")
-"""What attention modules of transformers call the elements of a head."""
+"""Attributes of transformers' attention modules for the elements of a head."""
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention", "attention"}
-"""What configurations call layers whose attention is a softmax over keys."""
+"""Names in configurations for layers with softmax attention over keys."""
 
 
 class BlockSparse:
-    """The attention of `model.attention` in models of the user's; with kind 'dense' they keep their own."""
+    """The configured attention in a user's models; with kind 'dense' they keep their own."""
 
     def __init__(self, attention: AttentionConfig) -> None:
         self.attention = attention
         self._before: list[tuple[nn.Module, Any]] = []
-        """Modules, and the configurations of transformers that they had."""
+        """Modules, and their original transformers configurations."""
 
     def within(self, source: ModelSource) -> ModelSource:
-        """`source` with this attention in it, in place for a module. Raises ConfigError, and then changes nothing."""
+        """Set this attention, in place for a module.
+
+        Args:
+            source: A module, or a callable that makes one.
+
+        Returns:
+            The module, or a callable that also sets the attention.
+
+        Raises:
+            ConfigError: If the model does not support it; then nothing has changed.
+        """
         if self.attention.kind == "dense":
             return source
         return self._set(source) if isinstance(source, nn.Module) else lambda: self._set(source())
@@ -61,14 +71,14 @@ class BlockSparse:
         return model
 
     def undo(self) -> None:
-        """Give the models back the attention that they had."""
+        """Restore the models' own attention."""
         while self._before:
             module, before = self._before.pop()
             module.config = before
 
 
 def _pairs(config: Any, twin: Any) -> Iterator[tuple[int, Any]]:
-    """(id of a configuration, its twin): of `config` and those within it."""
+    """Yield (id of a configuration, its copy) for `config` and its sub-configurations."""
     yield id(config), twin
     for key in getattr(config, "sub_configs", ()):
         if getattr(config, key, None) is not None:
@@ -76,7 +86,15 @@ def _pairs(config: Any, twin: Any) -> Iterator[tuple[int, Any]]:
 
 
 def check_attention(model: nn.Module, attention: AttentionConfig) -> None:
-    """Raise ConfigError where `model` cannot attend as `attention` says, or would not. Nothing is changed."""
+    """Check that a model supports the configured attention. Changes nothing.
+
+    Args:
+        model: The model.
+        attention: The configured attention.
+
+    Raises:
+        ConfigError: If the model cannot use it, or would ignore it.
+    """
     if attention.kind == "dense":
         return
     own = [module.attention for module in model.modules() if isinstance(module, SparseAttend)]
@@ -99,9 +117,9 @@ def check_attention(model: nn.Module, attention: AttentionConfig) -> None:
 
 
 def _of_transformers(module: nn.Module) -> Iterator[nn.Module]:
-    """The models of transformers in `module`, or itself, but none that is a part of another."""
+    """Yield the outermost transformers models in `module`, or the module itself."""
     if "transformers.modeling_utils" not in sys.modules:
-        return  # Nobody has made one.
+        return  # No transformers model can exist.
     from transformers import PreTrainedModel
 
     if isinstance(module, PreTrainedModel):
@@ -112,7 +130,7 @@ def _of_transformers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _problems(model: Any, attention: AttentionConfig) -> Iterator[str]:
-    """What in a model of transformers stands against block-sparse attention, each with what would work."""
+    """Yield what prevents block-sparse attention in a transformers model, each with a remedy."""
     import transformers
     from transformers.masking_utils import sdpa_mask
 
@@ -140,7 +158,7 @@ def _problems(model: Any, attention: AttentionConfig) -> Iterator[str]:
 
 
 def _causality(module: nn.Module) -> Any:
-    """`is_causal` of the modules that call the attention interface; None of others."""
+    """Return `is_causal` of modules that call the attention interface; None for others."""
     return module.__dict__.get("is_causal")
 
 

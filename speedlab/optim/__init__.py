@@ -1,1 +1,1 @@
-"""What a step does: losses and scale, the update, random streams, times, memory."""
+"""Optimizers: sharded, fused, compressed and delayed updates, DiLoCo, and learning-rate schedules."""

@@ -1,13 +1,14 @@
-"""Writing a safetensors file piece by piece, hashed on the way.
+"""Safetensors files: write in pieces with a hash, and read through maps.
 
-The library writes whole tensors from one process's memory and tells no hash, so a rank would have to lay out a copy of
-its partitions, and to read the file back. The format is a header and then bytes (github.com/huggingface/safetensors):
-1. Eight bytes with the header's length, the header (JSON: dtype, shape and place of each tensor), padded to 8 bytes.
-2. The tensors end to end, those with the widest elements first, so that each lies where its dtype may.
-While one thread writes, another hashes the same memory: the hash is that of the bytes that were meant to be written.
-Files are read with the library.
+The library writes whole tensors from one process's memory and returns no hash. A rank would need a copy of its
+partitions, and would read the file again. The format is a header and then bytes (github.com/huggingface/safetensors):
 
-The mapped files of a checkpoint that is read.
+1. Eight bytes with the header's length, then the header (JSON: dtype, shape and offsets of each tensor), padded to 8
+   bytes.
+2. The tensors in sequence, widest elements first, so that each is aligned for its dtype.
+
+One thread writes while another hashes the same memory, so the hash is that of the intended bytes. The library reads the
+files.
 """
 
 from __future__ import annotations
@@ -49,14 +50,20 @@ _DTYPES = {
 
 
 def real(tensor: Tensor) -> Tensor:
-    """The tensor itself; of a complex one a view of pairs (real, imaginary part), as it is in files."""
+    """Return the tensor itself; for a complex tensor a view of (real, imaginary) pairs, as in files.
+
+    Args:
+        tensor: Any tensor.
+    """
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 @dataclass(frozen=True)
 class Values:
-    """A tensor of `shape` whose elements are those of `pieces` (1-D, contiguous, of one dtype) end to end. A piece may
-    be a function, called when it is written: what it returns is held no longer than that."""
+    """A tensor of `shape` in pieces: 1-D, contiguous, of one dtype.
+
+    A piece may be a function, called during the write; its result is freed afterwards.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -64,6 +71,11 @@ class Values:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Values:
+        """Return a whole tensor as values.
+
+        Args:
+            tensor: Any tensor; its memory is shared if it is contiguous.
+        """
         tensor = real(tensor.detach())
         return cls(tuple(tensor.shape), tensor.dtype, [tensor.contiguous().view(-1)])
 
@@ -75,9 +87,19 @@ class Values:
 def write_tensors(
     file: Path, tensors: Mapping[str, Values], *, verify: bool = True, metadata: Mapping[str, str] | None = None
 ) -> tuple[int, str | None]:
-    """Write a new file; returns (bytes, sha256). Without `verify` it is neither hashed nor brought to the disk.
+    """Write a new file.
 
-    Raises CheckpointError naming the file, for instance when the disk is full.
+    Args:
+        file: The path, which must not exist.
+        tensors: Tensors by name.
+        verify: False skips the hash and the sync to disk.
+        metadata: Text for the header.
+
+    Returns:
+        (size in bytes, sha256 or None).
+
+    Raises:
+        CheckpointError: Names the file, for example if the disk is full.
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     hasher = _Hasher() if verify else None
@@ -119,12 +141,12 @@ def _chunks(tensors: Mapping[str, Values], metadata: Mapping[str, str] | None) -
             tensor = piece if isinstance(piece, Tensor) else piece()
             step = max(1, _CHUNK_BYTES // values.dtype.itemsize)
             for start in range(0, tensor.numel(), step):
-                chunk = tensor[start : start + step].cpu()  # A device's memory comes over chunk by chunk.
+                chunk = tensor[start : start + step].cpu()  # Device memory is copied chunk by chunk.
                 yield chunk.view(torch.uint8).numpy().data
 
 
 class _Hasher:
-    """SHA-256 on a thread of its own; few chunks wait, so that little memory is held."""
+    """SHA-256 on its own thread, with a short queue to bound memory."""
 
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
@@ -146,13 +168,21 @@ class _Hasher:
 
 
 def hash_of(file: Path) -> str:
-    """SHA-256 of what the disk gives."""
+    """Return the SHA-256 of a file.
+
+    Args:
+        file: The path.
+    """
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file or folder is on the disk itself."""
+    """Wait until a file or folder is synced to disk.
+
+    Args:
+        path: The path.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -161,7 +191,7 @@ def to_disk(path: Path) -> None:
 
 
 class Files:
-    """The mapped files of a checkpoint. What is copied out of them needs no memory on the way."""
+    """The mapped files of a checkpoint. Copies from them need no extra memory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -174,12 +204,29 @@ class Files:
         self._open.clear()
 
     def file(self, name: str) -> Any:
+        """Return an open file.
+
+        Args:
+            name: Its name in the checkpoint.
+        """
         if name not in self._open:
             self._open[name] = safe_open(self._path / name, framework="pt")
         return self._open[name]
 
     def values(self, source: Source, kind: str, *, is_complex: bool = False) -> Tensor:
-        """The elements (1-D) of a state of the source's stretch, in the mapped file."""
+        """Return a stretch of a state from its mapped file.
+
+        Args:
+            source: The stretch.
+            kind: Name of the state.
+            is_complex: Whether the file holds (real, imaginary) pairs.
+
+        Returns:
+            (n,) elements.
+
+        Raises:
+            CheckpointError: If the tensor cannot be read.
+        """
         key, twice = f"{source.flat}/{kind}", 2 if is_complex else 1
         start, end = source.offset, source.offset + source.stretch.end - source.stretch.start
         try:
@@ -189,9 +236,16 @@ class Files:
             raise CheckpointError(f"{self._path / source.file}: {key} cannot be read: {error}") from None
 
     def copy(self, entry: dict[str, Any], kind: str, stretch: Stretch, into: Tensor) -> None:
-        """Copy a stretch of state `kind` of a parameter, whose `entry` the manifest has."""
+        """Copy a stretch of a parameter's state.
+
+        Args:
+            entry: The parameter's entry in the manifest.
+            kind: Name of the state.
+            stretch: The wanted elements.
+            into: (n,) tensor for these elements.
+        """
         sources = sources_of(entry)
-        # What an optimizer keeps beside gradients has no dtypes in the manifest, and is real.
+        # Extra tensors of optimizers have no dtype in the manifest, and are real.
         is_complex = "complex" in entry.get("states", {}).get(kind, "")
         same = [source for source in sources if source.stretch.part == stretch.part]
         for source in same or sources:

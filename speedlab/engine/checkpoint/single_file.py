@@ -1,4 +1,4 @@
-"""One file with a model's weights and nothing else, as `torch.load` or safetensors read it."""
+"""Write a model's weights to a single file, for `torch.load` or safetensors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,17 @@ if TYPE_CHECKING:
 
 
 def write_weights(everyone: Group, file: Path, state: Mapping[str, Any]) -> None:
-    """The first rank writes `state`; the file appears when it is whole.
+    """Write weights on the first rank. The file appears when it is complete.
 
-    Raises CheckpointError on every rank alike, also for what safetensors cannot hold: extra states of modules, and
-    quantised tensors of a class of their own."""
+    Args:
+        everyone: All ranks.
+        file: The path; the suffix .safetensors chooses this format.
+        state: Weights by name.
+
+    Raises:
+        CheckpointError: On every rank, also for values that safetensors cannot hold: extra states of modules, and
+            quantised tensors of their own class.
+    """
 
     def write() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -50,8 +57,10 @@ def _is_plain(value: Any) -> bool:
 
 
 def _copies(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors on the host with memory of their own: a view's file would hold all that it is a view of. What shares
-    memory by two names still does. Others are as they are."""
+    """Return copies of tensors in host memory, because the file of a view would hold its whole base.
+
+    Tensors with shared memory stay shared. Other values stay unchanged.
+    """
     copies: dict[tuple[int, torch.Size], Tensor] = {}
     for tensor in filter(_is_plain, state.values()):
         key = tensor.data_ptr(), tensor.shape

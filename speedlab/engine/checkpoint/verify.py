@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written, and fits this engine's model."""
+"""Verify a checkpoint: files unchanged after the write, and parameters of this engine's model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,15 @@ from speedlab.telemetry.checkpoint_index import MANIFEST, CheckpointError, check
 
 
 def sound_manifest(engine: TrainingState, path: Path, *, verify: bool = True) -> dict[str, Any]:
-    """The manifest of a checkpoint that is whole and of this model. Collective; the ranks share out the files.
+    """Return the manifest after all checks. Collective; ranks divide the files.
 
-    Raises CheckpointError on every rank alike, naming the file and what is wrong with it.
+    Args:
+        engine: The training state.
+        path: The checkpoint.
+        verify: False checks sizes instead of hashes.
+
+    Raises:
+        CheckpointError: On every rank; it names the file and the problem.
     """
     group = engine.everyone
     manifest = all_or_none(group, lambda: read_manifest(path))
@@ -29,7 +35,13 @@ def sound_manifest(engine: TrainingState, path: Path, *, verify: bool = True) ->
 
 
 def newest_good(engine: TrainingState, folder: Path, damaged: Path) -> str:
-    """What to tell a person who has a damaged checkpoint: which one is good. Collective."""
+    """Return advice for a damaged checkpoint: the newest good one. Collective.
+
+    Args:
+        engine: The training state.
+        folder: The folder of all checkpoints.
+        damaged: The damaged checkpoint.
+    """
     names = [found.path.name for found in checkpoints_in(folder)] if engine.everyone.index == 0 else None
     for name in reversed(engine.everyone.share(names)):
         if name == damaged.name:
@@ -48,7 +60,7 @@ def _check_model(engine: TrainingState, file: Path, manifest: dict[str, Any]) ->
     if engine.layout.pp > 1:
         known = {name for names in engine.everyone.collect(sorted(own)) for name in names}
     for name, shape in own.items():
-        if not math.prod(shape):  # Earlier versions left out what has no elements.
+        if not math.prod(shape):  # Earlier versions skipped empty parameters.
             empty = {"shape": shape, "trainable": True, "states": {}, "scalars": {}, "slices": []}
             manifest["parameters"].setdefault(name, empty)
     theirs = {name: entry["shape"] for name, entry in manifest["parameters"].items()}
@@ -71,19 +83,28 @@ def _check_files(path: Path, manifest: dict[str, Any], group: Group, *, hashed: 
 
 
 def check_file(file: Path, expected: dict[str, Any], *, hashed: bool) -> None:
-    """Raises CheckpointError unless the file is as the manifest has it; without `hashed` its size alone counts."""
+    """Check one file of a checkpoint.
+
+    Args:
+        file: The path.
+        expected: Its entry in the manifest.
+        hashed: False checks only the size.
+
+    Raises:
+        CheckpointError: If the file is missing or has changed.
+    """
     if not file.exists():
         raise CheckpointError(f"{file}: is missing; the checkpoint is not complete")
     size = file.stat().st_size
     if size != expected["bytes"]:
         raise CheckpointError(f"{file}: has {size} bytes, {expected['bytes']} were written; it was cut or changed")
-    # What was saved without hashes, for a folder in memory, can be checked no further.
+    # Saves without hashes, for folders in memory, allow no further check.
     if hashed and expected["sha256"] is not None and hash_of(file) != expected["sha256"]:
         raise CheckpointError(f"{file}: its content has changed since it was written (sha256 differs)")
 
 
 def _check_slices(file: Path, manifest: dict[str, Any]) -> None:
-    """Raises CheckpointError when a slice that the manifest tells of is not in `file`."""
+    """Raise CheckpointError if a slice of the manifest is not in `file`."""
     try:
         with safe_open(file, framework="pt") as tensors:
             shapes = {key: tensors.get_slice(key).get_shape() for key in tensors.keys()}  # noqa: SIM118  # not a mapping

@@ -1,4 +1,4 @@
-"""The proof of the first batch: checks of what a step trains, each in a file of its own, and what runs them."""
+"""The proof of the first batch: one file per check of a training step, and `Prover`, which runs them."""
 
 from speedlab.engine.proof.prover import Attempt, CheckFailed, ProofOnRequest, ProofTokenizer, Prover
 

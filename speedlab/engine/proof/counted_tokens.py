@@ -1,7 +1,7 @@
-"""Which tokens count in the loss: as the batch says, and as the gradient of the output head's input shows.
+"""Proof check: which tokens count in the loss, by the batch and by the gradient at the output head.
 
-A position counts if the loss has a gradient with respect to what the head reads there. That is measured in a real
-backward, so it sees a loss that drops -100, or a model that reads other targets than it was given.
+A position counts if the loss has a gradient with respect to the head's input there. A real backward measures this, so
+it finds a loss that ignores -100, or a model that reads other targets than given.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ KIND = "counted tokens"
 SECTION = "counted"
 
 _MOST_SHOWN = 1024
-"""Tokens of the sequence that is shown."""
+"""Largest number of displayed tokens."""
 _MAY_VANISH = 0.02
-"""Share of the counted positions whose gradient may be zero: a prediction that is certain has none in 16 bits."""
+"""Share of counted positions whose gradient may be 0: a certain prediction has no gradient in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Of one micro-batch on one rank. `measured` is None if the head's gradient was not seen."""
+    """Counted positions of one micro-batch on one rank. `measured` is None if the head's gradient was not seen."""
 
     positions: int
     given: int
-    """Positions whose target counts, as the batch says."""
+    """Positions with a counted target, by the batch."""
     measured: int | None = None
     masked_but_trained: int = 0
-    """Positions with the target -100 at which the loss has a gradient."""
+    """Positions with target -100 where the loss has a gradient."""
     counted_but_untrained: int = 0
-    """Positions with a target at which it has none."""
+    """Positions with a target where the loss has no gradient."""
     reason: str = ""
     """Why the gradient was not seen."""
 
@@ -46,11 +46,17 @@ class Counts:
 
 
 def counts_of(batch: TokenBatch, measured: Tensor | None, *, reason: str = "") -> Counts:
-    """`measured` (B, T) bool: at which positions the head's input has a gradient."""
+    """Count positions by batch and by gradient.
+
+    Args:
+        batch: The micro-batch.
+        measured: (B, T) bool: positions where the head's input has a gradient; None if not seen.
+        reason: Why it was not seen.
+    """
     given = batch.counted
     positions, count = given.numel(), int(given.sum())
     if measured is not None and measured.dim() == 2 and measured.shape[1] == given.shape[1] + 1:
-        measured = measured[:, :-1]  # A model that only shifts its labels is given one token more.
+        measured = measured[:, :-1]  # A model that only shifts labels gets one more token.
     if measured is not None and measured.shape != given.shape:
         reason = f"the head reads {tuple(measured.shape)} positions of {tuple(given.shape)} tokens"
         measured = None
@@ -58,7 +64,7 @@ def counts_of(batch: TokenBatch, measured: Tensor | None, *, reason: str = "") -
         return Counts(positions=positions, given=count, reason=reason)
     measured = measured.to(given.device)
     missing = given & ~measured
-    missing[:, -1] = False  # A model that shifts its labels has no target for the last position.
+    missing[:, -1] = False  # A model that shifts labels has no target for the last position.
     return Counts(
         positions=positions,
         given=count,
@@ -69,7 +75,11 @@ def counts_of(batch: TokenBatch, measured: Tensor | None, *, reason: str = "") -
 
 
 def finding_of(ranks: Sequence[Counts]) -> Finding:
-    """From the counts of all ranks that see other data, rank 0 first."""
+    """Return the finding.
+
+    Args:
+        ranks: Counts of all ranks with different data, rank 0 first.
+    """
     given, positions = sum(each.given for each in ranks), sum(each.positions for each in ranks)
     text = f"{given:,} of {positions:,} targets count in the first micro-batch of {_ranks(len(ranks))}"
 
@@ -104,10 +114,18 @@ def finding_of(ranks: Sequence[Counts]) -> Finding:
 def marked_text(
     batch: TokenBatch, measured: Tensor | None, decode: Callable[[list[int]], str] | None
 ) -> tuple[tuple[str, bool], ...]:
-    """The first sequence as (text, whether it counts) in turn; token ids if there is no tokenizer.
+    """Return the first sequence as pieces of text.
 
-    A token counts if the position before it is asked for it. Targets that are not the following tokens are shown in
-    the place of the tokens, where they count.
+    A token counts if the position before predicts it. Targets other than the following tokens replace the tokens at
+    counted positions.
+
+    Args:
+        batch: The micro-batch.
+        measured: (B, T) bool from the gradient; None uses the batch.
+        decode: Decodes token ids; None shows ids.
+
+    Returns:
+        (text, whether it counts) of each piece.
     """
     tokens, targets = batch.tokens[0].cpu(), batch.targets[0].cpu()
     counts = batch.counted[0].cpu() if measured is None else measured[0].cpu()

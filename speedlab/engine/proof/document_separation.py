@@ -1,11 +1,11 @@
-"""Whether documents are separate: one document is changed, and the losses of the others are compared.
+"""Proof check: packed documents are separate. One document is changed, and losses of the others are compared.
 
-1. `base`: one sequence, in which the targets of its first document do not count.
-2. `changed`: the same with other tokens in the first document. Separate documents have the same loss, bit for bit.
-3. `control`: tokens of a later document are changed, and its own later targets must notice. Where they do not (a model
-   whose attention begins at zero), an equal loss proves nothing.
+1. `base`: one sequence whose first document has no counted targets.
+2. `changed`: the same with other tokens in the first document. Separate documents give the same loss, bit for bit.
+3. `control`: tokens of a later document are changed, which must change the loss of its own later targets. Otherwise (a
+   model whose attention starts at zero) an equal loss proves nothing.
 
-Without positions of documents, sequences of one micro-batch take their place: they must not see each other either.
+Without positions of documents, two sequences of a micro-batch are compared: they must not see each other either.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KIND = "documents"
 SECTION = "documents"
 
 _LEAK = 1e-3
-"""A change outside counts as seen if its effect is this share of the effect of a change inside."""
+"""An outside change counts as visible if its effect is this share of the effect of an inside change."""
 _ROUNDING = 1e-6
 """Without a control: relative difference of two losses that may be rounding."""
 
@@ -35,7 +35,7 @@ class Trial:
     """Micro-batches to compare. `control_base` and `control` are None if no document is long enough for a control."""
 
     unit: str
-    """What was changed: "document" or "sequence"."""
+    """What is changed: "document" or "sequence"."""
     base: TokenBatch
     changed: TokenBatch
     control_base: TokenBatch | None = None
@@ -43,13 +43,20 @@ class Trial:
 
     @property
     def batches(self) -> list[TokenBatch]:
-        """All forwards that the trial needs, in order."""
+        """Return all forwards of the trial, in order."""
         return [each for each in (self.base, self.changed, self.control_base, self.control) if each is not None]
 
 
 def trial_of(batches: Sequence[TokenBatch], later: Iterable[TokenBatch] = ()) -> Trial | None:
-    """What to compare; None if the micro-batches have neither two documents in a sequence nor two sequences. `later`:
-    further ones to look for documents in, if these have positions."""
+    """Choose what to compare.
+
+    Args:
+        batches: The micro-batches of a step.
+        later: More micro-batches, searched for documents if the first ones have positions.
+
+    Returns:
+        The trial; None without two documents in a sequence and without two sequences.
+    """
     has_positions = any(batch.positions is not None for batch in batches)
     for batch in itertools.chain(batches, later if has_positions else ()):
         starts = batch.starts
@@ -69,7 +76,7 @@ def _of_documents(one: TokenBatch, bounds: Sequence[tuple[int, int]]) -> Trial:
     targets = one.targets.clone()
     targets[:, first:end] = IGNORED
     base = one.changed(targets=targets)
-    # The last token of a document may be what a model finds its end by.
+    # A model may find the end of a document by its last token.
     changed = base.changed(tokens=_exchanged(one.tokens, 0, first, end - 1))
     longest = max(bounds[1:], key=lambda bound: bound[1] - bound[0])
     control = _control(base, 0, *longest)
@@ -87,7 +94,7 @@ def _of_sequences(two: TokenBatch) -> Trial:
 
 
 def _control(base: TokenBatch, row: int, first: int, end: int) -> tuple[TokenBatch | None, TokenBatch | None]:
-    """Two batches that differ in the first half of a document; only targets of its last quarter count."""
+    """Return two batches that differ in the first half of a document; only targets of its last quarter count."""
     half, late = first + (end - first) // 2, end - max(1, (end - first) // 4)
     targets = torch.full_like(base.targets, IGNORED)
     targets[row, late:end] = base.targets[row, late:end]
@@ -98,7 +105,7 @@ def _control(base: TokenBatch, row: int, first: int, end: int) -> tuple[TokenBat
 
 
 def _exchanged(tokens: Tensor, row: int, first: int, end: int) -> Tensor:
-    """`tokens` with another token of the batch in each place from `first` to `end` of a sequence."""
+    """Return `tokens` with another token of the batch at each position from `first` to `end` of a sequence."""
     low, high = tokens.min(), tokens.max()
     made = tokens.clone()
     here = made[row, first:end]
@@ -107,14 +114,14 @@ def _exchanged(tokens: Tensor, row: int, first: int, end: int) -> Tensor:
 
 
 def _bounds(starts: Tensor) -> list[tuple[int, int]]:
-    """(first, end) of each document of a sequence."""
+    """Return (first, end) of each document of a sequence."""
     firsts = sorted(set(starts.tolist()))
     return list(zip(firsts, [*firsts[1:], len(starts)], strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrialLosses:
-    """What the forwards of a trial gave on one rank."""
+    """Losses of a trial's forwards on one rank."""
 
     unit: str
     base: float
@@ -124,8 +131,12 @@ class TrialLosses:
 
 
 def finding_of(ranks: Sequence[TrialLosses], *, has_positions: bool = False) -> Finding:
-    """From the losses of all ranks that had something to compare. Documents count before sequences. `has_positions`:
-    whether the batch has positions of documents."""
+    """Return the finding. Documents take precedence over sequences.
+
+    Args:
+        ranks: Losses of all ranks with a comparison.
+        has_positions: Whether the batch has positions of documents.
+    """
     ranks = [each for each in ranks if each.unit == "document"] or ranks
 
     def found(severity: Severity, text: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Dtypes of logits, loss and masters, and whether the vocabulary fits the tokenizer."""
+"""Proof checks: dtypes of logits, loss and masters, and the fit of vocabulary and tokenizer."""
 
 from __future__ import annotations
 
@@ -14,14 +14,21 @@ VOCABULARY_SECTION = "vocabulary"
 _NARROW = ("bfloat16", "float16")
 _MUCH_LARGER = 2.0
 _PADDING = 1024
-"""A vocabulary may be padded by so many tokens for the sake of kernels."""
+"""A vocabulary may be padded by this many tokens for kernels."""
 
 
 def finding_of(
     *, compute: str, logits: str | None, loss: str | None, masters: Sequence[str], rounds_stochastically: bool
 ) -> Finding:
-    """`compute`: the dtype the model computes in; `logits`, `loss`: None if not seen; `masters`: of what the optimizer
-    updates."""
+    """Return the finding about dtypes.
+
+    Args:
+        compute: The compute dtype.
+        logits: Dtype of the logits; None if not seen.
+        loss: Dtype of the loss; None if not seen.
+        masters: Dtypes that the optimizer updates.
+        rounds_stochastically: Whether updates are rounded stochastically.
+    """
     parts = [f"compute {compute}", f"logits {logits or 'not seen'}", f"loss {loss or 'not seen'}"]
     text = ", ".join([*parts, f"masters {' and '.join(masters) or 'none'}"])
     if loss in _NARROW:
@@ -37,7 +44,13 @@ def finding_of(
 
 
 def vocabulary(*, model: int | None, tokenizer: int | None, largest: int | None) -> Finding:
-    """`model`: rows of the token embedding; `tokenizer`: its tokens; `largest`: the largest id in the batch."""
+    """Return the finding about the vocabulary.
+
+    Args:
+        model: Rows of the token embedding; None if not found.
+        tokenizer: Number of the tokenizer's tokens; None without a tokenizer.
+        largest: Largest token id in the batch.
+    """
 
     def found(severity: Severity, text: str) -> Finding:
         return Finding(kind=VOCABULARY, severity=severity, text=text, section=VOCABULARY_SECTION)

@@ -1,7 +1,7 @@
-"""Whether every parameter that should move moved in an update.
+"""Proof check: every trainable parameter changed in an update.
 
-1. Before the update each rank sums the bits of its own partition of the masters, parameter by parameter: 16 bytes each.
-2. In the update it notes learning rates, and which parameters have a gradient that is not zero.
+1. Before the update each rank sums the bits of its partition of the masters, by parameter: 16 bytes each.
+2. In the update it records learning rates, and parameters with a nonzero gradient.
 3. After the update it sums again. A parameter has moved if a sum differs on any rank.
 """
 
@@ -28,8 +28,15 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 @torch.no_grad()
 def bit_sums(flats: Sequence[FlatParam], *, reads_disk: bool) -> dict[str, Tensor]:
-    """By flat, (slots, 2) int64: two sums over the bits of this rank's own part of each master. Flats on disk are left
-    out unless `reads_disk`."""
+    """Sum the bits of this rank's partition of each master.
+
+    Args:
+        flats: The flat parameters of this rank.
+        reads_disk: Whether to read masters on disk; otherwise they are skipped.
+
+    Returns:
+        (slots, 2) int64 by flat parameter.
+    """
     found = {}
     for flat in flats:
         if flat.trainable and (
@@ -55,7 +62,7 @@ def _sums_of(flat: FlatParam) -> Tensor:
 
 
 def _sum_bits(words: Tensor) -> Tensor:
-    """(2,) int64: the sum and the sum of squares, modulo 2⁶⁴. Two values that trade places go unseen."""
+    """Return (2,) int64: the sum and the sum of squares, modulo 2⁶⁴. Swapped values are not detected."""
     total = torch.zeros(2, dtype=torch.int64, device=words.device)
     for chunk in words.split(_CHUNK):
         wide = chunk.to(torch.int64)
@@ -65,12 +72,25 @@ def _sum_bits(words: Tensor) -> Tensor:
 
 
 def own_slots(flat: FlatParam) -> list[bool]:
-    """Of which parameters this rank's partition has some elements."""
+    """Return for each slot whether this rank's partition has elements of it.
+
+    Args:
+        flat: The flat parameter.
+    """
     return [max(slot.range.start, flat.start) < min(slot.range.stop, flat.end) for slot in flat.slots]
 
 
 def moved(flats: Sequence[FlatParam], before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, bool]:
-    """By name, whether this rank's part of a parameter has moved; parameters of which it has none are left out."""
+    """Compare bit sums.
+
+    Args:
+        flats: The flat parameters of this rank.
+        before: Sums before the update.
+        after: Sums after the update.
+
+    Returns:
+        Whether this rank's part has moved, by name; parameters without a part are absent.
+    """
     found: dict[str, bool] = {}
     for flat in flats:
         if flat.name in before and flat.name in after:
@@ -83,7 +103,15 @@ def moved(flats: Sequence[FlatParam], before: Mapping[str, Tensor], after: Mappi
 
 @torch.no_grad()
 def gradient_facts(flat: FlatParam, gradient: Gradient) -> dict[str, tuple[bool, bool]]:
-    """By name: (whether this rank's backward gave a gradient, whether the sum here is known to be zero)."""
+    """Read facts about gradients.
+
+    Args:
+        flat: The flat parameter.
+        gradient: Its gradient.
+
+    Returns:
+        (whether this rank's backward gave a gradient, whether the local sum is known to be 0), by name.
+    """
     away = gradient.offloaded is not None or gradient.waiting is not None
     start, values = (0, None) if away else gradient.counted
     facts = {}
@@ -105,8 +133,16 @@ def finding_of(
     rates: Mapping[str, float],
     update: int,
 ) -> Finding:
-    """`unmoved`: names of trainable parameters that no rank saw move. `rates`: learning rates in the update, by name of
-    parameter. `update`: its number, from 1."""
+    """Return the finding.
+
+    Args:
+        trainable: Number of trainable tensors.
+        unmoved: Trainable parameters that moved on no rank.
+        no_gradient: Parameters without a gradient.
+        zero_gradient: Parameters with a gradient of 0.
+        rates: Learning rates in the update, by name of parameter.
+        update: Number of the update, from 1.
+    """
     which = "the first update" if update == 1 else f"update {update}"
 
     def found(severity: Severity, text: str) -> Finding:
@@ -146,7 +182,12 @@ def finding_of(
 
 
 def rates_of(flats: Sequence[FlatParam], options: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The learning rate of each trainable parameter, by name."""
+    """Return the learning rate of each trainable parameter, by name.
+
+    Args:
+        flats: The flat parameters of this rank.
+        options: The parameter groups.
+    """
     return {
         slot.name: float(options[slot.group].get("lr", float("nan")))
         for flat in flats

@@ -1,8 +1,8 @@
-"""Whether the loss of a batch depends on how it is cut into micro-batches.
+"""Proof check: the loss does not depend on the split into micro-batches.
 
-Two sequences go through the model together and one by one. If the losses are not equal under a mean over tokens, an
-optimizer step depends on the micro-batch size. Both sequences get different numbers of counted targets, or a mean
-over sequences would look like a mean over tokens.
+Two sequences run together and one by one. If the losses differ under a mean over tokens, an optimizer step depends on
+the micro-batch size. Both sequences get different numbers of counted targets; otherwise a mean over sequences would
+look like a mean over tokens.
 """
 
 from __future__ import annotations
@@ -21,11 +21,18 @@ SECTION = "cut"
 
 _TOLERANCE = {"float32": 1e-5, "float64": 1e-9}
 _NARROW_TOLERANCE = 5e-3
-"""Relative difference of two losses, of models that compute in 16 bits."""
+"""Tolerated relative difference of two losses in 16-bit models."""
 
 
 def parts_of(batch: TokenBatch) -> list[TokenBatch]:
-    """Two sequences together, and each of them alone; [] if the batch has not two sequences with targets."""
+    """Choose the sequences.
+
+    Args:
+        batch: The micro-batch.
+
+    Returns:
+        [both sequences, the first, the second]; [] without two sequences with targets.
+    """
     if len(batch.tokens) < 2:
         return []
     two = batch.rows(0, 2)
@@ -42,7 +49,7 @@ def parts_of(batch: TokenBatch) -> list[TokenBatch]:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitLosses:
-    """What the forwards gave on one rank: of both sequences, of each, and how many targets count in each."""
+    """Losses on one rank: of both sequences, of each, and the counted targets of each."""
 
     together: float
     alone: tuple[float, float]
@@ -52,8 +59,14 @@ class SplitLosses:
 def finding_of(
     ranks: Sequence[SplitLosses], *, dtype: str, weighted_by_tokens: bool, given: Sequence[Sequence[int]]
 ) -> Finding:
-    """From the losses of all ranks that had two sequences. `weighted_by_tokens`: whether a step weights micro-batches
-    by their counted tokens. `given`: counted targets of the micro-batches of each rank."""
+    """Return the finding.
+
+    Args:
+        ranks: Losses of all ranks with two sequences.
+        dtype: The compute dtype, which sets the tolerance.
+        weighted_by_tokens: Whether a step weights micro-batches by counted tokens.
+        given: Counted targets of the micro-batches of each rank.
+    """
 
     def found(severity: Severity, text: str) -> Finding:
         return Finding(kind=KIND, severity=severity, text=text, section=SECTION)
@@ -107,5 +120,9 @@ def _scale(losses: SplitLosses) -> float:
 
 
 def counted_in(batches: Sequence[TokenBatch]) -> list[int]:
-    """How many targets count in each micro-batch."""
+    """Return the counted targets of each micro-batch.
+
+    Args:
+        batches: The micro-batches.
+    """
     return torch.stack([batch.counted.sum() for batch in batches]).tolist() if batches else []

@@ -1,6 +1,6 @@
-"""What a step shows of itself while it runs: dtypes, positions with a gradient, learning rates, gradients.
+"""Observation of a running step: dtypes, positions with a gradient, learning rates, gradients.
 
-Hooks look on and keep small tensors; they change no value. What fails in a hook is kept as a reason and never reaches
+Hooks read values and store small tensors; they change nothing. A failure in a hook becomes a reason and never reaches
 the step.
 """
 
@@ -20,7 +20,7 @@ from speedlab.optim.sharded_update import engine_hook
 
 
 class Observation:
-    """Of one step, or of one forward and backward. `start`, the step, `stop`."""
+    """An observation of one step, or of one forward and backward. Call `start`, run the step, call `stop`."""
 
     def __init__(self, state: TrainingState, step: StepState) -> None:
         self._state, self._step = state, step
@@ -28,18 +28,22 @@ class Observation:
         self.reason = ""
         """Why the head's gradient was not seen."""
         self.counted: Tensor | None = None
-        """(B, T) bool: at which positions of the first micro-batch the head's input has a gradient."""
+        """(B, T) bool: positions of the first micro-batch where the head's input has a gradient."""
         self.logits_dtype: str | None = None
         self.loss_dtype: str | None = None
         self.rates: dict[str, float] = {}
         """Learning rates in the update, by parameter; {} before one."""
         self.gradients: dict[str, tuple[bool, bool]] = {}
-        """By parameter: (whether this rank's backward gave a gradient, whether the sum here is known to be zero)."""
+        """By parameter: (whether this rank's backward gave a gradient, whether the local sum is known to be 0)."""
         self.update = 0
-        """The number of the update that was seen, from 1; 0 before one."""
+        """Number of the observed update, from 1; 0 before one."""
 
     def start(self, *, passes: bool) -> None:
-        """Look on from now on: at the update, and with `passes` at forwards and backwards, too."""
+        """Install the hooks.
+
+        Args:
+            passes: Whether to observe forwards and backwards, too; otherwise only the update.
+        """
         see_update = engine_hook(self._guarded(self._see_update))
         self._hooks.append(self._state.optimizer.register_step_pre_hook(see_update))
         if not passes:
@@ -52,13 +56,13 @@ class Observation:
             self._hooks.append(head.register_forward_hook(self._guarded(self._see_head)))
 
     def stop(self) -> None:
-        """Take all hooks off."""
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def see_gradients(self) -> None:
-        """Note gradients and the loss, before the step forgets them."""
+        """Record gradients and the loss, before the step clears them."""
         optimizer = self._state.partitioned_optimizer
         for flat, gradient in zip(optimizer.flats, optimizer.gradients, strict=True):
             for name, (used, is_zero) in first_update.gradient_facts(flat, gradient).items():
@@ -72,7 +76,7 @@ class Observation:
         def guarded(*args: Any) -> None:
             try:
                 hook(*args)
-            except Exception as error:  # The step must go on; the proof says that it did not look.
+            except Exception as error:  # The step must continue; the proof reports the missing observation.
                 self.reason = f"{type(error).__name__}: {error}"
 
         return guarded
@@ -102,7 +106,7 @@ class Observation:
         given.register_hook(self._guarded(see))
 
     def _see_update(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self.update not in (0, self._state.global_step + 1):  # One update may take several steps of the optimizer.
+        if self.update not in (0, self._state.global_step + 1):  # One update may take several optimizer steps.
             self.stop()
             return
         self.see_gradients()
@@ -111,7 +115,7 @@ class Observation:
 
 
 def _head(modules: list[nn.Module]) -> nn.Module | None:
-    """What makes logits of the last hidden states, on a rank that has it."""
+    """Return the module that computes logits from the last hidden states, on a rank that has it."""
     inside = [each for module in modules for each in module.modules()]
     for module in inside:
         if isinstance(module, LMHead):
@@ -127,14 +131,21 @@ def _head(modules: list[nn.Module]) -> nn.Module | None:
                 return found
     sizes = {module.num_embeddings for module in inside if isinstance(module, nn.Embedding)}
     heads = [module for module in inside if isinstance(module, nn.Linear) and module.out_features in sizes]
-    if not heads and not sizes:  # The last stage of a pipeline has no embedding.
+    if not heads and not sizes:  # The last pipeline stage has no embedding.
         widest = [module for module in inside if isinstance(module, nn.Linear)]
         heads = [max(widest, key=lambda module: module.out_features)] if widest else []
     return heads[-1] if heads else None
 
 
 def token_embedding(modules: list[nn.Module]) -> str | None:
-    """The name of the weight of the first embedding, of tokens in all models known; None where this rank has none."""
+    """Return the weight name of the first embedding, which embeds tokens in all known models.
+
+    Args:
+        modules: The model parts of this rank.
+
+    Returns:
+        The name; None without an embedding on this rank.
+    """
     for module in modules:
         for name, inside in module.named_modules():
             if isinstance(inside, nn.Embedding):

@@ -1,4 +1,4 @@
-"""Parameter groups over the whole model, and parameters that got no gradient."""
+"""Proof checks: parameter groups over the whole model, and parameters without a gradient."""
 
 from __future__ import annotations
 
@@ -18,8 +18,15 @@ _MOST_NAMES = 5
 
 
 def own_counts(placement: Placement) -> dict[str, list[int]]:
-    """(tensors, elements) by the index of the optimizer's group, of what this rank answers for; frozen parameters under
-    "-1". Elements of a cut parameter are this rank's part."""
+    """Count the parameters that this rank answers for.
+
+    Args:
+        placement: The placement table of this rank.
+
+    Returns:
+        (tensors, elements) by index of the parameter group; frozen parameters are under "-1". Elements of a sharded
+        parameter are this rank's shard.
+    """
     counts: dict[str, list[int]] = {}
     for row in placement.rows:
         if row.answers:
@@ -27,7 +34,7 @@ def own_counts(placement: Placement) -> dict[str, list[int]]:
             for size in row.shape:
                 elements *= size
             own = counts.setdefault(str(row.group if row.trainable else _FROZEN), [0, 0])
-            # Every rank of a tensor-parallel group has a part of the same tensor.
+            # Every rank of a tensor-parallel group has a shard of the same tensor, which counts once.
             own[0] += not row.cut_over or (row.part is None or all(low == 0 for low, _ in row.part.ranges[:1]))
             own[1] += elements
     return counts
@@ -36,8 +43,13 @@ def own_counts(placement: Placement) -> dict[str, list[int]]:
 def groups_of(
     options: Sequence[Mapping[str, Any]], ranks: Sequence[Mapping[str, Sequence[int]]], *, copies: int
 ) -> tuple[ParameterGroup, ...]:
-    """The groups of the whole model. `options`: the optimizer's param_groups; `ranks`: what `own_counts` gave on each
-    rank, of which `copies` hold the same."""
+    """Return the groups of the whole model.
+
+    Args:
+        options: The optimizer's param_groups.
+        ranks: The result of `own_counts` on each rank.
+        copies: Number of ranks that hold the same parameters.
+    """
 
     def total(index: int, place: int) -> int:
         return sum(rank.get(str(index), (0, 0))[place] for rank in ranks) // max(1, copies)
@@ -69,7 +81,11 @@ def groups_of(
 
 
 def finding_of(groups: Sequence[ParameterGroup]) -> Finding:
-    """What the groups say by themselves."""
+    """Return the finding about the groups.
+
+    Args:
+        groups: The groups of the whole model.
+    """
     trained = [group for group in groups if group.learning_rate is not None]
     frozen = sum(group.elements for group in groups if group.learning_rate is None)
     count = sum(group.elements for group in trained)
@@ -84,7 +100,12 @@ def finding_of(groups: Sequence[ParameterGroup]) -> Finding:
 
 
 def without_gradient(names: Sequence[str], trainable: int) -> Finding:
-    """`names`: trainable parameters that got no gradient on any rank."""
+    """Return the finding about missing gradients.
+
+    Args:
+        names: Trainable parameters without a gradient on any rank.
+        trainable: Number of trainable tensors.
+    """
     if not names:
         text = f"all {trainable:,} trainable tensors got a gradient"
         return Finding(kind=NO_GRADIENT, severity=Severity.OK, text=text, section=NO_GRADIENT_SECTION)
@@ -96,6 +117,10 @@ def without_gradient(names: Sequence[str], trainable: int) -> Finding:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few, and how many more there are."""
+    """Return the first few names, and how many more there are.
+
+    Args:
+        names: The names.
+    """
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"{', '.join(names[:_MOST_NAMES])}{more}"

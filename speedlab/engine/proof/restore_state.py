@@ -1,4 +1,4 @@
-"""Forwards and backwards that leave a training as it was: random streams, buffers, gradients, modes, the step."""
+"""Restore a training state after forwards and backwards: random streams, buffers, gradients, modes, the step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from speedlab.engine.train_step import StepState
 
 @contextmanager
 def left_as_it_was(state: TrainingState, step: StepState) -> Iterator[None]:
-    """Between two steps: what passes inside change beside parameters is put back, whatever happens."""
+    """Inside, forwards and backwards change nothing that lasts, except parameters. Use this between two steps.
+
+    Args:
+        state: The training state.
+        step: The step, reset afterwards.
+    """
     device = state.world.device
     words, tensors = random_words(), random_tensors(device)
     has_gradients = torch.is_grad_enabled()
@@ -27,14 +32,14 @@ def left_as_it_was(state: TrainingState, step: StepState) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if isinstance(buffer, Tensor)
     ]
-    # A training learns it from the batches of its first step, and rounds by it: a trial must not teach it.
+    # Training takes this number from its first step and rounds by it, so a trial must not set it.
     counted = state.counted_per_micro_batch
     before, step.only_looked_at = step.only_looked_at, True
     try:
         yield
         step.reset()
     except Exception:
-        step.reset()  # Not after an interrupt, which must not wait for peers: `reconnect` does it then.
+        step.reset()  # Not after an interrupt, which must not wait for peers; `reconnect` resets the step then.
         raise
     finally:
         step.only_looked_at = before
@@ -50,5 +55,5 @@ def left_as_it_was(state: TrainingState, step: StepState) -> Iterator[None]:
 def _restore(buffers: list[tuple[nn.Module, str, Tensor, Tensor]]) -> None:
     for module, name, buffer, values in buffers:
         module._buffers[name] = buffer
-        if not torch.equal(buffer, values):  # A write would raise the version for nothing.
+        if not torch.equal(buffer, values):  # A needless write would change the version counter.
             buffer.copy_(values)

@@ -1,6 +1,6 @@
-"""A micro-batch as tokens and targets, whatever form it has, and changed copies of it in the same form.
+"""A micro-batch as tokens and targets, from any form, and changed copies in the same form.
 
-B sequences, T tokens. `targets[b, t]` is the token that position t is asked for.
+Shapes: B sequences, T tokens. `targets[b, t]` is the token that position t predicts.
 """
 
 from __future__ import annotations
@@ -19,43 +19,54 @@ _TOKEN_NAMES = ("input_ids", "tokens")
 _TARGET_NAMES = ("shift_labels", "targets", "labels")
 _POSITION_NAMES = ("position_ids", "positions")
 _LEFT_OUT = ("num_items_in_batch",)
-"""Counts of the batch as it was given; they would be wrong for a part of it."""
+"""Counts of the whole batch, which are wrong for a part of it."""
 
 
 class NoTokensError(ValueError):
-    """A micro-batch in which no tokens and targets were found; the text says what it is."""
+    """A micro-batch without tokens and targets; the text describes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBatch:
-    """Tokens (B, T) int64, targets (B, T) int64 with -100 where none counts, and positions in documents (B, T) if the
-    batch has them."""
+    """Tokens (B, T) int64, targets (B, T) int64 with -100 if none counts, and optional positions in documents
+    (B, T).
+    """
 
     tokens: Tensor
     targets: Tensor
     positions: Tensor | None
     _make: Callable[[TokenBatch, Tensor], Any]
     rows_given: Tensor
-    """(B,) int64: which sequences of the given batch these are."""
+    """(B,) int64: the sequences of the given batch."""
 
     @property
     def counted(self) -> Tensor:
-        """(B, T) bool: at which positions a target counts, as the batch says."""
+        """Return (B, T) bool: positions with a counted target."""
         return self.targets != IGNORED
 
     @property
     def starts(self) -> Tensor | None:
-        """(B, T) int32: where each token's document begins; None without positions."""
+        """Return (B, T) int32: the start of each token's document; None without positions."""
         return None if self.positions is None else document_starts(self.positions)
 
     def rows(self, first: int, end: int) -> TokenBatch:
-        """Sequences `first` to `end` alone."""
+        """Return some sequences.
+
+        Args:
+            first: The first sequence.
+            end: The sequence after the last one.
+        """
         here = slice(first, end)
         positions = None if self.positions is None else self.positions[here]
         return self._with(self.tokens[here], self.targets[here], positions, self.rows_given[here])
 
     def changed(self, *, tokens: Tensor | None = None, targets: Tensor | None = None) -> TokenBatch:
-        """The same with other tokens or targets, of the same shape."""
+        """Return a copy with other tokens or targets.
+
+        Args:
+            tokens: (B, T) int64; None keeps them.
+            targets: (B, T) int64; None keeps them.
+        """
         return self._with(
             self.tokens if tokens is None else tokens,
             self.targets if targets is None else targets,
@@ -64,7 +75,7 @@ class TokenBatch:
         )
 
     def as_given(self) -> Any:
-        """The batch in the form in which it was given."""
+        """Return the batch in its given form."""
         return self._make(self, self.rows_given)
 
     def _with(self, tokens: Tensor, targets: Tensor, positions: Tensor | None, rows: Tensor) -> TokenBatch:
@@ -72,7 +83,15 @@ class TokenBatch:
 
 
 def token_batch(batch: Any, model: nn.Module) -> TokenBatch:
-    """The tokens and targets of a micro-batch. Raises NoTokensError, with the reason, where there are none."""
+    """Find the tokens and targets of a micro-batch.
+
+    Args:
+        batch: The micro-batch in any form.
+        model: Shows whether its loss shifts labels.
+
+    Raises:
+        NoTokensError: If there are none, with the reason.
+    """
     if isinstance(batch, Mapping):
         return _of_mapping(batch, model)
     if isinstance(batch, list | tuple) and len(batch) in (2, 3) and all(isinstance(each, Tensor) for each in batch):
