@@ -303,6 +303,7 @@ def sequence_multiple(cp: int, heads: int, block: int = 1) -> int:
         heads: Number of these ranks that share heads (Ulysses).
         block: Tokens per block; chunks of a ring are full blocks.
     """
+    # A ring needs two chunks of full blocks per ring rank. Without a ring, tokens are split evenly.
     return cp if heads == cp else lcm(cp, 2 * (cp // heads) * block)
 
 
@@ -320,6 +321,7 @@ def own_positions(length: int, cp: int, heads: int, index: int) -> list[range]:
         heads: Number of these ranks that share heads.
         index: This rank's index along cp.
     """
+    # Ranks that share heads are neighbours along cp.
     ring, place = divmod(index, heads)
     size = cp // heads
     chunk, mirrored = length // (2 * size), 2 * size - 1 - ring

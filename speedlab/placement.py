@@ -177,7 +177,9 @@ class ZeroPolicy:
         reached = [
             Replication.PARTITIONED if stage >= wanted and dp > 1 else Replication.REPLICATED for wanted in (1, 2, 3)
         ]
+        # The update runs on the host, so even float32 parameters need a separate master there.
         on_host = optimizer is not MemoryKind.DEVICE and parameters is MemoryKind.DEVICE and device != "cpu"
+        # Whether each gradient element has one owner. Otherwise every rank would offload a copy.
         one_each = reached[1] is Replication.PARTITIONED or dp == 1
         # Quantized parameters that stay on every rank lose bits, so they cannot serve as masters: see
         # `separate_masters`.

@@ -65,6 +65,7 @@ class AnonymousFile:
     def _goes_direct(self) -> bool:
         """Return whether O_DIRECT works. Some file systems refuse the flag, others the first transfer."""
         flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        # Two pages always contain one aligned page.
         two = np.empty(2 * PAGE_BYTES, dtype=np.uint8)
         page = two[-two.ctypes.data % PAGE_BYTES :][:PAGE_BYTES]
         try:

@@ -232,6 +232,7 @@ class DiskState(OffloadedState):
         buffer = self._store.buffers.take(self._extent.nbytes)
         memory = HostMemory(buffer)
         fetched = IORequest(partial(self._reading, memory, 0, self._extent.nbytes) if values else list)
+        # Blocks the queue until `leave`, so that later operations see the state after this turn.
         left = IORequest(None, ended=partial(self._left, buffer))
         self._turns.append(_DiskVisit(buffer, fetched, left))
         self._chain.add(fetched, left)
@@ -257,6 +258,7 @@ class DiskState(OffloadedState):
         """
         turn = self._turn()
         if changed:
+            # Raises if the `fetch` failed or has not ended: such a buffer must not overwrite the file.
             _ = self.tensor
             self._store.count(WRITE, self.nbytes)
             self._last_write = turn.left

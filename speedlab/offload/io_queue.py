@@ -138,6 +138,7 @@ class IOQueue:
         with self._lock:
             if self._running is not None or not self._jobs:
                 return
+            # A turn that has not ended blocks the queue.
             if self._jobs[0]._plan is None and not self._given_up:
                 return
             job = self._running = self._jobs.popleft()
@@ -156,6 +157,7 @@ class IOQueue:
 
     def _do(self, job: IORequest, piece: Piece) -> None:
         try:
+            # After a failed piece, the remaining ones are skipped.
             if job.error is None and not self._given_up:
                 piece()
         except Exception as error:

@@ -260,6 +260,7 @@ class ContextParallel:
         # The mean over no targets would be NaN. So a rank without targets gets one, with weight 0. If no rank has
         # targets, the loss stays NaN.
         own[:, 0] = torch.where((count > 0) | (total == 0), own[:, 0], 0)
+        # The mean over this rank's targets, weighted by their fraction of all targets.
         loss = prediction.loss(x, weight, own) * (count / total.clamp(min=1))
         return GPTOutput(_SumOfRanks.apply(loss, self._group), None)
 

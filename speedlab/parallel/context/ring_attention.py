@@ -85,7 +85,9 @@ class _Ring(Function):
         ring: Group = ctx.ring
         q, k, v, result, logarithms, starts, kept = ctx.saved_tensors
         masks = _masks(starts, kept, ctx.dropout)
+        # One message for keys and values. Twice the tags: for keys and values, and for their gradients.
         both, tag = torch.stack((k, v)), ring.take_tags(2 * ring.size)
+        # Gradients are summed over the turns in float32 (float64 for float64 inputs).
         of_queries = torch.zeros_like(q, dtype=logarithms.dtype)
         sums, on_their_way = torch.zeros_like(both, dtype=logarithms.dtype), None
         for turn in range(ring.size):

@@ -164,6 +164,7 @@ class Pipeline:
         places = _parts_of(positions, micro_batches)
         step = _Step(inputs, labels, places, self._activation_shape(inputs[0]), scales)
         self._take_tags(micro_batches)
+        # Per stage, the last action of the plan that computes gradients. It also reduces them.
         last = {a.stage: a for a in plan if a.kind in self._last_kinds(a.stage)}
         self._timeline.begin()
         try:
@@ -292,6 +293,7 @@ class Pipeline:
 
     def _send(self, action: Action, tensor: Tensor, shape: tuple[int, ...]) -> None:
         kind, number, k = action
+        # Messages carry neither shape nor dtype, so the receiver has allocated exactly these.
         if tensor.shape != shape or tensor.dtype != self._dtype:
             raise RuntimeError(
                 f"pipeline stage {number} made {tuple(tensor.shape)} {tensor.dtype}, but {shape} {self._dtype} goes "
@@ -300,6 +302,7 @@ class Pipeline:
         peer = (number + (1 if kind is ActionKind.SEND_ACTIVATION else -1)) % self.pp
         with self._timeline.span("send", number, k):
             self._leaving[kind, number, k] = self._group.send(tensor, peer, self._tag(kind, number, k))
+        # Free the tensors of sends that have ended.
         self._leaving = {action: pending for action, pending in self._leaving.items() if not pending.over}
 
     def _receive(self, action: Action, shape: tuple[int, ...]) -> None:

@@ -190,6 +190,7 @@ def with_transfers(orders: Sequence[Iterable[Action]], *, stages: int) -> Orders
     while any(waiting):
         progress = False
         for rank, queue in enumerate(waiting):
+            # The next action needs a result that no rank has computed yet, so this rank waits for one round.
             if not queue or not done.issuperset(_needed(queue[0], stages)):
                 continue
             action = queue.popleft()

@@ -62,6 +62,7 @@ class PipelineStage:
         Returns:
             The activation or, on the last stage, the loss; detached.
         """
+        # The previous stage needs the gradient of this input. Tokens have none.
         x = given if self.module.is_first else given.requires_grad_()
         made = self.module(x, targets, positions)
         self._micros[micro_batch] = _Micro(None if self.module.is_first else x, made)
@@ -157,6 +158,7 @@ class PipelineStage:
         groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
         for group in self._put_off.pop(micro_batch):
             if "grads" in group:  # Without "grads", no gradient reached this group.
+                # A group may span several units. Compute it with the unit that backward meets first.
                 first = min(turn[id(node.variable)] for node in group["params"])
                 groups[order[first].name].append(group)
 

@@ -57,6 +57,7 @@ class Heads:
                     f"head_dim, or leave its layers out of the plan"
                 )
             return None
+        # Keys and values may have fewer heads than queries, so the widest projection counts.
         count = declared or max(widths) // (head_size or 1)
         if getattr(module, "v_head_dim", head_size) != head_size:
             raise PlanError(f"{name}: heads whose values have another size than their keys are not cut; leave it out")

@@ -207,6 +207,7 @@ class TensorParallel:
     def _add_part(self, parameter: Tensor, dim: int, *, packed: int = 1, step: int = 1, sharers: int = 1) -> ShardRange:
         size, index = self.group.size, self.group.index
         name = self._names[id(parameter)]
+        # `sharers` neighbouring ranks hold the same slice.
         part = cut_along(parameter.shape, dim, size // sharers, index // sharers, packed=packed, step=step)
         if parameter.shape[dim] // packed // step < size // sharers:
             raise LayoutError(

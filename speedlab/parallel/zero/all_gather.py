@@ -154,6 +154,8 @@ class UnshardScheduler:
             return
         if unit in self._left:
             if self.ordered and self.order_is_known:
+                # Take part in the gathers of skipped units, so that all ranks start the same collectives in the same
+                # order.
                 while self._left[0] is not unit:
                     other = self._left.pop(0)
                     other.start_gather()
@@ -162,6 +164,7 @@ class UnshardScheduler:
         unit.start_gather()
         unit.finish_gather()
         following = self._following.get(unit)
+        # Prefetch the next unit, so that its transfer overlaps with the computation of this one.
         if self.order_is_known and following in self._left:
             self._left.remove(following)
             following.start_gather()
@@ -247,6 +250,7 @@ class UnshardScheduler:
             group.wait_until_all_read()
         for flat in self._flats:
             flat.all_read()
+        # Peers of this host read these shards in place, through mapped memory.
         self._group.wait_until_let_go([flat.shard for flat in self._flats if flat.is_used_in_place])
 
     def before_change(self) -> None:
@@ -274,6 +278,7 @@ class UnshardScheduler:
         """Adopt the order of units of rank 0's last forward with gradients. Collective."""
         names = [unit.name for unit in self._seen] + [unit.name for unit in self.units if unit not in self._seen]
         by_name = {unit.name: unit for unit in self.units}
+        # Rank 0 decides, because ranks may have taken different branches.
         order = [by_name[name] for name in self._group.share(names)]
         self.order = [self.root, *(unit for unit in order if unit is not self.root)]
         self.order_is_known = True

@@ -62,6 +62,7 @@ def _watch(node: Any, saved: SavedTensors, args: Any) -> None:
     owners = {index for tensor in tensors_of(args) if (index := saved.index_of(tensor)) is not None}
     for index in owners:
         node.register_prehook(partial(_read, saved, index, saved.version, True))
+    # The function may also have kept parameters of the unit whose forward is running.
     if saved.running and saved.running[-1] not in owners:
         node.register_prehook(partial(_read, saved, saved.running[-1], saved.version, False))
 

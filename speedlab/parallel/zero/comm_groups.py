@@ -33,7 +33,7 @@ class AllGather(Protocol):
     """Gathers the shards of a flat."""
 
     def offer(self, shards: Sequence[Tensor]) -> None:
-        """Announce the shards that peers will read in the next gathers, in this order.
+        """Announce the shards that peers will gather in this pass, each once, in an order that all ranks share.
 
         Args:
             shards: This rank's shards.
@@ -104,6 +104,7 @@ class ZeroCommGroups:
         if not sent:
             return self.reduce
         assert self.hosts is not None  # The groups exist if the configuration asks for quantized gradients.
+        # Quantized reductions run inside each host first, then across hosts (ZeRO++, section 4.3).
         return CodedSums(self.reduce, self.hosts, CODECS[sent])
 
 

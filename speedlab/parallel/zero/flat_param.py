@@ -224,6 +224,7 @@ class FlatParam:
         step = max(1, _ALIGNMENT_BYTES // dtype.itemsize)
         self.slots: list[ParamSlot] = lay_out(rows, [parameter.shape for parameter in self.parameters], step)
         self.numel = self.slots[-1].offset + self.slots[-1].numel
+        # So each partition starts aligned, and contains only full blocks of 8-bit states.
         self.padded = padded_numel(self.numel, group.size * (CODES if self._coded else step))
         self.start, self.end = partition_range(self.padded, group.size, group.index)
         self.states = FlatParamStates(stores, group, padded=self.padded, coded=self._coded)
@@ -547,6 +548,7 @@ class FlatParam:
                 if start < stop:
                     own = slice(start - low, stop - low)
                     new = value[start - here.start : stop - here.start].to(self.master.device)
+                    # Compare what parameters show: the caller cannot see the other bits of a master.
                     same = shown[own] == new.to(self.dtype)
                     self.master[own] = torch.where(same, self.master[own], new.to(self.master.dtype))
 
@@ -622,6 +624,7 @@ class FlatParam:
             if narrow.device == self.master.device:
                 self._narrow_down(narrow, update)
             else:
+                # The update ran on the host. Round there, so that fewer bytes are copied to the device.
                 made = torch.empty(narrow.numel(), dtype=narrow.dtype, pin_memory=narrow.is_cuda)
                 self._narrow_down(made, update)
                 self._stores.copies.to_device(made, narrow).wait()

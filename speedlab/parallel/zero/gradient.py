@@ -193,6 +193,7 @@ class Gradient:
         if self._filled[index]:
             view.add_(gradient)
         else:
+            # The first gradient overwrites old values, so the buffer is never zeroed.
             view.copy_(gradient)
             self._filled[index] = self.used[index] = True
 
@@ -216,6 +217,7 @@ class Gradient:
             return None
         if self._residency.grads_sharded and not self._residency.update_in_backward:
             return self._summing.reduce_scatter(own, self._summed_into(accumulate), accumulate=accumulate)
+        # Each rank updates only its partition, so it needs only this part of the sum.
         if self._residency.optimizer_states is Replication.PARTITIONED:
             return self._summing.reduce_scatter(own, self.partition)
         return self.group.all_reduce(own)
@@ -242,6 +244,7 @@ class Gradient:
         total = sum(slot.numel for slot in slots)
         for group in groups:
             together = group.borrow(padded_numel(total, group.size), own.dtype)
+            # All slots of a group travel in one message.
             torch.cat(pieces, out=together[:total])
             together[total:].zero_()
             group.all_reduce(together).wait()
@@ -403,6 +406,7 @@ def used_by_any(gradients: Sequence[Gradient], also: Group | None = None) -> lis
         start += len(gradient.slots)
     for groups, indices in places.items():
         for group in groups:
+            # The same order as for gradients: first the groups of `summed_over`, then the group of the flat.
             counts[indices] = group.sum(counts[indices])
     counts = gradients[0].group.sum(counts)
     every = iter(((counts if also is None else also.sum(counts)) > 0).tolist())

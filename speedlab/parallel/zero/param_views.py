@@ -53,6 +53,7 @@ class ParamViews:
 
     def use_placeholder_views(self) -> None:
         """Make the parameters show NaN placeholders, after their release."""
+        # The release loses the caller's tensor, but `take_changes` must still report the write.
         self._lost.update(index for index in range(len(self._values)) if self.is_replaced(index))
         self.show(self._placeholders)
         self._become(ReshardedParameter)

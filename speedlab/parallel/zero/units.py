@@ -65,7 +65,9 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
         ValueError: `choice` matches no module.
     """
     names = {id(module): name for name, module in model.named_modules()}
+    # Step 1.
     lists = _chosen_blocks(model, choice) if choice is not None else _repeated_blocks(model)
+    # Step 2.
     merged = [group for blocks in lists for group in _merge_neighbours(blocks, bucket_bytes)]
     plans = [UnitPlan(_joint_name([names[id(m)] for m in group]), _called(group)) for group in merged]
 
@@ -73,6 +75,7 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
     for plan in plans:
         for module in plan.modules:
             for parameter in module.parameters():
+                # Step 3. None marks a parameter that several units share.
                 known = holder.setdefault(id(parameter), plan)
                 if known is not plan:
                     holder[id(parameter)] = None
@@ -84,6 +87,7 @@ def plan_units(model: nn.Module, choice: UnitChoice | None = None, *, bucket_byt
 
     root = UnitPlan(ROOT, [model])
     for name, parameter in model.named_parameters():
+        # Step 4.
         if stays_whole(parameter):
             continue
         owner = None if id(parameter) in outside else holder.get(id(parameter))

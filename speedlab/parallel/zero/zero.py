@@ -337,12 +337,14 @@ class Zero:
             if module is not self.module:
                 gathers.rest()
         gathers.met(unit)
+        # Release a unit with frozen parameters only after the gradients of its inputs; see `_watch_call`.
         if self.params_unsharded_on_demand and unit.has_frozen and unit is not gathers.root and torch.is_grad_enabled():
             watched = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
             if watched:
                 self._watch_call(unit, watched)
         gathers.enter(unit, alone=alone)
         gathers.require(unit)  # 1
+        # A submodule called alone gets its own gather, so it does not count as a running forward of the unit.
         unit.calls += not alone
         self._saved.enter(module, recomputing=self.current is UnitPhase.BACKWARD)
         if unit is not gathers.root:
@@ -356,6 +358,7 @@ class Zero:
         if torch.is_grad_enabled():
             for tensor in tensors_of(output):
                 if tensor.grad_fn is not None:
+                    # Backward enters the unit through this output. The version detects graphs of older parameters.
                     tensor.register_hook(partial(self._before_backward, unit, self._saved.version))
                     if self.params_unsharded_on_demand:
                         # The hook is on the node, not on the tensor: asking for the tensor's own gradient reads no
@@ -389,6 +392,7 @@ class Zero:
         needs hooks.
         """
         unit = self.units[unit_index]
+        # The block itself was called, so its own hooks gather the unit.
         if unit.calls:
             return False
         if self.current is UnitPhase.BACKWARD:  # Recomputation runs the block's forward without its hooks.
@@ -471,6 +475,7 @@ class Zero:
         clear_gradient(parameter)
         if self.current is not UnitPhase.BACKWARD:
             refuse_loose_gradient(flat.slots[index].name)
+        # A flat holds dense gradients only (nn.Embedding with sparse=True gives sparse ones).
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         if self.reductions.is_over(unit):
@@ -482,6 +487,7 @@ class Zero:
         assert flat.gradient is not None  # Only trainable flats have gradient hooks.
         flat.gradient.receive(index, gradient)
         unit.missing -= 1
+        # The root waits for the end of backward, because blocks may still add to its shared parameters.
         if unit.missing == 0 and unit is not self.gathers.root:
             # Reduce before the release: the update in backward needs the gathered parameters.
             if self.zero_policy.update_in_backward:
@@ -575,6 +581,7 @@ class Zero:
         for flat in self.flats:
             flat.take_changes()
             flat.refuse_old_graphs()
+        # Graphs of earlier forwards carry the old version, so `_before_backward` refuses them.
         self._saved.version += 1
 
     def refuse_late(self, what: str) -> None:
@@ -586,6 +593,7 @@ class Zero:
         Raises:
             RuntimeError: The parameters are older than the last update.
         """
+        # Once a gradient exists, the step continues with the old parameters by design, so nothing is refused.
         unused = not any(used for flat in self.flats if flat.gradient is not None for used in flat.gradient.used)
         if unused and any(flat.ahead for flat in self.flats):
             raise RuntimeError(
