@@ -1,7 +1,9 @@
-"""Step records as columns: what every plot is drawn from. Appending is incremental, drawing is bounded.
+"""Step records as columns, the data of every plot. Appending is incremental, and the number of drawn points is
+bounded.
 
-A plot shows at most about 400 points a curve. Records are therefore drawn in buckets of `stride` steps, a power of two
-that doubles as the run grows; between two doublings a plot only ever gets new points at its end.
+A plot shows at most about 400 points per curve. Records are grouped in buckets of `stride` steps. `stride` is a power
+of
+two that doubles as the run grows; between two doublings a plot only gets new points at its end.
 """
 
 from __future__ import annotations
@@ -17,19 +19,19 @@ from speedlab.telemetry.records import CATEGORIES, PHASES, Event, Ledger, Memory
 from speedlab.telemetry.run_shape import layout_in
 
 POINTS = 400
-"""Most points of one curve on screen."""
+"""Maximum number of points of one curve on screen."""
 
 BARS = 80
-"""Most bars of a stacked plot over steps."""
+"""Maximum number of bars of a stacked plot over steps."""
 
 SMOOTHING = 0.9
-"""Share of the past in a smoothed curve, per step (bias-corrected, so that the first steps are not pulled to zero)."""
+"""Weight of the past in a smoothed curve, per step. Bias-corrected, so that the first steps are not pulled to zero."""
 
 SMOOTHINGS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.998, 0.999)
-"""Shares that a person may choose from; about the last 1 / (1 - share) steps count."""
+"""Weights that a user may choose. About the last 1 / (1 - weight) steps count."""
 
 _AT_ONCE = 512
-"""Records that are made at a time."""
+"""Number of records that are created at a time."""
 
 _Numbers = TypeVar("_Numbers", float, np.ndarray)
 
@@ -50,7 +52,11 @@ _ROWS = {name: row for row, name in enumerate(_COLUMNS)}
 
 
 def total_bytes(ledger: Ledger) -> int:
-    """All categories together."""
+    """Return the sum of all categories of a ledger, in bytes.
+
+    Args:
+        ledger: The ledger of a rank.
+    """
     return sum(_IN_ORDER(ledger))
 
 
@@ -61,21 +67,24 @@ MOST: dict[str, Callable[[Ledger], int]] = {
     "model_states": lambda ledger: ledger.model_states,
     "everything": total_bytes,
 }
-"""What a rank holds at most over the steps."""
+"""Sums of a ledger (bytes) whose maximum over the steps is kept per rank."""
 
 
 class _Smoothing:
-    """A column smoothed by one share of the past, as far as somebody has asked for it."""
+    """A column smoothed with one weight of the past, computed only as far as it was requested."""
 
     def __init__(self, share: float) -> None:
         self._share = share
         self._known = 0
         self._rows = np.empty((3, 256))
-        """Sum of values, sum of their weights, and the first by the second, by step."""
+        """By step: the weighted sum of values, the sum of weights, and their quotient."""
 
     def of(self, values: np.ndarray) -> np.ndarray:
-        """(length,) of (length,) values; what is no finite number leaves the curve as it was. Takes as long as there
-        are values that nobody has asked for yet."""
+        """Return (length,) smoothed values for (length,) values.
+
+        A value that is not finite leaves the curve unchanged. The cost is proportional to the values not computed
+        before.
+        """
         known, length = self._known, len(values)
         if known < length:
             while length > self._rows.shape[1]:
@@ -87,7 +96,7 @@ class _Smoothing:
                     total = total * self._share + value * (1 - self._share)
                     weight = weight * self._share + (1 - self._share)
                 rows.append((total, weight, total / weight if weight > 0 else np.nan))
-            if len(rows) == 1:  # A step more: no array has to be made.
+            if len(rows) == 1:  # One new step, the usual case: create no array.
                 self._rows[0, known], self._rows[1, known], self._rows[2, known] = rows[0]
             else:
                 self._rows[:, known:length] = np.array(rows).T
@@ -95,42 +104,51 @@ class _Smoothing:
         return self._rows[2, :length]
 
     def cut(self, length: int) -> None:
-        """Later values were replaced."""
+        """Forget the values from `length` on, because they were replaced."""
         self._known = min(self._known, length)
 
 
 class Series:
-    """The records of one rank as float64 columns by name, plus its held-out losses."""
+    """The records of one rank as float64 columns by name, and its held-out losses."""
 
     def __init__(self) -> None:
         self._data = np.empty((len(_COLUMNS), 256))
         self._smoothings: dict[tuple[str, float], _Smoothing] = {}
         self._seen = 0
         self._newest = 0.0
-        """When the last of those records was made."""
+        """Time of the last record taken in."""
         self.length = 0
         self.heldout: list[tuple[int, float]] = []
-        """Another list when points of it were replaced; else it only grows."""
+        """Replaced by a new list when earlier points change; otherwise it only grows."""
         self.most_bytes: dict[str, int] = dict.fromkeys(MOST, 0)
-        """The most this rank has held at any step: of model states, and of all categories together."""
+        """Maximum over the steps, in bytes: model states, and all categories together."""
         self.marked: tuple[int, list[MemoryMark]] = 0, []
-        """The newest step whose memory was marked over its time, and its marks."""
+        """The newest step with marks of its memory over time, and these marks."""
         self.waited_for_places = False
         """Whether any step has waited for the host's memory or the disk."""
         self.exchanges = False
-        """Whether something else than gradients travels: the optimizer sums them itself, or islands meet."""
+        """Whether a step has sent other data than float32 gradients: a compressing optimizer, ZeRO++ or islands."""
 
     def column(self, name: str) -> np.ndarray:
-        """(length,) values of a column; times in seconds."""
+        """Return the (length,) values of a column; times in seconds.
+
+        Args:
+            name: One of _COLUMNS.
+        """
         return self._data[_ROWS[name], : self.length]
 
     @property
     def smoothed(self) -> np.ndarray:
-        """(length,) smoothed loss."""
+        """(length,) loss, smoothed with SMOOTHING."""
         return self.smoothed_by(SMOOTHING)
 
     def smoothed_by(self, share: float, name: str = "loss") -> np.ndarray:
-        """(length,) a column smoothed by one of SMOOTHINGS; what was smoothed before is kept."""
+        """Return a (length,) smoothed column. Results are cached and extended.
+
+        Args:
+            share: Weight of the past, one of SMOOTHINGS.
+            name: The column.
+        """
         if (smoothing := self._smoothings.get((name, share))) is None:
             smoothing = self._smoothings[name, share] = _Smoothing(share)
         return smoothing.of(self.column(name))
@@ -141,9 +159,16 @@ class Series:
             smoothing.cut(length)
 
     def update(self, records: Sequence[StepRecord]) -> bool:
-        """Take in what is new in `records`. True when earlier steps were replaced: a plot must be drawn anew."""
-        # A run that went back to a checkpoint may have come further than before since the last look. It may do so in
-        # the middle of this one: only slices are asked for.
+        """Append the new records.
+
+        Args:
+            records: All records of the rank, in order.
+
+        Returns:
+            True if earlier steps were replaced, so that a plot must be redrawn.
+        """
+        # A run that restarted from a checkpoint may have passed its earlier step since the last call. A restart may
+        # also happen during this call, in another thread: read slices only, because slices never raise IndexError.
         last = records[max(0, self._seen - 1) : self._seen]
         rewritten = self._seen > 0 and (not last or last[0].time != self._newest)
         if rewritten:
@@ -160,7 +185,7 @@ class Series:
     def _append(self, record: StepRecord) -> bool:
         rewritten = False
         if self.length and record.step <= self._data[0, self.length - 1]:
-            # A run that went back to a checkpoint: the abandoned steps make way for the ones that count.
+            # The run restarted from a checkpoint: drop the abandoned steps.
             self._cut(int(np.searchsorted(self.column("step"), record.step)))
             self.heldout = [point for point in self.heldout if point[0] < record.step]
             rewritten = True
@@ -188,7 +213,7 @@ class Series:
         return rewritten
 
     def _exchange(self, told: Mapping[str, float]) -> tuple[float, float, float]:
-        """Bytes as a share of float32's, the error's norm, and the angle that was last looked at."""
+        """Return the sent bytes as a share of float32's, the error norm, and the angle that was measured last."""
         self.exchanges |= bool(told)
         share = told["sent_bytes"] / told["float32_bytes"] if told.get("float32_bytes") else 1.0
         angle = self.column("angle")[-1] if self.length else np.nan
@@ -196,9 +221,12 @@ class Series:
 
 
 class History:
-    """Everything the plots of a run are drawn from: a Series of the lowest rank, which speaks for the run where ranks
-    agree (loss, tokens, learning rate), the newest record of each rank, and the events. `records` are those it was last
-    updated from; of other ranks than the lowest, only the newest are asked for."""
+    """The data of all plots of a run: a Series of the lowest rank, the newest record of each rank, and the events.
+
+    The lowest rank stands for the run in values that all ranks agree on (loss, tokens, learning rate). `records` are
+    those of
+    the last update. From other ranks, only the newest record is read, because reading all would load whole files.
+    """
 
     def __init__(self) -> None:
         self.lead_rank = 0
@@ -207,24 +235,30 @@ class History:
         self.records: Mapping[int, Sequence[StepRecord]] = {}
         self.events: list[Event] = []
         self._events_of: tuple[Sequence[Event], int] = ((), 0)
-        """Those they were taken from, and how many these were: they only grow, or are others."""
+        """The sequence the events were copied from and its length then. The sequence only grows, or is replaced."""
         self._size: int | None = None
         self._started_of: tuple[list[Event] | None, Mapping[str, Any]] = None, {}
-        """The events, and what was found in them."""
+        """Cache key (the events) and the details of the newest 'started' event."""
         self._heldout: list[tuple[int, float]] = []
         self._heldout_of: tuple[list[Event], list[tuple[int, float]], int] = [], [], 0
-        """The events, and the points of the lowest rank and their number, which those were made of."""
+        """Cache key of `_heldout`: the events, the points of the lowest rank, and their number."""
         self._most_bytes = dict.fromkeys(MOST, 0)
         self._waited_for_places = False
         self._taken: dict[int, tuple[Sequence[StepRecord], int | None]] = {}
-        """By rank the records it was updated from, and how often these had changed by then."""
+        """By rank: the records last read, and their count of changes then."""
         self.others_news = 0
-        """Counts up when something has come of other ranks than the lowest."""
+        """Counts up when ranks other than the lowest have new records."""
         self.predicted: RunPrediction | None = None
-        """What the planner said, where somebody asked it."""
+        """The planner's prediction, if it was requested."""
 
     @classmethod
     def of(cls, records: Mapping[int, Sequence[StepRecord]], events: Sequence[Event] = ()) -> History:
+        """Build a history from records and events.
+
+        Args:
+            records: Records by rank.
+            events: Events of the run, oldest first.
+        """
         history = cls()
         history.update(records, events)
         return history
@@ -232,8 +266,16 @@ class History:
     def update(
         self, records: Mapping[int, Sequence[StepRecord]], events: Sequence[Event], *, leading: bool = False
     ) -> bool:
-        """Take in what is new; `leading`: of other ranks than the lowest that is nothing. True when earlier steps of
-        the leading rank were replaced."""
+        """Take in new records and events.
+
+        Args:
+            records: Records by rank.
+            events: Events of the run, oldest first.
+            leading: Ignore ranks other than the lowest in this call.
+
+        Returns:
+            True if earlier steps of the lowest rank were replaced.
+        """
         self.records = records
         lowest = {self.lead_rank: records[self.lead_rank]} if self.lead_rank in records else {}
         new = self._new(lowest if leading else records)
@@ -249,15 +291,15 @@ class History:
                 self._most_bytes[name] = max(self._most_bytes[name], held(record.ledger))
         if self._events_of[0] is not events or self._events_of[1] != len(events):
             self.events = list(events)
-            self._events_of = events, len(self.events)  # Another thread may have read one more meanwhile.
+            self._events_of = events, len(self.events)  # Count the copy: another thread may append now.
             self._size = _world_size(self.events)
         if self._size is not None and any(rank >= self._size for rank in self.latest):
-            # What ranks that have left held last is held no more.
+            # Drop ranks that have left the run: their memory is free.
             self.latest = {rank: record for rank, record in self.latest.items() if rank < self._size}
         return rewritten
 
     def _new(self, records: Mapping[int, Sequence[StepRecord]]) -> dict[int, Sequence[StepRecord]]:
-        """Those of `records` in which something may have changed; what cannot tell may have."""
+        """Return the records that may have changed. Records without a `changes` counter always count as changed."""
         found = {}
         for rank, entries in records.items():
             changes = getattr(entries, "changes", None)
@@ -267,23 +309,27 @@ class History:
         return found
 
     def most_bytes(self, name: str) -> int:
-        """The most any rank has held of 'model_states' or 'everything', of what was seen: plots keep this height, so
-        that one sees bars shrink."""
+        """Return the maximum bytes that any rank has held. Plots keep this height, so that a user sees bars shrink.
+
+        Args:
+            name: 'model_states' or 'everything'.
+        """
         return max(self._most_bytes[name], self.lead.most_bytes[name])
 
     @property
     def phases(self) -> list[str]:
-        """Phases of a step that are drawn: waiting for host and disk only where there was any."""
+        """Phases of a step that plots show. 'offload' only if a rank has waited for the host's memory or the disk."""
         waited = self._waited_for_places or self.lead.waited_for_places
         return [phase for phase in PHASES if waited or phase != "offload"]
 
     @property
     def ranks(self) -> list[int]:
+        """Ranks with a record, in ascending order."""
         return sorted(self.latest)
 
     @property
     def heldout(self) -> list[tuple[int, float]]:
-        """(step, held-out loss), in order; the evaluation before the first step is told by an event."""
+        """(step, held-out loss) in order. The evaluation before the first step is taken from an event."""
         events, points, number = self._heldout_of
         if events is not self.events or points is not self.lead.heldout or number != len(points):
             early = [
@@ -297,7 +343,7 @@ class History:
 
     @property
     def _started(self) -> Mapping[str, Any]:
-        """What the newest event tells that says what the run is made of; empty before there is one."""
+        """Details of the newest 'started' event, which describes the run; empty if there is none yet."""
         if self._started_of[0] is not self.events:
             found = next((event.details for event in reversed(self.events) if event.kind == "started"), {})
             self._started_of = self.events, found
@@ -305,16 +351,25 @@ class History:
 
     @property
     def pretended_link(self) -> str:
-        """'1 Gbit/s 1 ms', where its engines pretend one between them; else ''."""
+        """The simulated link between the engines, like '1 Gbit/s 1 ms'; '' if there is none."""
         return str(self._started.get("pretended_link", {}).get("text", ""))
 
     def host_of(self, rank: int) -> str:
-        """The name of a rank's host, where the run is on several; else ''."""
+        """Return the name of the host of `rank`; '' if the run uses one host.
+
+        Args:
+            rank: The rank.
+        """
         hosts = self._started.get("hosts")
         return str(hosts[rank]) if isinstance(hosts, list) and 0 <= rank < len(hosts) else ""
 
     def share_of_peak(self, flops_per_second: _Numbers) -> _Numbers | None:
-        """What one rank computes as a share (0 to 1) of what a large matmul reaches on it; None where not measured."""
+        """Return the throughput of one rank as a share (0 to 1) of a large matmul's on it; None if that was not
+        measured.
+
+        Args:
+            flops_per_second: One number or an array.
+        """
         peak = self._started.get("peak_flops")  # summed over the ranks
         if not isinstance(peak, int | float) or not peak > 0 or not self.latest:
             return None
@@ -322,7 +377,7 @@ class History:
 
 
 def _world_size(events: Sequence[Event]) -> int | None:
-    """How many ranks the newest change of layout has left; None when there was none."""
+    """Return the world size after the newest change of layout; None if there was no change."""
     for event in reversed(events):
         after = event.details.get("after")
         layout = layout_in(after) if event.kind == "reshaped" and isinstance(after, dict) else None
@@ -332,7 +387,12 @@ def _world_size(events: Sequence[Event]) -> int | None:
 
 
 def stride(length: int, limit: int) -> int:
-    """Steps in one bucket: the least power of two with which `length` steps make at most `limit` buckets."""
+    """Return the steps per bucket: the smallest power of two that gives at most `limit` buckets.
+
+    Args:
+        length: Number of steps.
+        limit: Maximum number of buckets.
+    """
     size = 1
     while length > size * limit:
         size *= 2
@@ -340,14 +400,21 @@ def stride(length: int, limit: int) -> int:
 
 
 def bucket_last(values: np.ndarray, size: int, *, closed: bool, first: int = 0) -> np.ndarray:
-    """The last value of each bucket from number `first` on; an unfinished one at the end counts when `closed`."""
+    """Return the last value of each bucket.
+
+    Args:
+        values: (length,) values.
+        size: Steps per bucket.
+        closed: Also include an unfinished bucket at the end.
+        first: Number of the first bucket to return.
+    """
     whole = values[: len(values) // size * size].reshape(-1, size)[first:, -1]
     rest = values[len(values) // size * size :]
     return np.append(whole, rest[-1]) if closed and len(rest) else whole
 
 
 def bucket_mean(values: np.ndarray, size: int, *, closed: bool, first: int = 0) -> np.ndarray:
-    """Like `bucket_last`, with the mean of each bucket."""
+    """Return the mean of each bucket. Arguments as for `bucket_last`."""
     whole = values[: len(values) // size * size].reshape(-1, size)[first:].mean(axis=1)
     rest = values[len(values) // size * size :]
     return np.append(whole, rest.mean()) if closed and len(rest) else whole
@@ -356,7 +423,18 @@ def bucket_mean(values: np.ndarray, size: int, *, closed: bool, first: int = 0) 
 def bucket_extremes(
     x: np.ndarray, y: np.ndarray, size: int, *, closed: bool, first: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(x, y) with each bucket's lowest and highest point in their order, so that a spike is never averaged away."""
+    """Return the lowest and the highest point of each bucket in their order, so that spikes stay visible.
+
+    Args:
+        x: (length,) positions.
+        y: (length,) values; NaN counts as missing.
+        size: Steps per bucket.
+        closed: Also include an unfinished bucket at the end.
+        first: Number of the first bucket to return.
+
+    Returns:
+        (x, y) of the chosen points: two per bucket, or one if all values are equal.
+    """
     if size == 1:
         return x[first:], y[first:]
     start, end = first * size, len(y) // size * size
@@ -368,7 +446,9 @@ def bucket_extremes(
 
 
 def _extremes(rows: np.ndarray) -> np.ndarray:
-    """Places in `rows.ravel()` of each row's lowest and highest value, in their order; one where they are the same."""
+    """Return the indices in `rows.ravel()` of each row's lowest and highest value, in order; one index if both
+    coincide.
+    """
     unknown = np.isnan(rows)
     lowest = np.where(unknown, np.inf, rows).argmin(axis=1)
     highest = np.where(unknown, -np.inf, rows).argmax(axis=1)

@@ -1,9 +1,12 @@
-"""The step records of one rank, which are read when somebody asks for them.
+"""The step records of one rank: parsed lazily, kept in columns, validated.
 
-Step records of one rank in columns: some 400 bytes a record instead of the five thousand of Python's objects.
-
-The numbers of a record stand in a row of float64, in an order that its shape says: which phases, collectives, kernels
-and places it names. A run has few shapes.
+- `Columns` keeps some 400 bytes per record instead of about 5,000 bytes as Python objects. The numbers of a record are
+  a
+  row of float64. The record's `_Shape` gives their order: the names of its phases, collectives, kernels and places. A
+  run
+  has few shapes.
+- `RankRecords` is the sequence that readers use. It parses a record file only as far as a caller needs.
+- `record_of` parses and checks one line.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from speedlab.telemetry.file_tail import Tail
 from speedlab.telemetry.records import RECORDS, Ledger, MemoryMark, Span, StepRecord
 
 TIMELINES = 256
-"""Steps whose timelines, and whose marks of memory, are kept in memory; those of earlier ones are in the files."""
+"""Number of steps whose timelines, and whose memory marks, stay in memory. The files hold those of earlier steps."""
 
 _WHOLE = ("step", "zero_stage", "tokens")
 _REAL = ("time", "loss", "learning_rate", "grad_norm", "loss_scale", "flops", "seconds", "began")
@@ -34,7 +37,7 @@ _LEDGER = tuple(name for name in Ledger.__dataclass_fields__ if name not in ("ho
 
 
 class _Shape(NamedTuple):
-    """What a record names, in the order of its row."""
+    """The names in a record, in the order of its row."""
 
     heldout: bool
     traced: bool
@@ -66,9 +69,12 @@ class Columns:
         return len(self._steps)
 
     def append(self, record: StepRecord) -> None:
-        """Take in a record. Those of its step and of later ones go: the run went back to a checkpoint, and computes
-        them again."""
-        row = array("d", _row_of(record))  # What cannot be in it changes nothing.
+        """Append a record. Drop records of this step and later ones: the run restarted from a checkpoint.
+
+        Args:
+            record: The record.
+        """
+        row = array("d", _row_of(record))  # Convert first: a value that is no float64 raises before any change.
         self._cut(record.step)
         if (kind := self._shapes.get(shape := _shape_of(record))) is None:
             kind = self._shapes[shape] = len(self._by_kind)
@@ -85,12 +91,12 @@ class Columns:
             _keep(self._memory, record.step, record.memory)
 
     def __getitem__(self, index: int) -> StepRecord:
-        """The record at `index`, 0 or more, made anew."""
+        """Return a new StepRecord with the values at `index` (0 or more)."""
         shape, step = self._by_kind[self._kinds[index]], self._steps[index]
         stop = self._starts[index + 1] if index + 1 < len(self._starts) else len(self._values)
         numbers = iter(self._values[self._starts[index] : stop])
         values: dict[str, Any] = {name: int(next(numbers)) for name in _WHOLE}
-        values |= zip(_REAL, numbers)  # noqa: B905 - zip asks names first: it takes no number too many.
+        values |= zip(_REAL, numbers)  # noqa: B905 - zip reads the names first, so it takes no extra number.
         if shape.heldout:
             values["heldout_loss"] = next(numbers)
         ledger: dict[str, Any] = {name: int(next(numbers)) for name in _LEDGER}
@@ -111,7 +117,11 @@ class Columns:
         )
 
     def place_of(self, step: int) -> int:
-        """The index of the first record of `step` or a later one."""
+        """Return the index of the first record of `step` or of a later step.
+
+        Args:
+            step: The step.
+        """
         return bisect_left(self._steps, step)
 
     def _cut(self, step: int) -> None:
@@ -174,17 +184,27 @@ def _whole(names: tuple[str, ...], numbers: Any) -> dict[str, int]:
 
 
 NEWEST = 32
-"""So many of the newest records are at hand without reading the file from its start."""
+"""Number of the newest records that are available without reading the whole file."""
 
 
 def last_recorded(folder: Path, rank: int) -> int | None:
-    """The step that a rank of the run in `folder` has recorded last; None where it has recorded none."""
+    """Return the last step that a rank has recorded; None if there is none.
+
+    Args:
+        folder: The run folder.
+        rank: The rank.
+    """
     record = last_record(folder, rank)
     return record.step if record is not None else None
 
 
 def last_record(folder: Path, rank: int) -> StepRecord | None:
-    """What a rank of the run in `folder` has recorded last; None where it has recorded nothing."""
+    """Return the last record of a rank; None if there is none.
+
+    Args:
+        folder: The run folder.
+        rank: The rank.
+    """
     tail = Tail(folder / "records" / f"rank-{rank}.jsonl")
     tail.skip(1)
     for line in reversed(tail.read()):
@@ -194,40 +214,47 @@ def last_record(folder: Path, rank: int) -> StepRecord | None:
 
 
 class RankRecords(Sequence[StepRecord]):
-    """The records of one rank in the order of their steps, which grow while the run does.
+    """The records of one rank in the order of their steps; the sequence grows while the run does.
 
-    1. At first the end of the file is read alone: the newest records (`records[-1]`, `records[-20:]`).
-    2. Whoever asks for others, or for their number, has the whole file read, once, into columns.
-    3. Whoever asks for the last alone has one line read, however many have come.
+    1. At first, only the end of the file is read: the newest records (`records[-1]`, `records[-20:]`).
+    2. Access to other records, or `len`, reads the whole file once into columns.
+    3. Access to the last record alone parses one line, however many lines are new.
 
-    A run that goes back to a checkpoint takes the steps behind it away. Any thread may ask.
+    A restart from a checkpoint removes the steps after the checkpoint. Safe to use from any thread.
     """
 
     def __init__(self, path: Path, rank: int, lock: threading.RLock, damaged: Callable[[str], None]) -> None:
-        """`lock`: its feed's; `damaged`: told of each line that is no record."""
+        """Open the record file of a rank and skip to its newest records.
+
+        Args:
+            path: The record file.
+            rank: The rank.
+            lock: Lock of the feed.
+            damaged: Called with a message for each damaged line.
+        """
         self.rank = rank
         self.damaged_lines = 0
         self.changes = 0
-        """Counts up with what is taken in, for who wants to know whether there was something."""
+        """Counts up with each line taken in, so that readers notice news."""
         self._path, self._lock, self._tell = path, lock, damaged
         self._tail = Tail(path)
         self._columns: Columns | None = None
         self._newest: deque[StepRecord] = deque(maxlen=NEWEST)
         self._lines: deque[bytes] = deque(maxlen=NEWEST)
-        """Behind the newest records: what nobody has asked for yet."""
+        """Lines after `_newest` that are not parsed yet."""
         self._last: tuple[bytes, StepRecord] | None = None
-        """The last of these lines, where it was read alone."""
+        """The last of these lines with its record, if it was parsed alone."""
         self._tail.skip(NEWEST)
         self._earlier = self._tail.position > 0
-        """Whether there are more records than those."""
+        """Whether the file has records before those in `_newest` and `_lines`."""
 
     @property
     def position(self) -> int:
-        """Where the first line that was not read starts in the file, bytes."""
+        """Byte offset in the file of the first unread line."""
         return self._tail.position
 
     def read(self) -> bool:
-        """Take in what is new in the file; True when there was something."""
+        """Take in new lines of the file. Return True if there may be new records."""
         lines = self._tail.read()
         if self._tail.restarted:
             self._columns, self.damaged_lines = None if self._columns is None else Columns(self.rank), 0
@@ -237,13 +264,17 @@ class RankRecords(Sequence[StepRecord]):
         return self._add(lines)
 
     def take(self, line: bytes) -> bool:
-        """Take in a line that starts at `position`; True when it may be a record."""
+        """Take in a line that starts at `position`. Return True if the line may be a record.
+
+        Args:
+            line: The line, with its line end.
+        """
         self._tail.position += len(line)
         return self._add([line])
 
     @property
     def heldout_loss(self) -> float | None:
-        """The newest one; None where there was no evaluation."""
+        """The newest held-out loss; None if there was no evaluation."""
         with self._lock:
             points = self._all().heldout
             return points[-1][1] if points else None
@@ -252,7 +283,7 @@ class RankRecords(Sequence[StepRecord]):
 
     def __len__(self) -> int:
         with self._lock:
-            newest = self._at_hand() if self._columns is None else ()  # It may find that there are more.
+            newest = self._at_hand() if self._columns is None else ()  # May set `_earlier`.
             return len(self._all() if self._columns is not None or self._earlier else newest)
 
     def __bool__(self) -> bool:
@@ -296,20 +327,20 @@ class RankRecords(Sequence[StepRecord]):
     def _all(self) -> Columns:
         with self._lock:
             if self._columns is None:
-                self._at_hand()  # They stay at hand: columns would have to make them anew.
+                self._at_hand()  # Keep the newest as objects: columns would create them again on each access.
                 self.damaged_lines, columns = 0, Columns(self.rank)
                 for line in self._tail.before():
                     self._append(columns, line)
-                self._columns = columns  # Only now: an interrupt leaves what there was.
+                self._columns = columns  # Assign at the end: an interrupt keeps the old state.
             return self._columns
 
     def _at(self, columns: Columns, place: int) -> StepRecord:
-        """The record at `place`; the newest as they came, which are asked for again and again."""
+        """Return the record at `place`. Keep the newest as objects, because they are read again and again."""
         behind = place - len(columns)
         return self._newest[behind] if -behind <= len(self._newest) else columns[place]
 
     def _read_last(self) -> StepRecord | None:
-        """The last record where it can be had without the others; None where its line is damaged, or there is none."""
+        """Return the last record without parsing others; None if its line is damaged or there is none."""
         if not self._lines:
             return self._newest[-1] if self._newest else None
         line = self._lines[-1]
@@ -321,17 +352,17 @@ class RankRecords(Sequence[StepRecord]):
         return self._last[1]
 
     def _at_hand(self) -> deque[StepRecord]:
-        """The newest records, without reading the whole file."""
+        """Parse the pending lines and return the newest records, without reading the whole file."""
         newest = self._newest
         while self._lines:
             record = self._parse(self._lines[0])
             if record is not None:
                 self._keep(record)
-            self._lines.popleft()  # Only now: an interrupt loses none.
+            self._lines.popleft()  # Remove the line after its record is kept: an interrupt loses none.
         return newest
 
     def _keep(self, record: StepRecord) -> None:
-        """Put it behind the newest; those of its step and of later ones go."""
+        """Append a record to the newest ones; drop those of its step and later steps."""
         newest = self._newest
         while newest and newest[-1].step >= record.step:
             newest.pop()
@@ -344,13 +375,13 @@ class RankRecords(Sequence[StepRecord]):
         self._last = None
 
     def _add(self, lines: Sequence[bytes]) -> bool:
-        """Take in what follows; True when there may be a record in it."""
+        """Take in the lines that follow. Return True if they may hold a record."""
         self.changes += len(lines)
         if (columns := self._columns) is not None:
             return sum(self._append(columns, line) for line in lines) > 0
         if len(self._lines) + len(lines) > NEWEST:
             self._earlier = True
-            self._newest.clear()  # Not next to each other any more.
+            self._newest.clear()  # A gap follows: they no longer adjoin the new lines.
         self._lines.extend(lines)
         return bool(lines)
 
@@ -374,11 +405,19 @@ class RankRecords(Sequence[StepRecord]):
 
 
 NO_RECORD = (ValueError, TypeError, AttributeError, RecursionError, OverflowError)
-"""What a line that is no record raises."""
+"""Exceptions that a damaged line raises."""
 
 
 def record_of(line: bytes, rank: int) -> StepRecord:
-    """What a line of the file of `rank` holds. Raises one of NO_RECORD."""
+    """Parse and check one line of a record file.
+
+    Args:
+        line: The line.
+        rank: The rank whose file holds the line.
+
+    Raises:
+        Exception: One of NO_RECORD, if the line is no valid record of this rank.
+    """
     try:
         record = RECORDS.decode(line)
     except msgspec.MsgspecError:
@@ -393,12 +432,11 @@ _OTHER_FIELDS |= {"heldout_loss", "traced", "timeline", "memory"}
 _NUMBER_FIELDS = tuple(f.name for f in fields(StepRecord) if f.name not in _OTHER_FIELDS)
 _NUMBERS = {int, float}
 _LARGEST = 2**53
-"""Whole numbers up to here are the same as float64."""
+"""Whole numbers up to this value are exact in float64."""
 
 
 def _check_kinds(record: StepRecord) -> None:
-    """Whether the fields of a record from a file are what they should be: what is drawn and formatted later must be
-    numbers."""
+    """Raise TypeError unless all fields have their types: plots and formatting need numbers."""
     values = record.__dict__
     for name in _NUMBER_FIELDS:
         if type(values[name]) not in _NUMBERS:
@@ -424,14 +462,14 @@ def _check_kinds(record: StepRecord) -> None:
             "phases, sent_bytes, sent_through, moved_bytes, exchange, kernels, ledger, timeline or memory"
         )
         raise TypeError(f"{fields_of_numbers} hold something else than numbers")
-    array("d", [*numbers, *(values[name] for name in _NUMBER_FIELDS)])  # Raises OverflowError for what is no float64.
+    array("d", [*numbers, *(values[name] for name in _NUMBER_FIELDS)])  # OverflowError beyond float64
 
 
 def _check_counts(record: StepRecord, rank: int) -> None:
-    """Whether it is of this rank, and what it counts can be counted."""
+    """Raise ValueError unless the record is of this rank and its counts are plausible."""
     if record.rank != rank:
         raise ValueError(f"step {record.step!r} of rank {record.rank!r} in the file of rank {rank}")
-    if not sum(map(abs, _counts(record))) < _LARGEST:  # Also where one is not a number.
+    if not sum(map(abs, _counts(record))) < _LARGEST:  # `not <` also refuses NaN.
         raise ValueError("steps, tokens or bytes are no whole numbers that anybody could have counted")
 
 

@@ -1,11 +1,13 @@
-"""The run folder: a run's configuration, status, control words, records and checkpoints, in one place anyone may read.
+"""The run folder: read and write a run's configuration, status, control commands, events and placement tables.
 
-Everything in it is JSON, written by replacing or appending, never by changing in place; nothing in it is ever trusted:
-sizes are bounded and every field is checked when it is read, because a folder may come from somewhere else.
+All files except the records are small JSON files. Writers replace a file or append to it; they never change bytes in
+place. Readers trust nothing, because a folder may come from another machine: they bound every size and check every
+field.
 
-A file that appears whole, and once: for numbers and keys that several processes want to give at the same time.
+Also in this file:
 
-Files that others have written, for reading: what somebody has put in their place stops no reader.
+- `place` publishes a file exactly once, when several processes compete for one name.
+- `open_plain` opens a file for reading and refuses pipes and devices, which could block the reader.
 """
 
 from __future__ import annotations
@@ -30,13 +32,18 @@ from speedlab.config.errors import with_more
 from speedlab.telemetry.records import Event, RunState
 
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.EXDEV})
-"""What `link` says on file systems without hard links: exFAT, FUSE and some shared folders of virtual machines."""
+"""Errors of `link` on file systems without hard links: exFAT, FUSE and some shared folders of virtual machines."""
 
 
 def place(draft: Path, path: Path) -> None:
-    """Move `draft` to `path`. Raises FileExistsError, and leaves the draft, where somebody was faster.
+    """Move `draft` to `path`, unless `path` already exists. Readers of `path` see nothing or the whole file.
 
-    Both are in one folder. Whoever reads `path` finds nothing or all of it.
+    Args:
+        draft: The complete file, in the folder of `path`. It stays in place if the move fails.
+        path: The final name.
+
+    Raises:
+        FileExistsError: Another process has created `path` first.
     """
     try:
         os.link(draft, path)
@@ -49,7 +56,7 @@ def place(draft: Path, path: Path) -> None:
 
 
 def _place_under_lock(draft: Path, path: Path) -> None:
-    # The lock goes with the process that holds it, so that one that was killed here keeps nobody waiting.
+    # The kernel releases an flock when its process ends, so a process that is killed here blocks no other process.
     lock = os.open(path.parent / ".place-lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -61,14 +68,27 @@ def _place_under_lock(draft: Path, path: Path) -> None:
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """The file at `path`. Raises OSError for what is none: a pipe would stop its reader for ever, and some
-    devices never end."""
+    """Open the regular file at `path` for reading in binary mode.
+
+    Args:
+        path: The file. A pipe would block its reader for ever, and some devices never end.
+
+    Raises:
+        OSError: `path` is missing, a directory, a pipe or a device.
+    """
     return os.fdopen(plain_descriptor(path), "rb")
 
 
 def plain_descriptor(path: str | os.PathLike[str]) -> int:
-    """Likewise, for who reads with `os.pread`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # A pipe's opening would wait, too.
+    """Return a file descriptor of the regular file at `path`, for readers that use `os.pread`.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: `path` is missing, a directory, a pipe or a device.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # O_NONBLOCK: opening a pipe would block.
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
         return descriptor
@@ -79,39 +99,42 @@ def plain_descriptor(path: str | os.PathLike[str]) -> int:
 
 
 CONTROL_WORDS = ("pause", "resume", "step", "stop", "save", "reshape", "prove", "live")
-"""What a person may ask of a run; each is carried out by all ranks between the same two steps."""
+"""Commands that a client may send to a run. All ranks execute a command between the same two steps."""
 
 TOKENIZER = "tokenizer"
-"""Where a run's folder has its tokenizer, as transformers reads it."""
+"""Subfolder of the run folder with the tokenizer, in the format of transformers."""
 
 UNSUPERVISED = "the cluster's supervisor has ended; the next client starts another one, and the run goes on"
-"""Text of the status of a run that has paused by itself; who supervises its cluster next lets it go on."""
+"""Status text of a run that paused itself because its supervisor ended. The next supervisor resumes the run."""
 
 _CONFIG_LIMIT_BYTES = 2**20
 _STATUS_LIMIT_BYTES = 2**18
 _WORD_LIMIT_BYTES = 2**14
 _KEYS_LOOKED_AT = 32
 _NO_WORD: dict[str, Any] = {}
-"""What reading a word gives where there is none; one that holds nothing is a damaged one."""
+"""Sentinel for a missing command file. Compared by identity: an empty object in a file is a damaged command."""
 _PLACEMENT_BYTES = 2**28
 
 
 class RunFolderError(RuntimeError):
-    """A folder that is no run, holds something damaged, or cannot take what has to be written."""
+    """A folder that holds no run or damaged files, or that cannot be written."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the message says all, and the frames would be ours."""
+        """Return what IPython shows: the message alone, because the stack frames would be internal ones."""
         return [f"{type(self).__name__}: {with_more(self)}"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """What a run is doing, as its engines last wrote it.
+    """The status of a run, as its engines last wrote it.
 
-    `cluster` is the name of the cluster whose engines hold it and `token` which cluster of that name; `rank_pids` are
-    the engines' process ids by rank, for people; `command` is the number of the last control word carried out;
-    `updated` is in seconds since the epoch and is filled in when the status is written. `unread` is never written: why
-    what is here could not be read anew.
+    Attributes:
+        cluster: Name of the cluster whose engines hold the run.
+        token: Tells clusters of the same name from each other.
+        rank_pids: Process ids of the engines by rank, for display.
+        command: Number of the last command that was executed.
+        updated: Seconds since 1970; filled in when the status is written.
+        unread: Why the newest status could not be read. Never written to the file.
     """
 
     state: RunState = RunState.STARTING
@@ -127,38 +150,48 @@ class Status:
 
     @property
     def told(self) -> str:
-        """What the run says of its state, and beside it what keeps that from being read."""
+        """Text of the run about its state, followed by the reason why the status could not be read, if any."""
         return " · ".join(filter(None, (self.text, self.unread)))
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand:
-    """A control word as it was posted. Numbers count up from 1 within a run."""
+    """A command as a client posted it. Numbers count up from 1 within a run."""
 
     number: int
     word: str
     arguments: dict[str, Any] = field(default_factory=dict)
     time: float = field(default=0.0, compare=False)
-    """When, in seconds since 1970."""
+    """Seconds since 1970."""
 
 
 class RunFolder:
-    """A run's folder, opened. Raises RunFolderError when `path` holds no run."""
+    """An existing run folder.
+
+    Args:
+        path: The folder.
+
+    Raises:
+        RunFolderError: `path` holds no run, or its configuration is damaged.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).resolve()
         self._config_stamp = self._stamp_of_config()
         self._unknown: list[str] = []
-        """What the configuration says that this version has no field for, a sentence each."""
+        """One sentence for each entry of the configuration that this version has no field for."""
         self._config = self._read_config()
 
     @property
     def name(self) -> str:
+        """The name of the run, which is the name of its folder."""
         return self.path.name
 
     @property
     def config(self) -> RunConfig:
-        """What the run was started with, or goes on with since its number of engines was changed."""
+        """The current configuration; read again after the file was replaced, for example after a change of the world
+        size.
+        """
         self._look_at_config()
         return self._config
 
@@ -168,14 +201,29 @@ class RunFolder:
             self._config, self._config_stamp = self._read_config(), stamp
 
     def update_config(self, config: RunConfig) -> None:
-        """Replace the configuration in one move. Only while no rank advances the run: engines read it when they build
-        it. Raises RunFolderError as `require_known` does."""
+        """Replace the configuration atomically.
+
+        Call this only while no rank advances the run, because engines read the file when they build the run.
+
+        Args:
+            config: The new configuration.
+
+        Raises:
+            RunFolderError: The present configuration has unknown fields (see `require_known`).
+        """
         self.require_known()
         write_atomically(self.path / "config.json", config.to_json())
 
     def require_known(self) -> None:
-        """Raise RunFolderError where the configuration has fields that this version does not know, as a later one
-        writes: it can show the run, and would go on with it as something else."""
+        """Refuse a configuration with fields that this version does not know.
+
+        A later version of SpeedLab may have written such fields. This version can show the run, but would continue it
+        with
+        a different meaning.
+
+        Raises:
+            RunFolderError: There are unknown fields.
+        """
         self._look_at_config()
         if self._unknown:
             raise RunFolderError(
@@ -184,7 +232,9 @@ class RunFolder:
             )
 
     def _stamp_of_config(self) -> tuple[int, int] | None:
-        """Changes whenever the file is replaced; None when it is gone, and what was read holds."""
+        """Return a value that changes when the file is replaced; None if the file is gone, so that the last read stays
+        valid.
+        """
         try:
             found = os.stat(self.path / "config.json")
         except OSError:
@@ -193,10 +243,13 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig) -> RunFolder:
-        """Make the folder of a new run, 0700, with its configuration and a first status.
+        """Create the folder of a new run (mode 0700) with its configuration and a first status.
 
-        A configuration without a name gets the first free of 'run-1', 'run-2', … Raises ConfigError when the name is
-        taken (suggesting the next free one) or when the place cannot be written.
+        Args:
+            config: The configuration. If it has no name, the run gets the first free of 'run-1', 'run-2', …
+
+        Raises:
+            ConfigError: The name is taken (the message suggests the next free name), or the folder cannot be written.
         """
         parent = config.folder.resolve()
         try:
@@ -209,17 +262,21 @@ class RunFolder:
             for sub in ("records", "control", "checkpoints", "stream"):
                 (path / sub).mkdir(mode=0o700)
             write_atomically(path / "status.json", _status_json(Status(steps=config.steps, updated=time.time())))
-            # The configuration comes last: a folder that has one is complete.
+            # Write the configuration last: a folder with a configuration is complete.
             write_atomically(path / "config.json", config.to_json())
         except OSError as error:
-            shutil.rmtree(path, ignore_errors=True)  # Only what was made here a moment ago: the name is free again.
+            shutil.rmtree(path, ignore_errors=True)  # Removes only the folder created above, so the name is free again.
             raise ConfigError(f"folder: {path} cannot be written: {error.strerror}; give another folder") from error
         return cls(path)
 
     # Status
 
     def read_status(self) -> Status:
-        """The status as last written. Raises RunFolderError when it is missing or damaged."""
+        """Return the status as last written.
+
+        Raises:
+            RunFolderError: The file is missing or damaged.
+        """
         path = self.path / "status.json"
         data = read_object(path, _STATUS_LIMIT_BYTES)
         try:
@@ -238,13 +295,17 @@ class RunFolder:
             raise RunFolderError(f"{path}: is not the status of a run: {error}") from error
 
     def write_status(self, status: Status) -> None:
-        """Replace the status in one move; readers see the old one or the new one, never a part."""
+        """Replace the status atomically: readers see the old or the new one, never a part.
+
+        Args:
+            status: The new status. Its `updated` is set to the current time.
+        """
         write_atomically(self.path / "status.json", _status_json(replace(status, updated=time.time())))
 
-    # Control words
+    # Events, placement tables and commands
 
     def read_events(self) -> list[Event]:
-        """Every event that was written, oldest first. Lines that are no event are passed over."""
+        """Return all events, oldest first. Damaged lines are skipped."""
         try:
             with open_plain(self.path / "events.jsonl") as file:
                 lines = file.read().splitlines()
@@ -257,13 +318,25 @@ class RunFolder:
         return events
 
     def write_placement(self, rank: int, rows: list[dict[str, Any]]) -> None:
-        """What `rank` holds now: the rows of its placement table."""
+        """Write the placement table of a rank.
+
+        Args:
+            rank: The rank.
+            rows: One row per parameter, as `speedlab.placement.ParamPlacement.described` returns it.
+        """
         folder = self.path / "placement"
         folder.mkdir(mode=0o700, exist_ok=True)
         write_atomically(folder / f"rank-{rank}.json", json.dumps({"rows": rows}))
 
     def read_placement(self, rank: int) -> list[dict[str, Any]]:
-        """What was last written of `rank`. Raises RunFolderError when nothing was."""
+        """Return the placement rows that `rank` wrote last.
+
+        Args:
+            rank: The rank.
+
+        Raises:
+            RunFolderError: This rank has written no table, or the file is damaged.
+        """
         path = self.path / "placement" / f"rank-{rank}.json"
         found = read_object(path, _PLACEMENT_BYTES, missing={}).get("rows")
         if not isinstance(found, list):
@@ -273,10 +346,17 @@ class RunFolder:
         return found
 
     def post(self, word: str, *, key: str = "", **arguments: Any) -> int:
-        """Ask something of the run; returns the word's number. Safe when several clients post at once.
+        """Send a command to the run and return the command's number. Safe when several clients post at once.
 
-        `key`: what `number_of` finds it by. Raises ValueError for a word outside CONTROL_WORDS and TypeError for
-        arguments that are not JSON.
+        Args:
+            word: One of CONTROL_WORDS.
+            key: A key with which `number_of` finds the command later.
+            **arguments: Arguments of the command; must be JSON.
+
+        Raises:
+            ValueError: The command is unknown, or its arguments are too large.
+            TypeError: The arguments are not JSON.
+            RunFolderError: The mailbox or the status cannot be read.
         """
         if word not in CONTROL_WORDS:
             raise ValueError(f"unknown control word {word!r}; known: {', '.join(CONTROL_WORDS)}")
@@ -290,7 +370,7 @@ class RunFolder:
         draft = control / f".draft-{os.getpid()}-{next(_DRAFTS)}"
         draft.write_text(text, encoding="utf-8")
         try:
-            # Numbers never fall back behind the last one carried out, even if somebody has cleared the mailbox.
+            # Start above the last executed number, even if the mailbox was cleared: ranks ignore lower numbers.
             for number in itertools.count(max(self.read_status().command, self._last_number()) + 1):
                 try:
                     place(draft, _word_path(control, number))
@@ -302,7 +382,11 @@ class RunFolder:
         raise AssertionError("unreachable: the numbers do not end")
 
     def number_of(self, key: str) -> int | None:
-        """The number of the word that was posted under `key`, among the newest; None when none was."""
+        """Return the number of the command that was posted under `key`; None if there is none among the newest.
+
+        Args:
+            key: The `key` given to `post`.
+        """
         last = self._last_number()
         for number in range(last, max(0, last - _KEYS_LOOKED_AT), -1):
             with contextlib.suppress(RunFolderError):
@@ -311,9 +395,14 @@ class RunFolder:
         return None
 
     def pending(self, after: int) -> list[RunCommand]:
-        """Control words with a number above `after`, in order. Costs one failed open when there is none.
+        """Return the commands with a number above `after`, in order. Costs one failed open if there is none.
 
-        Raises RunFolderError where the mailbox itself cannot be read."""
+        Args:
+            after: Number of the last command that was executed.
+
+        Raises:
+            RunFolderError: The mailbox cannot be read.
+        """
         return list(self._words_from(after + 1))
 
     def _words_from(self, first: int) -> Iterator[RunCommand]:
@@ -323,7 +412,7 @@ class RunFolder:
             try:
                 data = read_object(path, _WORD_LIMIT_BYTES, missing=_NO_WORD)
             except RunFolderError:
-                # A damaged word is no word; the ones behind it still count. Where no word can be read, none is there.
+                # Skip a damaged command, but read the later ones, up to the last number in the directory.
                 last = self._last_number() if last is None else last
                 if number > last:
                     return
@@ -366,7 +455,11 @@ _DRAFTS = itertools.count()
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Also through a link; False for one that goes in a circle, or into what may not be looked at."""
+    """Return whether `entry` is a directory or a link to one; False for circular links and unreadable targets.
+
+    Args:
+        entry: An entry of `os.scandir`.
+    """
     try:
         return entry.is_dir()
     except OSError:
@@ -374,7 +467,11 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def find_runs(parent: str | os.PathLike[str]) -> list[Path]:
-    """The run folders in `parent`, the one whose status is newest first; [] when there is no such folder."""
+    """Return the run folders in `parent`, the most recently changed first; [] if `parent` does not exist.
+
+    Args:
+        parent: Folder that contains run folders.
+    """
     try:
         entries = [Path(entry.path) for entry in os.scandir(parent) if is_folder(entry)]
     except OSError:
@@ -384,19 +481,31 @@ def find_runs(parent: str | os.PathLike[str]) -> list[Path]:
         try:
             aged.append((max(os.stat(path / name).st_mtime_ns for name in ("config.json", "status.json")), path))
         except OSError:
-            continue  # No run, or one that another process is just creating.
+            continue  # Not a run, or another process is creating the run now.
     return [path for _, path in sorted(aged, reverse=True)]
 
 
 def find_runs_text(parent: Path) -> str:
-    """For errors: 'PARENT: a, b, c', or that there are none."""
+    """Return 'PARENT: a, b, c' or 'PARENT: none yet', for error messages.
+
+    Args:
+        parent: Folder that contains run folders.
+    """
     names = [path.name for path in find_runs(parent)]
     shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
     return f"{parent}: {shown or 'none yet'}"
 
 
 def require_space(path: str | os.PathLike[str], needed_bytes: int) -> None:
-    """Refuse, before anything is written, what does not fit on the disk that holds `path`. Raises RunFolderError."""
+    """Refuse a write that does not fit on the disk, before anything is written.
+
+    Args:
+        path: Target; may not exist yet.
+        needed_bytes: Bytes that will be written.
+
+    Raises:
+        RunFolderError: The disk that holds `path` has less free space.
+    """
     place = Path(path).resolve()
     while not place.exists():
         place = place.parent
@@ -409,7 +518,13 @@ def require_space(path: str | os.PathLike[str], needed_bytes: int) -> None:
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o600) -> None:
-    """Write a small file under another name, then move it into place; the directory never shows a part of it."""
+    """Write a small file under a temporary name, then rename it: readers never see a part of the file.
+
+    Args:
+        path: Final name. An existing file is replaced.
+        text: Content, written as UTF-8.
+        mode: Permissions of the file.
+    """
     draft = path.with_name(f".{path.name}-{os.getpid()}-{next(_DRAFTS)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
     try:
@@ -422,8 +537,16 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o600) -> None:
 
 
 def read_object(path: Path, limit_bytes: int, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A small JSON file that holds one object. Raises RunFolderError when it is missing (unless `missing` is given),
-    larger than `limit_bytes`, or anything else than an object."""
+    """Read a small JSON file that holds one object.
+
+    Args:
+        path: The file.
+        limit_bytes: Refuse larger files.
+        missing: Return this if the file does not exist.
+
+    Raises:
+        RunFolderError: The file is missing (and `missing` is None), too large, unreadable, or holds no JSON object.
+    """
     try:
         with open_plain(path) as file:
             data = file.read(limit_bytes + 1)
@@ -445,7 +568,8 @@ def read_object(path: Path, limit_bytes: int, *, missing: dict[str, Any] | None 
 
 
 def _claim_name(parent: Path, name: str | None) -> Path:
-    """Create the folder `name`, or the first free 'run-N'. mkdir is the claim, so two clients never share a folder."""
+    """Create the folder `name`, or the first free 'run-N'. `mkdir` is the claim, so two clients never share a folder.
+    """
     if name is not None:
         try:
             (parent / name).mkdir(mode=0o700)
@@ -465,7 +589,7 @@ def _claim_name(parent: Path, name: str | None) -> Path:
 
 
 def _next_name(parent: Path, name: str) -> str:
-    """'quickstart' -> 'quickstart-2', 'run-3' -> 'run-4', and on while those exist too."""
+    """Return the next free name: 'quickstart' -> 'quickstart-2', 'run-3' -> 'run-4'; skip names that exist."""
     match = re.fullmatch(r"(.*)-(\d{1,9})", name)
     stem, number = (match[1], int(match[2])) if match else (name[:80], 1)
     return next(f"{stem}-{n}" for n in itertools.count(number + 1) if not (parent / f"{stem}-{n}").exists())

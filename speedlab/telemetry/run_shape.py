@@ -1,7 +1,9 @@
-"""The shape of a run: ZeRO stage, layout, schedule and micro-batches, which may change while it is on.
+"""The shape of a run: ZeRO stage, layout, schedule, micro-batches and offload, which may change while the run is
+active.
 
-`config.json` says what a run began with; every change of shape is told by an event. A configuration of the present
-shape is what the panel compares with, and what a change is made from.
+`config.json` holds the shape at the start; an event records each later change. `present_config` combines both. The
+panel
+compares its fields with that configuration, and a new change starts from it.
 """
 
 from __future__ import annotations
@@ -30,41 +32,59 @@ CHANGES = (
     "cut",
     "offload",
 )
-"""What may be changed of a run that is on."""
+"""Settings that can change while a run is active."""
 
 _PLACES = ("optimizer", "parameters")
-"""What of `offload` may be changed of a run that is on."""
+"""The keys of `offload` that can change while a run is active."""
 _PIPELINE = frozenset({"pp", "schedule", "chunks"})
-"""What a cut of the blocks depends on."""
+"""Settings that make an explicit partition of the blocks (`cut`) invalid."""
 
 
 def present_config(config: RunConfig, events: Sequence[Event], engines: int) -> RunConfig:
-    """`config` with the shape that the newest change told of in `events` has left."""
+    """Return `config` with the shape that the newest change in `events` has left.
+
+    Args:
+        config: The configuration in the run folder.
+        events: Events of the run, oldest first.
+        engines: Number of engines the run uses now.
+    """
     told = next((shape_after(event) for event in reversed(events) if event.kind == "reshaped"), None)
     if told is None:
         return config
     try:
         return changed_config(config, engines, built_in=False, **told)
-    except ValueError:  # Of another version, or of other engines; the configuration is what is left to go by.
+    except ValueError:  # From another version or another number of engines: fall back to the configuration.
         return config
 
 
 def shape_after(event: Event) -> dict[str, Any]:
-    """What a change of shape has left, under the names of CHANGES."""
+    """Return the shape after a change, with the keys of CHANGES.
+
+    Args:
+        event: An event of kind 'reshaped'.
+    """
     after = event.details.get("after")
-    told = after if isinstance(after, dict) else event.details  # Once there was only the stage to be told.
+    told = after if isinstance(after, dict) else event.details  # Old events have only the stage, without "after".
     return {name: told[name] for name in CHANGES if name in told}
 
 
 def layout_in(told: Mapping[str, Any]) -> Layout | None:
-    """The layout that an event tells of; None where it tells of none, or of none that can be."""
+    """Return the layout that an event describes; None if the event has none or an invalid one.
+
+    Args:
+        told: Details of an event, or its `before` or `after`.
+    """
     axes = {axis: told.get(axis, 1) for axis in AXES}
     sound = "dp" in told and all(isinstance(size, int) and size > 0 for size in axes.values())
     return Layout(**axes) if sound else None
 
 
 def change_mark(event: Event) -> str:
-    """What a change of shape has changed, as short as a plot needs it: '2→3', 'pp 2 × dp 1 × tp 2'; '' for the rest."""
+    """Return a short label of a change of shape for plots: '2→3', 'pp 2 × dp 1 × tp 2'; '' for other changes.
+
+    Args:
+        event: An event of kind 'reshaped'.
+    """
     before, after = event.details.get("before"), shape_after(event)
     stage = before.get("zero") if isinstance(before, dict) else before
     words = []
@@ -79,13 +99,22 @@ def change_mark(event: Event) -> str:
 def changed_config(
     config: RunConfig, engines: int, *, before: int | None = None, built_in: bool = True, **changes: Any
 ) -> RunConfig:
-    """`config` with `changes` (of CHANGES) on `engines` engines. What is not changed stays, the global batch too, and
-    what `offload` does not name; dp follows from the engines, and a cut of the blocks from the pipeline,
-    unless they are given.
+    """Return `config` with `changes` applied, for `engines` engines.
 
-    `before`: the number of engines that `config` runs on now, where it is another.
+    Everything that `changes` does not name keeps its value, also the global batch and the other keys of `offload`.
+    `dp`
+    follows from the number of engines and `cut` from the pipeline, unless `changes` names them.
 
-    Raises ConfigError or LayoutError, with the rule, the values and what would work, when there is no such run.
+    Args:
+        config: The present configuration.
+        engines: Number of engines after the change.
+        before: Number of engines that `config` uses now, if it differs from `engines`.
+        built_in: Passed to `RunConfig.layout`.
+        **changes: New values, with the keys of CHANGES.
+
+    Raises:
+        ConfigError: A change is unknown, or the configuration is not possible.
+        LayoutError: The engines cannot form this layout.
     """
     if unknown := [name for name in changes if name not in CHANGES]:
         raise ConfigError(unknown_key(unknown[0], CHANGES, {}))
@@ -111,19 +140,22 @@ def changed_config(
     )
     if not parallel and "micro_batches" not in changes:
         return wanted
-    # The layout first, and only then how the global batch is shared out in it.
+    # Compute the layout first: the split of the global batch depends on its data size.
     sizes: dict[str, Any] = {"global_size": batch.global_size, "micro_size": None, "accumulation": None}
     shares = wanted.replace(batch=sizes).layout(engines, built_in=built_in).data_size
     sizes["accumulation"] = changes.get("micro_batches") or _fewest(batch, shares)
     wanted = wanted.replace(batch=sizes)
     wanted.batch.resolve(shares)
-    wanted.layout(engines, built_in=built_in)  # Some schedules ask something of the number of micro-batches.
+    wanted.layout(engines, built_in=built_in)  # Check again: some schedules restrict the number of micro-batches.
     return wanted
 
 
 def _fewest(batch: Batch, shares: int) -> int | None:
-    """The fewest micro-batches that each of the global batch's `shares` divides into and that are no larger than they
-    are now, so that activations take no more memory; None when the global batch does not divide."""
+    """Return the smallest number of micro-batches that divides each share and does not enlarge a micro-batch.
+
+    Micro-batches do not grow, so activations need no more memory. None if the global batch does not divide by
+    `shares`.
+    """
     for count in range(1, batch.global_size // shares + 1):
         parts = count * shares
         if batch.global_size % parts == 0 and batch.global_size <= parts * batch.micro_size:
@@ -132,14 +164,24 @@ def _fewest(batch: Batch, shares: int) -> int | None:
 
 
 def differences(running: RunConfig, wanted: RunConfig, engines: int) -> dict[str, Any]:
-    """The changes that lead from the shape of `running` to that of `wanted`, both on `engines` engines, as
-    `changed_config` takes them."""
+    """Return the changes that lead from `running` to `wanted`, as `changed_config` takes them.
+
+    Args:
+        running: The present configuration.
+        wanted: The configuration to reach.
+        engines: Number of engines of both.
+    """
     before, after = shape_of(running, engines), shape_of(wanted, engines)
     return {name: after[name] for name in CHANGES if before[name] != after[name]}
 
 
 def shape_of(config: RunConfig, engines: int) -> dict[str, Any]:
-    """What may be changed of `config` on `engines` engines, under the names of CHANGES."""
+    """Return the shape of `config`, with the keys of CHANGES.
+
+    Args:
+        config: A configuration.
+        engines: Number of engines.
+    """
     layout, parallel = config.layout(engines, built_in=False), config.parallel
     batch = config.batch.resolve(layout.data_size)
     return {

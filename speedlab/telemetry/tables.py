@@ -1,11 +1,10 @@
-"""The tensors in a segment of the memory bars: what a rank holds of one category at one place, tensor by tensor.
+"""Tables of a run: the tensors of a memory segment, the layout of ranks, and the placement of parameters.
 
-From the placement table in the run folder, as the ranks last told it: no engine is asked. A segment is as large as the
-ledger measured; what its tensors do not explain is said, never hidden.
-
-Which rank stands where in a layout: its pipeline stages and their blocks, its indices, its device.
-
-The placement table of a rank, as it stands in the run folder: who holds each state of each parameter, and where.
+1. `tensors_in`: what a rank holds of one category at one place, tensor by tensor. Reads the placement table in the run
+   folder, so no engine is interrupted. A segment has the size that the ledger measured. A text explains a difference
+   between that size and the sum of the tensors.
+2. `layout_table`: pipeline stages with their blocks, indices along each axis, device and host of every rank.
+3. `placement_of`: the placement table of a rank, with the owner and the place of each state of each parameter.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from speedlab.telemetry.records import CATEGORIES, PLACES, StepRecord
 from speedlab.telemetry.run_folder import RunFolder, RunFolderError
 
 MOST_TENSORS = 500
-"""Rows that are told; the largest ones where there are more."""
+"""Maximum number of rows that are returned; the largest tensors come first."""
 
 _WITHOUT_TENSORS = {
     "activations": "What forward keeps for backward, at the peak of the step. It comes and goes with each micro-batch, "
@@ -39,17 +38,26 @@ _WITHOUT_TENSORS = {
 
 
 class SegmentError(ValueError):
-    """There is no such segment. Its text says which there are."""
+    """Unknown memory segment. The message lists the known ones."""
 
 
 def tensors_in(
     folder: RunFolder, newest: Mapping[int, StepRecord], *, rank: int, category: str, place: str
 ) -> dict[str, Any]:
-    """What `rank` holds of `category` (of CATEGORIES) at `place` (of PLACES), the largest tensors first: a `Tensors` of
-    speedlab_server/schema/__init__.py as plain data. `newest`: the last record of each rank, for what the ledger
-    measured.
+    """Return what `rank` holds of `category` at `place`, the largest tensors first.
 
-    Raises SegmentError for a rank, category or place that is none.
+    Args:
+        folder: The run folder.
+        newest: Last record of each rank, for the measured size.
+        rank: The rank.
+        category: One of CATEGORIES.
+        place: One of PLACES.
+
+    Returns:
+        A `Tensors` of speedlab_server/schema/__init__.py as plain data; sizes in bytes.
+
+    Raises:
+        SegmentError: The rank, category or place is invalid.
     """
     if category not in CATEGORIES or place not in PLACES or rank < 0:
         raise SegmentError(
@@ -81,7 +89,7 @@ def tensors_in(
 
 
 def _rows(table: Sequence[Any], category: str, place: str) -> Iterator[dict[str, Any]]:
-    """A row for each state of each parameter that is in the segment. Raises ValueError for a table that is none."""
+    """Yield a row for each state of each parameter in the segment. Raise ValueError if the table is damaged."""
     for row in table:
         try:
             for state, home in row["states"].items():
@@ -123,7 +131,7 @@ def _shape_text(row: Mapping[str, Any]) -> str:
 
 
 def _owner_text(row: Mapping[str, Any], home: Mapping[str, Any]) -> str:
-    """Who answers for what is here: where it is partitioned the ranks over whose partitions the tensor lies."""
+    """Return the ranks that own the data: all data-parallel ranks, or those whose shards the tensor spans."""
     if home["holders"] in ("replicated", "each its own") or not row["owners"]:
         return "every data-parallel rank"
     count, first, last = map(int, row["owners"])
@@ -131,7 +139,7 @@ def _owner_text(row: Mapping[str, Any], home: Mapping[str, Any]) -> str:
 
 
 def _rest_text(category: str, measured: int | None, told: int) -> str:
-    """What the tensors do not explain of a segment; '' where they do."""
+    """Explain a difference between the measured bytes and the tensors' bytes; '' if there is none."""
     if measured is None or measured == told:
         return ""
     if measured > told:
@@ -147,9 +155,10 @@ _INDEXED = tuple(axis for axis in AXES if axis != "pp")  # Along pp, the stages 
 
 
 class LayoutTable(Table):
-    """Rows as `layout_table` gives them."""
+    """Rows of `layout_table`."""
 
     def head(self) -> list[str]:
+        """Return the column titles. Columns without values are left out."""
         device = ["device"] if any(row["device"] for row in self) else []
         return [
             "rank",
@@ -160,6 +169,7 @@ class LayoutTable(Table):
         ]
 
     def cells(self) -> list[tuple[str, ...]]:
+        """Return the text of each row's cells."""
         shown = self.head()
         return [
             tuple(
@@ -189,11 +199,14 @@ def layout_table(
     devices: Sequence[Device] = (),
     hosts: Sequence[str] = (),
 ) -> LayoutTable:
-    """A row for each rank: rank, stages (pipeline stages it holds), blocks (of each, first and last), its index along
-    every other axis, device, host.
+    """Return one row per rank: rank, stages, blocks, index along each other axis, device, host.
 
-    `counts`: blocks of each pipeline stage, left out where they are not known. Stage s is on pipeline rank s mod pp,
-    which holds `chunks` of them.
+    Args:
+        layout: The layout.
+        counts: Number of blocks of each pipeline stage; empty if unknown.
+        chunks: Stages per pipeline rank. Stage s is on pipeline rank s mod pp.
+        devices: Devices by rank.
+        hosts: Host names by rank.
     """
     ends = list(accumulate(counts))
     rows = []
@@ -214,7 +227,7 @@ def layout_table(
 
 
 def _stages_text(stages: Sequence[int], blocks: Sequence[tuple[int, int]]) -> str:
-    """'0 (blocks 0–2), 2 (block 6)'."""
+    """Return a text like '0 (blocks 0–2), 2 (block 6)'."""
     if not blocks:
         return ", ".join(map(str, stages))
     spans = [f"block {a}" if a == b else f"blocks {a}–{b}" for a, b in blocks]
@@ -222,19 +235,34 @@ def _stages_text(stages: Sequence[int], blocks: Sequence[tuple[int, int]]) -> st
 
 
 class PlacementTable(Table):
-    """Rows as `speedlab.placement.ParamPlacement.described` gives them. `rank`: whose they are."""
+    """Rows of `speedlab.placement.ParamPlacement.described`.
+
+    Args:
+        rows: The rows.
+        rank: The rank that holds the states.
+    """
 
     def __init__(self, rows: list[dict[str, object]], rank: int) -> None:
         super().__init__(rows)
         self.rank = rank
 
     def head(self) -> tuple[str, ...]:
+        """Return the column titles."""
         return HEAD
 
     def cells(self) -> list[tuple[str, ...]]:
+        """Return the text of each row's cells."""
         return [cells(row, self.rank) for row in self]
 
 
 def placement_of(folder: RunFolder, rank: int) -> PlacementTable:
-    """What `rank` of a run holds, as it was last told. Raises RunFolderError for a rank that told of nothing."""
+    """Return the placement table that `rank` of a run wrote last.
+
+    Args:
+        folder: The run folder.
+        rank: The rank.
+
+    Raises:
+        RunFolderError: This rank has written no table.
+    """
     return PlacementTable(folder.read_placement(rank), rank)

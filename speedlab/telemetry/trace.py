@@ -1,6 +1,7 @@
-"""A step's timeline as a Chrome trace: the JSON that chrome://tracing and Perfetto open.
+"""The timeline of a step: what each pipeline rank did, on one clock, and its export as a Chrome trace.
 
-What the ranks of a pipeline did in a step, on one clock; and how much of the time they stood still.
+`chrome_trace` returns the JSON that chrome://tracing and Perfetto open. `PipelineTimeline.bubble` is the measured idle
+share of a step.
 """
 
 from __future__ import annotations
@@ -23,39 +24,41 @@ from speedlab.telemetry.run_folder import RunFolder, RunFolderError, open_plain,
 from speedlab.telemetry.stream import LINE_LIMIT_BYTES
 
 _NEWEST_RECORDS = 8
-"""Records of a rank, from its newest back, among which a step is looked for that all ranks have told of."""
+"""Number of newest records per rank among which a step common to all ranks is searched."""
 
 COMPUTING = frozenset({"F", "B", "I", "W"})
-"""Actions in which a pipeline rank works on a micro-batch; in all others it waits, sends, or is done with them."""
+"""Actions in which a pipeline rank works on a micro-batch. In all other actions it waits, sends, or has finished them.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lane:
-    """One rank of a pipeline; spans start in seconds after the step's first beginning on any rank."""
+    """One rank of a pipeline. Spans start in seconds after the first rank began the step."""
 
     rank: int
     spans: tuple[Span, ...]
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The pipeline stages that the rank holds, first one first."""
+        """The pipeline stages of the rank, in ascending order."""
         return tuple(sorted({span.stage for span in self.spans if span.action in COMPUTING}))
 
     @property
     def computing(self) -> tuple[Span, ...]:
+        """The spans in which the rank works on a micro-batch."""
         return tuple(span for span in self.spans if span.action in COMPUTING)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineTimeline:
-    """A step of one pipeline: the ranks with data index 0 and tensor index 0, first pipeline stage first."""
+    """A step of one pipeline: one lane per place in the pipeline, first pipeline stage first."""
 
     step: int
     lanes: tuple[Lane, ...]
 
     @property
     def bubble(self) -> float:
-        """Share (0 to 1) of the ranks' time, from the first forward to the last backward, in which none computed."""
+        """Idle share (0 to 1) of the ranks' time between the first forward and the last backward."""
         spans = [span for lane in self.lanes for span in lane.computing]
         begin, end = min(span.start for span in spans), max(span.start + span.seconds for span in spans)
         whole = len(self.lanes) * (end - begin)
@@ -63,7 +66,7 @@ class PipelineTimeline:
 
     @property
     def theory(self) -> float:
-        """The share that the schedule costs by itself: blocks equally long, messages for nothing."""
+        """Idle share of the schedule itself, for blocks of equal duration and free communication."""
         chunks = max(len(lane.stages) for lane in self.lanes)
         halves = any(span.action == "W" for lane in self.lanes for span in lane.spans)
         schedule = "zero-bubble" if halves else "interleaved" if chunks > 1 else "1f1b"
@@ -71,11 +74,17 @@ class PipelineTimeline:
 
     @property
     def micro_batches(self) -> int:
+        """Number of micro-batches in the step."""
         return max(len({span.micro_batch for span in lane.spans if span.action == "F"}) for lane in self.lanes)
 
 
 def timeline_of(records: Mapping[int, Sequence[StepRecord]], step: int | None = None) -> PipelineTimeline | None:
-    """The pipeline of a step, or of the newest one that every rank has told of; None when there is no such timeline."""
+    """Return the pipeline timeline of a step; None if there is none.
+
+    Args:
+        records: Records by rank.
+        step: The step; None for the newest one that every rank has recorded.
+    """
     found = lanes_of(records, step)
     by_stages = _by_stages(found[1]) if found is not None else {}
     if found is None or len(by_stages) < 2:
@@ -84,7 +93,11 @@ def timeline_of(records: Mapping[int, Sequence[StepRecord]], step: int | None = 
 
 
 def is_one_stage(records: Mapping[int, Sequence[StepRecord]]) -> bool:
-    """Whether the newest steps have no pipeline: they tell of no timeline, or of that of one stage."""
+    """Return whether the newest steps have no pipeline: no timeline, or the timeline of one stage.
+
+    Args:
+        records: Records by rank.
+    """
     found = lanes_of(records)
     if found is not None:
         return len(_by_stages(found[1])) < 2
@@ -92,7 +105,9 @@ def is_one_stage(records: Mapping[int, Sequence[StepRecord]]) -> bool:
 
 
 def _by_stages(lanes: Sequence[Lane]) -> dict[tuple[int, ...], Lane]:
-    """One lane for each place in the pipeline: its peers hold other data, or other parts of the same layers."""
+    """Return one lane per place in the pipeline. Peers at the same place hold other data or other shards of the same
+    layers.
+    """
     found: dict[tuple[int, ...], Lane] = {}
     for lane in lanes:
         if lane.stages:
@@ -103,9 +118,14 @@ def _by_stages(lanes: Sequence[Lane]) -> dict[tuple[int, ...], Lane]:
 def lanes_of(
     records: Mapping[int, Sequence[StepRecord]], step: int | None = None
 ) -> tuple[int, tuple[Lane, ...]] | None:
-    """The step and a lane for each rank, by rank, on one clock."""
+    """Return the step and a lane for each rank, on one clock; None if not all present ranks have recorded the step.
+
+    Args:
+        records: Records by rank.
+        step: The step; None for the newest one that every rank has recorded.
+    """
     newest = max((entries[-1].step for entries in records.values() if entries), default=0)
-    # Ranks that are silent for long have left the run: it goes on with fewer engines.
+    # Ranks without recent records have left the run, which continues with fewer engines.
     present = {rank: found for rank, found in records.items() if found and found[-1].step > newest - _NEWEST_RECORDS}
     told = {rank: _near(entries, step) for rank, entries in present.items()}
     common = set.intersection(*map(set, told.values())) if told else set()
@@ -124,7 +144,7 @@ def lanes_of(
 
 
 def _near(entries: Sequence[StepRecord], step: int | None) -> dict[int, StepRecord]:
-    """By step, the records with a timeline that come into question."""
+    """Return the candidate records with a timeline, by step."""
     if step is None:
         found = entries[-_NEWEST_RECORDS:]
     else:
@@ -139,7 +159,13 @@ _NEWEST_STEPS = 8
 
 
 def chrome_trace(lanes: Sequence[Lane], step: int, *, devices: Sequence[Device] = ()) -> dict[str, Any]:
-    """The trace of some ranks: a process for each rank, in it a lane for computing and one for communication."""
+    """Return a Chrome trace: one process per rank, with a thread for computing and one for communication.
+
+    Args:
+        lanes: The lanes of a step.
+        step: Number of the step.
+        devices: Devices by rank, for the names of the processes.
+    """
     events: list[dict[str, Any]] = []
     for lane in lanes:
         device = f" · {devices[lane.rank].name}" if lane.rank < len(devices) else ""
@@ -173,9 +199,16 @@ def write_trace(
     *,
     devices: Sequence[Device] = (),
 ) -> int:
-    """Write the trace of `step`, or of the newest step that every rank has told of, to `path`; returns the step.
+    """Write the Chrome trace of a step and return the step.
 
-    Raises RunFolderError when there is no timeline of it.
+    Args:
+        folder: The run folder.
+        path: The file to write.
+        step: The step; None for the newest one that every rank has recorded.
+        devices: Devices by rank, for the names of the processes.
+
+    Raises:
+        RunFolderError: There is no timeline of this step.
     """
     folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     found = lanes_of(_records(folder.path / "records", step), step)
@@ -191,27 +224,28 @@ def write_trace(
 
 
 def _records(directory: Path, step: int | None) -> Mapping[int, Sequence[StepRecord]]:
-    """The record of `step` by rank, or each rank's newest ones, straight from the files: a feed keeps no old ones."""
+    """Read the records of `step`, or the newest ones, by rank. Reads the files, because a feed keeps no old timelines.
+    """
     found: dict[int, list[StepRecord]] = {}
     for path in directory.glob("rank-*.jsonl"):
         match = re.fullmatch(r"rank-(\d{1,6})\.jsonl", path.name)
         records = _read(path, int(match[1]), step) if match else []
-        # A rank that is one step behind is still at work on it; one that stopped earlier has left the run.
+        # A rank at the previous step still works on this one; a rank that stopped earlier has left the run.
         if match and records and (step is None or records[-1].step >= step - 1):
             found[int(match[1])] = records
     return found
 
 
 def _read(path: Path, rank: int, step: int | None) -> list[StepRecord]:
-    """The record of `step` where there is one, else the newest ones, in their order."""
+    """Return the record of `step` if there is one, else the newest ones, in order."""
     wanted = None if step is None else b'{"step":%d,' % step
     newest: deque[bytes] = deque(maxlen=_NEWEST_STEPS)
     with open_plain(path) as file:
         for line in file:
             if len(line) > LINE_LIMIT_BYTES or not line.endswith(b"\n"):
-                continue  # No record, or one that is still being written.
+                continue  # Not a record, or a line that is still being written.
             if wanted is not None and line.startswith(wanted):
-                newest.clear()  # What follows is of later steps, or this one again after a return to a checkpoint.
+                newest.clear()  # Later lines hold later steps, or this step again after a restart.
                 newest.append(line)
                 continue
             if wanted is None or not newest or not newest[0].startswith(wanted):
