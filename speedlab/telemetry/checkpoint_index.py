@@ -1,7 +1,7 @@
-"""Which checkpoints there are, and which one is meant: asked by whatever takes a checkpoint, a function or a command.
+"""Find checkpoints: list them, choose one by tag or step, and record which ones a run has abandoned.
 
-A place is a folder of checkpoints, the folder of a run, or one checkpoint, as text or path. A folder is a checkpoint
-when it holds a manifest: that is written last.
+A place is a folder of checkpoints, a run folder, or one checkpoint. A folder is a complete checkpoint if it holds a
+manifest, because the manifest is written last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from speedlab.telemetry.run_folder import RunFolderError, open_plain, read_objec
 
 MANIFEST = "manifest.json"
 _CHECKPOINTS = "checkpoints"
-"""Where the folder of a run has them."""
+"""Subfolder of a run folder with its checkpoints."""
 _LEFT_BEHIND = "left-behind.json"
 _LEFT_BEHIND_BYTES = 2**20
 _MOST_SHOWN = 8
@@ -26,25 +26,31 @@ Place = str | os.PathLike[str]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written, read, or used here; the message names the file and says what is wrong."""
+    """A checkpoint that cannot be written, read or used here. The message names the file and the reason."""
 
     def _render_traceback_(self) -> list[str]:
-        """What a notebook shows: the frames that found it out say nothing more."""
+        """Return what a notebook shows: the message alone, because the stack frames add nothing."""
         return [f"{type(self).__name__}: {with_more(self)}"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A complete checkpoint, as far as its folder tells."""
+    """A complete checkpoint."""
 
     path: Path
     step: int
 
 
 def find_checkpoint(place: Place, tag: str | None = None, *, step: int | None = None) -> Path:
-    """The checkpoint that is meant: `place` itself, or in it the one of this tag or step, else the newest.
+    """Return the path of a checkpoint: `place` itself, or in it the one of the tag or step, else the newest.
 
-    Raises CheckpointError when there is none, naming those that there are.
+    Args:
+        place: A folder of checkpoints, a run folder, or one checkpoint.
+        tag: Name of the checkpoint.
+        step: Step of the checkpoint.
+
+    Raises:
+        CheckpointError: There is none. The message lists the existing ones.
     """
     path = Path(place).expanduser()
     if (path / MANIFEST).is_file():
@@ -53,7 +59,7 @@ def find_checkpoint(place: Place, tag: str | None = None, *, step: int | None = 
         return path
     folder = path / _CHECKPOINTS if (path / _CHECKPOINTS).is_dir() else path
     if tag is not None and (folder / tag).is_dir():
-        return folder / tag  # Whether it is whole, its reader says.
+        return folder / tag  # The reader checks whether it is complete.
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder")
     known = checkpoints_in(folder)
@@ -66,23 +72,34 @@ def find_checkpoint(place: Place, tag: str | None = None, *, step: int | None = 
 
 
 def checkpoints_in(folder: Path) -> list[Checkpoint]:
-    """All complete checkpoints in `folder`, the newest last: those that a run has left behind, then by step."""
+    """Return all complete checkpoints, the newest last. Checkpoints that a run has abandoned come first, then by step.
+
+    Args:
+        folder: A folder of checkpoints.
+    """
     left = _left_behind(folder)
     found = []
     for manifest in folder.glob("*/" + MANIFEST):
         path = manifest.parent
         if path.name.startswith("."):
-            continue  # Still being written.
+            continue  # Not complete yet.
         try:
             step = step_of(path)
         except CheckpointError:
-            continue  # Not a candidate; asked for by name it gives an error that says so.
+            continue  # Skip damaged ones; a request by name raises an error.
         found.append((path.name not in left, step, path.name, Checkpoint(path=path, step=step)))
     return [checkpoint for *_, checkpoint in sorted(found, key=lambda entry: entry[:3])]
 
 
 def step_of(path: Path) -> int:
-    """The step of the checkpoint `path`. Raises CheckpointError for one that is foreign or damaged."""
+    """Return the step of a checkpoint.
+
+    Args:
+        path: The checkpoint's folder.
+
+    Raises:
+        CheckpointError: The manifest is damaged or of another kind.
+    """
     try:
         with open_plain(path / MANIFEST) as file:
             return int(json.loads(file.read())["step"])
@@ -91,14 +108,24 @@ def step_of(path: Path) -> int:
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The complete checkpoint from which a run goes on, or None."""
+    """Return the complete checkpoint from which a run resumes; None if there is none.
+
+    Args:
+        folder: A folder of checkpoints.
+    """
     found = checkpoints_in(folder)
     return found[-1] if found else None
 
 
 def go_back_to(path: Path) -> None:
-    """A run goes on from this checkpoint, which need not be its newest: what is beyond is left behind. It can be asked
-    for by name, but is no longer what the run goes on from, and makes room first."""
+    """Resume a run from an older checkpoint: mark the later ones as abandoned.
+
+    An abandoned checkpoint can still be loaded by name. But the run no longer resumes from it, and it is deleted first
+    when space is needed.
+
+    Args:
+        path: The checkpoint to resume from.
+    """
     known = sorted(checkpoints_in(path.parent), key=lambda found: (found.step, found.path.name))
     beyond = known[[found.path for found in known].index(path) + 1 :]
     if beyond or (path.parent / _LEFT_BEHIND).exists():
@@ -107,7 +134,12 @@ def go_back_to(path: Path) -> None:
 
 
 def numbered_name(folder: Path, step: int) -> str:
-    """What a run calls its checkpoint of a step: 'step-000200'; 'step-000200-2' where it has left one behind."""
+    """Return the name for a checkpoint of `step`: 'step-000200', or 'step-000200-2' if an abandoned one has this name.
+
+    Args:
+        folder: A folder of checkpoints.
+        step: The step.
+    """
     name, number = f"step-{step:06d}", 1
     left = _left_behind(folder)
     while name in left and (folder / name).exists():
@@ -120,7 +152,7 @@ def _left_behind(folder: Path) -> frozenset[str]:
     try:
         names = read_object(folder / _LEFT_BEHIND, _LEFT_BEHIND_BYTES, missing={}).get("names", [])
     except RunFolderError:
-        return frozenset()  # Damaged: the order of steps is what is left to go by.
+        return frozenset()  # Damaged: fall back to the order of steps.
     return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
 
 

@@ -1,4 +1,4 @@
-"""Feed: what a dashboard or a script reads of a run, live or long after."""
+"""Read the records, events and status of a run, live or after its end."""
 
 from __future__ import annotations
 
@@ -23,26 +23,38 @@ _FEW_SECONDS, _MANY_SECONDS = 0.3, 2.0
 
 
 def bars_seconds(ranks: int) -> float:
-    """How often what is drawn of every rank is looked at and drawn: no eye follows bars faster, and of many ranks only
-    the least, the middle and the most are shown. It takes all ranks' records, ten times the work of another look."""
+    """Return how often (seconds) plots of every rank are updated.
+
+    Less often for many ranks: reading all records costs ten times a normal poll, and the plot then shows only the
+    minimum, the median and the maximum.
+
+    Args:
+        ranks: Number of ranks.
+    """
     return _FEW_SECONDS if ranks <= _FEW_RANKS else _MANY_SECONDS
 
 
 class Feed:
-    """Every record and event of a run, each once and in the order of the files, from its first step on.
+    """All records and events of a run, each once and in the order of the files.
 
-    1. The stream brings the newest lines with their place in the file.
-    2. A line that starts where this feed has read to is taken as it is; one that starts later shows a gap, which is
-       read from the file; an earlier one is known.
-    3. The files themselves are looked at in every poll while the stream is silent, and twice a second otherwise.
-    4. Of a rank the end of its file is read, and all of it when somebody asks for more than its newest records.
-    5. Who leads (`poll`) hears the lowest rank's stream alone, and other ranks' files are looked at as often as their
-       bars are drawn, the folder for new ranks with them.
+    1. The stream delivers the newest lines with their offset in the file.
+    2. If a line starts at the current read position, the feed takes it from the stream. If it starts later, lines were
+       missed, and the feed reads them from the file. If it starts earlier, the line is known.
+    3. Each poll also reads the files while the stream is silent; otherwise twice a second.
+    4. The feed reads the end of a rank's file, and the rest only when a caller needs more than the newest records.
+    5. With `poll(leading=True)` it receives only the lowest rank's stream. It reads other ranks' files, and looks for
+       new ranks, as often as plots draw their bars.
 
-    `events` only grow (a new list when the file was replaced by a shorter one, or a poll was interrupted). `version`
-    counts the polls that found something, for several readers of one feed. `problem` is the last thing that could not
-    be read; while that is the status, the last one stays, and its `unread` says why. Any thread may poll, and ask for
-    records.
+    Safe to use from any thread.
+
+    Attributes:
+        records: Records by rank.
+        events: Only grow. A new list replaces them if the file became shorter or a poll was interrupted.
+        version: Number of polls that found news, for several readers of one feed.
+        problem: The last read error. While the status cannot be read, `status` keeps the old one with `unread` set.
+
+    Args:
+        folder: The run folder.
     """
 
     def __init__(self, folder: RunFolder | str | os.PathLike[str]) -> None:
@@ -52,7 +64,7 @@ class Feed:
         self._status = Status()
         self.version = 0
         self.others = 0
-        """Counts up whenever something may have come of other ranks than the lowest."""
+        """Counts up when ranks other than the lowest may have news."""
         self.problem = ""
         self._lock = threading.RLock()
         self._damaged_events = 0
@@ -65,16 +77,20 @@ class Feed:
         self._last_message = self._last_sweep = self._last_look = self._last_others = float("-inf")
 
     def poll(self, *, files: bool = False, leading: bool = False) -> bool:
-        """Take in what is new; True when there was something. Takes some 30 µs when there is not; never waits.
+        """Take in what is new. Takes some 30 µs if there is nothing; never waits.
 
-        `files` looks into the files whatever the stream says: after a run has ended, everything is there. `leading`
-        looks for what is new of other ranks than the lowest less often, for who draws its steps ten times a second.
+        Args:
+            files: Also read the files, whatever the stream delivers: after the end of a run, this finds everything.
+            leading: Read ranks other than the lowest less often, for callers that draw ten times a second.
+
+        Returns:
+            True if there was news.
         """
         with self._lock:
             try:
                 news = self._poll(time.monotonic(), files, leading)
             except BaseException:
-                # An interrupt may have come between reading lines and keeping them: read everything again next time.
+                # An interrupt may have lost lines that were read but not kept: read everything again next time.
                 self.records, self.events, self._damaged_events = {}, [], 0
                 self.others += 1
                 self._event_tail = Tail(self.folder.path / "events.jsonl")
@@ -84,9 +100,10 @@ class Feed:
             return news
 
     def _poll(self, now: float, files: bool, leading: bool) -> bool:
-        # The status first: the events it counts are in their file by then, and are read below.
+        # Read the status first: its events are already in their file, so the code below finds them.
         before, news = self._status, self._read_status()
-        # A change of status ends something: whatever led to it has been written. A new step alone does not.
+        # After a change of state, all records before it are in the files: read them. A new step alone is no such
+        # change.
         files |= news and replace(self._status, step=before.step, updated=before.updated) != before
         others = files or not leading or now - self._last_others >= bars_seconds(len(self.records))
         if others or not self.records:
@@ -103,7 +120,7 @@ class Feed:
         return news
 
     def close(self) -> None:
-        """Leave the stream; records and events stay, and poll() goes on from the files."""
+        """Leave the stream. Records and events stay, and `poll` continues with the files."""
         with self._lock:
             if self._subscriber is not None:
                 self._subscriber.close()
@@ -111,7 +128,7 @@ class Feed:
 
     @property
     def status(self) -> Status:
-        """The run's; its `unread` also tells of lines that are damaged."""
+        """The status of the run. Its `unread` also reports damaged lines."""
         if not (lines := self.damaged_lines):
             return self._status
         what = "1 line" if lines == 1 else f"{lines:,} lines"
@@ -120,7 +137,7 @@ class Feed:
 
     @property
     def damaged_lines(self) -> int:
-        """Lines that are no records or events, of those that were read."""
+        """Number of damaged lines among those that were parsed."""
         return self._damaged_events + sum(map(_DAMAGED_LINES, self.records.values()))
 
     @property
@@ -146,7 +163,9 @@ class Feed:
         return changed
 
     def _look_around(self, now: float) -> bool:
-        """Find new ranks and new addresses: when a directory has changed, and once a second (clocks are coarse)."""
+        """Find new ranks and stream addresses if a directory has changed, and once a second because timestamps are
+        coarse.
+        """
         modified = [_modified(path) for path in self._directories]
         if modified == self._directories_seen and now - self._last_look < _LOOK_AROUND_SECONDS:
             return False

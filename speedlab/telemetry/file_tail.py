@@ -1,4 +1,4 @@
-"""The lines of a file that grows, is replaced, or is damaged."""
+"""Read the lines of a file that grows, gets replaced, or is damaged."""
 
 from __future__ import annotations
 
@@ -13,22 +13,27 @@ _FIRST_LOOK_BYTES = 1 << 15
 
 
 class Tail:
-    """Reads the complete lines of a growing file; what stands behind the last newline is left for the next time."""
+    """Reader of the complete lines of a growing file. Bytes after the last newline wait for the next call."""
 
     BUDGET_BYTES = 64 * LINE_LIMIT_BYTES
 
     def __init__(self, path: Path, *, end: int | None = None) -> None:
-        """`end`: where to stop, bytes; with none, wherever the file ends."""
+        """Start at the beginning of a file.
+
+        Args:
+            path: The file; may not exist yet.
+            end: Byte offset at which to stop; None for the end of the file.
+        """
         self.position = 0
-        """Where the first line that was not read starts, bytes."""
+        """Byte offset of the first unread line."""
         self.restarted = False
-        """Whether the last read began at the start again, because the file had become shorter."""
+        """Whether the last read started from the beginning, because the file had become shorter."""
         self._path, self._end = str(path), end
         self._size_seen = 0
         self._in_long_line = False
 
     def read(self) -> list[bytes]:
-        """Lines that were completed since the last call; of a huge file, at most 64 MiB at once."""
+        """Return the lines completed since the last call, at most 64 MiB at once."""
         self.restarted = False
         try:
             size = os.stat(self._path).st_size
@@ -42,7 +47,8 @@ class Tail:
         self._size_seen = size
         lines: list[bytes] = []
         stop = min(self.position + self.BUDGET_BYTES, size)
-        # Without a buffered file, which asks the system twice as often: a tick reads those of all ranks.
+        # Use a raw descriptor: a buffered file makes twice as many system calls, and a tick reads the files of all
+        # ranks.
         file = plain_descriptor(self._path)
         try:
             while self.position < stop:
@@ -54,16 +60,20 @@ class Tail:
                 lines += self._split(data, end or len(data))
             else:
                 if self.position < size:
-                    self._size_seen = -1  # There is more: do not take this size as read.
+                    self._size_seen = -1  # More to read: do not count this size as read.
         except OSError as error:
-            error.filename = self._path  # What is read from a descriptor does not tell whose it is.
+            error.filename = self._path  # Errors of a descriptor have no file name.
             raise
         finally:
             os.close(file)
         return lines
 
     def skip(self, lines: int) -> None:
-        """Go to where the last so many complete lines start, or more of them, without reading what is before."""
+        """Move to the start of the last `lines` complete lines, or somewhat earlier, without reading what precedes.
+
+        Args:
+            lines: Number of lines.
+        """
         try:
             size, window = os.stat(self._path).st_size, _FIRST_LOOK_BYTES
             with open_plain(self._path) as file:
@@ -78,13 +88,13 @@ class Tail:
             return
 
     def before(self) -> Iterator[bytes]:
-        """The lines from the file's start to `position`, once more, however many."""
+        """Yield the lines from the start of the file to `position` again."""
         again = Tail(Path(self._path), end=self.position)
         while lines := again.read():
             yield from lines
 
     def _split(self, data: bytes, end: int) -> list[bytes]:
-        """The lines of `data[:end]`. A line beyond the limit is passed over; an empty one stands for it."""
+        """Return the lines of `data[:end]`. A line above the limit is skipped and becomes an empty line."""
         self.position += end
         if data[end - 1 : end] != b"\n":
             self._in_long_line = True

@@ -1,9 +1,7 @@
-"""Step records as columns, the data of every plot. Appending is incremental, and the number of drawn points is
-bounded.
+"""Step records as columns, the data of every plot. Appending is incremental, and the number of drawn points is bounded.
 
 A plot shows at most about 400 points per curve. Records are grouped in buckets of `stride` steps. `stride` is a power
-of
-two that doubles as the run grows; between two doublings a plot only gets new points at its end.
+of two that doubles as the run grows; between two doublings a plot only gets new points at its end.
 """
 
 from __future__ import annotations
@@ -224,8 +222,8 @@ class History:
     """The data of all plots of a run: a Series of the lowest rank, the newest record of each rank, and the events.
 
     The lowest rank stands for the run in values that all ranks agree on (loss, tokens, learning rate). `records` are
-    those of
-    the last update. From other ranks, only the newest record is read, because reading all would load whole files.
+    those of the last update. From other ranks, only the newest record is read, because reading all would load whole
+    files.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,7 @@
-"""Cells between two steps, in a run's folder: their code, and what ranks said in them; sealed by who wrote it."""
+"""Cells that run between two steps: files in the run folder with their code and with the ranks' output.
+
+The caller seals and checks the files, and passes functions that read and write them.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,34 @@ from typing import Any, NamedTuple
 from speedlab.telemetry.run_folder import RunFolderError
 
 MOST_BYTES = 2**20
-"""Of what a rank says in a cell; what comes later is left out, and it is said."""
+"""Maximum bytes of a rank's output in a cell. Later output is dropped, with a notice."""
 _MOST_RANKS_BYTES = 2**28
 _MOST_ANSWERS = 16
-"""So many answers that nobody has taken are kept of a run."""
+"""Maximum number of unread answers that a run keeps."""
 
 
 class CellOutcome(NamedTuple):
-    """What became of a cell on one rank; all of it JSON."""
+    """Result of a cell on one rank; all fields are JSON."""
 
     messages: list[Any]
-    """[kind, content] of Jupyter's messages: streams, displays, the result."""
+    """[kind, content] of Jupyter messages: streams, displays, the result."""
     text: str | None
-    """Of the last expression."""
+    """Text of the last expression's value."""
     failure: dict[str, Any] | None
-    """The fields of a RemoteFailure, where it raised."""
+    """The fields of a RemoteFailure, if the cell raised."""
 
 
 def cell_path(folder: Path, cell: str) -> Path:
-    """Where the code of a cell lies, in the folder of a run. Raises RunFolderError where that would be elsewhere: what
-    is old is removed there."""
+    """Return the path of a cell's code in the run folder.
+
+    Args:
+        folder: The run folder.
+        cell: Id of the cell.
+
+    Raises:
+        RunFolderError: `live` is a symbolic link. Old files are deleted there, and a link could lead out of the
+            folder.
+    """
     path = folder / "live" / f"{cell}.cell"
     if path.parent.is_symlink():
         raise RunFolderError(f"{path.parent} leads out of the run's folder; remove it, and run the cell again")
@@ -40,21 +51,42 @@ def cell_path(folder: Path, cell: str) -> Path:
 def write_said(
     folder: Path, cell: str, said: Sequence[CellOutcome | None], write: Callable[[Path, bytes], object]
 ) -> None:
-    """Keep what ranks said in a cell; None for those that did not run it. Of answers that nobody has taken the newest
-    stay. `write`: makes the file, which is whole or not there."""
+    """Write the ranks' output of a cell, and delete the oldest unread answers.
+
+    Args:
+        folder: The run folder.
+        cell: Id of the cell.
+        said: Outcome by rank; None for ranks that did not run the cell.
+        write: Writes a file atomically.
+
+    Raises:
+        RunFolderError: See `cell_path`.
+    """
     path = cell_path(folder, cell).with_suffix(".json")
     write(path, json.dumps(said).encode())
     answers = []
     for answer in path.parent.glob("*.json"):
-        with suppress(FileNotFoundError):  # Who has asked for it takes it just now.
+        with suppress(FileNotFoundError):  # A reader has just taken it.
             answers.append((answer.stat().st_mtime_ns, answer))
     for _, old in sorted(answers)[:-_MOST_ANSWERS]:
         old.unlink(missing_ok=True)
 
 
 def take_said(folder: Path, cell: str, read: Callable[[Path], bytes]) -> dict[int, CellOutcome]:
-    """What ranks said in a cell, by rank. Takes it out of the folder. `read`: what the file holds. Raises
-    RunFolderError for what is missing or damaged, and what `read` raises."""
+    """Read the ranks' output of a cell, and delete the file.
+
+    Args:
+        folder: The run folder.
+        cell: Id of the cell.
+        read: Returns the content of a file. Its exceptions pass through, unless they are OSError, ValueError or
+            TypeError.
+
+    Returns:
+        Outcome by rank.
+
+    Raises:
+        RunFolderError: The file is missing, damaged or too large.
+    """
     path = cell_path(folder, cell).with_suffix(".json")
     try:
         if path.stat().st_size > _MOST_RANKS_BYTES:

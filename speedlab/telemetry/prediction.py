@@ -1,4 +1,4 @@
-"""What the planner said of a run, to be drawn beside what was measured. A miss is shown like a hit."""
+"""The planner's prediction of a run, in the form that plots need. Plots show it next to the measured values."""
 
 from __future__ import annotations
 
@@ -21,37 +21,63 @@ from speedlab.telemetry.run_shape import layout_in, present_config, shape_after
 
 @dataclass(frozen=True, kw_only=True)
 class RunPrediction:
-    """Memory of each rank in the present shape, and the speed in each shape that the run has had."""
+    """Predicted memory of each rank in the present shape, and the speed in each shape that the run has had."""
 
     memory: Sequence[RankMemory]
     """By rank."""
     speeds: tuple[tuple[int, float], ...]
-    """(step after which the shape was so, tokens/s), in order."""
+    """(last step before the shape, tokens/s), in order."""
     note: str = ""
-    """'(not yet calibrated)'."""
+    """A remark such as '(not yet calibrated)'."""
 
     def tokens_per_second(self, steps: np.ndarray) -> np.ndarray:
-        """(n,) what was predicted for each of `steps`."""
+        """Return the (n,) predicted tokens/s.
+
+        Args:
+            steps: (n,) steps.
+        """
         after = np.array([step for step, _ in self.speeds])
         found = np.maximum(np.searchsorted(after, steps, side="left") - 1, 0)
         return np.array([speed for _, speed in self.speeds])[found]
 
     def counted(self, rank: int) -> int:
-        """Bytes of tensors on a rank: model states, activations, buffers; 0 for a rank that is not known."""
+        """Return the predicted bytes of tensors on a rank: model states, activations, buffers; 0 for an unknown rank.
+
+        Args:
+            rank: The rank.
+        """
         return self.memory[rank].counted if rank < len(self.memory) else 0
 
     def model_states(self, rank: int) -> int:
+        """Return the predicted bytes of model states on a rank; 0 for an unknown rank.
+
+        Args:
+            rank: The rank.
+        """
         return self.memory[rank].model_states if rank < len(self.memory) else 0
 
 
 def counted(ledger: Ledger) -> int:
-    """Bytes of tensors as they were measured: what `RunPrediction.counted` predicts."""
+    """Return the measured bytes of tensors, which `RunPrediction.counted` predicts.
+
+    Args:
+        ledger: The ledger of a rank.
+    """
     return ledger.model_states + ledger.activations + ledger.communication_buffers
 
 
 def prediction_of(config: RunConfig, events: Sequence[Event], devices: Sequence[Device]) -> RunPrediction | None:
-    """What is predicted for a run that began as `config`, from what its events tell of it; None where there is nothing
-    to go by: it has not begun, its model is not the built-in GPT, or its devices are not known."""
+    """Return the prediction for a run, from its configuration and its events.
+
+    Args:
+        config: The configuration at the start of the run.
+        events: Events of the run, oldest first.
+        devices: Devices by rank.
+
+    Returns:
+        None if a prediction is not possible: the run has not started, its model is not the built-in GPT, its devices
+        are unknown, or another version wrote the events.
+    """
     said = next((event.details for event in events if event.kind == "started"), None)
     if said is None or not devices or said.get("parameters") != parameter_count(config.model):
         return None
@@ -70,7 +96,7 @@ def prediction_of(config: RunConfig, events: Sequence[Event], devices: Sequence[
             if "pretended_link" in said:
                 hardware = hardware.over(pretended(**said["pretended_link"]))
             speeds.append((changes[number - 1].step if number else 0, hardware.time(setup).tokens_per_second))
-    except (KeyError, TypeError, ValueError):  # Of another version; nothing to go by.
+    except (KeyError, TypeError, ValueError):  # Events of another version.
         return None
     assert setup is not None
     assert hardware is not None
@@ -78,8 +104,13 @@ def prediction_of(config: RunConfig, events: Sequence[Event], devices: Sequence[
 
 
 def error_text(predicted: float, measured: float) -> str:
-    """'3 % more than measured', '4.5 times what was measured': how far the prediction lies from that; '' where nothing
-    was, or what is no number."""
+    """Return '3 % more than measured' or '4.5 times what was measured'; '' if nothing was measured or a value is not
+    finite.
+
+    Args:
+        predicted: The predicted value.
+        measured: The measured value, in the same unit.
+    """
     times = predicted / measured if measured > 0 else math.nan
     if not math.isfinite(times):
         return ""

@@ -19,7 +19,7 @@ from speedlab.display.formatting import count_text, seconds_text
 from speedlab.telemetry.run_folder import RunFolderError, read_object, write_atomically
 
 PROOF = "proof.json"
-"""Its file in the run folder."""
+"""Name of the file in the run folder."""
 
 _LIMIT_BYTES = 2**22
 _FIRST_MINUTE_SECONDS = 60.0
@@ -27,7 +27,7 @@ _MOST_PIECES = 4096
 
 
 class Severity(StrEnum):
-    """What a check found."""
+    """Result of a check."""
 
     OK = "ok"
     SUSPICIOUS = "suspicious"
@@ -40,7 +40,7 @@ class Severity(StrEnum):
 
 _MARKS = {Severity.OK: "✓", Severity.SUSPICIOUS: "▲", Severity.WRONG: "✕", Severity.NOT_CHECKED: "–"}
 _COLORS = {Severity.OK: "#2e7d32", Severity.SUSPICIOUS: "#e69f00", Severity.WRONG: "#c62828", Severity.NOT_CHECKED: ""}
-"""Of the bar next to a severity. Its text keeps the page's color, which a dark theme can read."""
+"""Colors of the bar next to a severity. The text keeps the page's color, which is readable in a dark theme."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +58,12 @@ class Finding:
 
     @property
     def link(self) -> str:
-        """How to read more: a command that prints the guide's section."""
+        """A command that prints the guide's section about the check."""
         return f"speedlab guide proof {self.section}" if self.section else ""
 
     @property
     def needs_a_look(self) -> bool:
-        """Whether it is suspicious or wrong."""
+        """Whether the finding is suspicious or wrong."""
         return self.severity in (Severity.SUSPICIOUS, Severity.WRONG)
 
 
@@ -80,10 +80,13 @@ class ParameterGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was checked about a run's first batch, or about the batch given to `engine.proof`.
+    """Results of the checks of a run's first batch, or of the batch given to `engine.proof`.
 
-    step: updates that were made before the batch. form: "cheap" or "full". seconds: what the checks took, beside the
-    step itself. counted_text: the first sequence of rank 0, as (text, whether it counts in the loss) in turn.
+    Attributes:
+        step: Updates before the batch.
+        form: "cheap" or "full".
+        seconds: Duration of the checks, without the step itself.
+        counted_text: The first sequence of rank 0, in pieces of (text, whether it counts in the loss).
     """
 
     step: int
@@ -94,7 +97,7 @@ class Proof:
     counted_text: tuple[tuple[str, bool], ...] = ()
 
     def __getitem__(self, kind: str) -> Finding:
-        """The finding of a check, by its kind. Raises KeyError."""
+        """Return the finding of a check by its kind. Raise KeyError if there is none."""
         for finding in self.findings:
             if finding.kind == kind:
                 return finding
@@ -125,7 +128,11 @@ class Proof:
         return f"proof of {which}: {self.counts}"
 
     def short(self, name: str) -> str:
-        """The headline, and the findings that need a look. `name`: of the run, as a command line takes it."""
+        """Return the headline and the findings that need a look.
+
+        Args:
+            name: The run's name, as on a command line.
+        """
         lines = [f"{self.headline} ({self.cost}); all of it: speedlab proof {name}"]
         for finding in self.needs_a_look:
             more = f"; more: {finding.link}" if finding.link else ""
@@ -142,7 +149,12 @@ class Proof:
         return f"{cost}, {share:.2%} of the first minute".replace("%", " %")
 
     def with_findings(self, findings: Iterable[Finding], *, more_seconds: float = 0.0) -> Proof:
-        """The same proof with these findings in the place of those of the same kinds."""
+        """Return a copy of the proof in which `findings` replace those of the same kinds.
+
+        Args:
+            findings: New findings.
+            more_seconds: Duration of the new checks.
+        """
         newer = {finding.kind: finding for finding in findings}
         kept = [newer.pop(finding.kind, finding) for finding in self.findings]
         return Proof(
@@ -174,14 +186,14 @@ class Proof:
 
     @property
     def headline_html(self) -> str:
-        """The headline, and what the checks took."""
+        """The headline, and the duration of the checks."""
         return f"<b>{escape(self.headline)}</b> <small>({escape(self.cost)})</small>"
 
     def _repr_html_(self) -> str:
         return f"<div>{self.headline_html}</div>{self.findings_html()}"
 
     def findings_html(self) -> str:
-        """Everything below the headline."""
+        """Return everything below the headline, as HTML."""
         rows = "".join(map(_finding_html, self.findings))
         parts = [f'<table class="speedlab-proof">{rows}</table>']
         if self.groups:
@@ -204,11 +216,19 @@ class Proof:
     # ---- as a file -------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
+        """Return the proof as JSON."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> Proof:
-        """Raises ValueError, TypeError or KeyError for anything else than a proof."""
+        """Return the proof in parsed JSON.
+
+        Args:
+            data: The parsed object.
+
+        Raises:
+            ValueError, TypeError, KeyError: The data is no proof.
+        """
         pieces = [(_text(text), _flag(counts)) for text, counts in data["counted_text"][:_MOST_PIECES]]
         return cls(
             step=int(data["step"]),
@@ -239,12 +259,24 @@ class Proof:
 
 
 def write_proof(folder: Path, proof: Proof) -> None:
-    """Put a run's proof into its folder, in one move."""
+    """Write a run's proof into its folder atomically.
+
+    Args:
+        folder: The run folder.
+        proof: The proof.
+    """
     write_atomically(folder / PROOF, proof.to_json())
 
 
 def read_proof(folder: Path) -> Proof | None:
-    """The proof in a run's folder; None where there is none. Raises RunFolderError for a damaged one."""
+    """Return the proof in a run folder; None if there is none.
+
+    Args:
+        folder: The run folder.
+
+    Raises:
+        RunFolderError: The file is damaged.
+    """
     path = folder / PROOF
     data = read_object(path, _LIMIT_BYTES, missing={})
     if not data and not path.exists():
@@ -256,7 +288,12 @@ def read_proof(folder: Path) -> Proof | None:
 
 
 def why_no_proof(config: RunConfig, step: int) -> str:
-    """Why a run's folder has none, and what to do."""
+    """Return why a run folder has no proof, and what to do.
+
+    Args:
+        config: The run's configuration.
+        step: The run's present step.
+    """
     if config.proof == "none" and step:
         return "its configuration has proof: none; run.prove() makes one"
     if not step:

@@ -1,10 +1,8 @@
 """The step records of one rank: parsed lazily, kept in columns, validated.
 
 - `Columns` keeps some 400 bytes per record instead of about 5,000 bytes as Python objects. The numbers of a record are
-  a
-  row of float64. The record's `_Shape` gives their order: the names of its phases, collectives, kernels and places. A
-  run
-  has few shapes.
+  a row of float64. The record's `_Shape` gives their order: the names of its phases, collectives, kernels and places.
+  A run has few shapes.
 - `RankRecords` is the sequence that readers use. It parses a record file only as far as a caller needs.
 - `record_of` parses and checks one line.
 """

@@ -1,7 +1,7 @@
-"""Step records, memory ledgers and events: what a rank reports. Plain data without torch, so that any script can read
-it.
+"""Step records, memory ledgers and events: what a rank reports.
 
-A step record is one JSON line in `runs/<name>/records/rank-<r>.jsonl`. Sizes are in bytes, times in seconds.
+Plain data without torch, so that any script can read it. A step record is one JSON line in
+`runs/<name>/records/rank-<r>.jsonl`. Sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ CATEGORIES = (
 """Ledger categories in the order in which plots stack them, bottom to top."""
 
 PHASES = ("data", "forward", "backward", "communication", "offload", "optimizer")
-"""Phases of a step. `communication` and `offload` are the time in which a rank waited, for its peers and for the
-host's
+"""Phases of a step. `communication` and `offload` are the time in which a rank waited, for its peers and for the host's
 memory or the disk: the part that computation did not hide. The other phases exclude this time.
 """
 
@@ -60,10 +59,8 @@ class Ledger:
     """Bytes on one rank at the peak of a step, by category.
 
     The categories sum to `reported_bytes`, which the allocator (CUDA) or the operating system (CPU) reports. On CPU,
-    `host`
-    is included, because it is the same memory there. `other_framework` is the remainder, so it can be negative while
-    pages
-    are allocated but not yet touched.
+    `host` is included, because it is the same memory there. `other_framework` is the remainder, so it can be negative
+    while pages are allocated but not yet touched.
     """
 
     parameters: int = 0
@@ -91,8 +88,7 @@ class Ledger:
         return self.parameters + self.gradients + self.master_weights + self.optimizer_moments
 
     def by_place(self) -> dict[str, dict[str, int]]:
-        """Return place (device, host, disk) → category → bytes, in the order of CATEGORIES. Empty places are left out.
-        """
+        """Return place (device, host, disk) → category → bytes, in the order of CATEGORIES, without empty places."""
         device = {name: getattr(self, name) for name in CATEGORIES}
         away = {"host": self.host, "disk": self.disk}
         ordered = {place: {name: held[name] for name in CATEGORIES if held.get(name)} for place, held in away.items()}
@@ -175,10 +171,8 @@ class StepRecord:
     """Values of a step that sends other data than float32 gradients.
 
     - A compressing optimizer (1-bit Adam and relatives): `compressed` (0 or 1), `steadiness` of the variance if
-      measured,
-      `sent_bytes` and the `float32_bytes` that these replace, `error_norm` of this rank's error feedback, and the
-      `angle`
-      (degrees) between the actual update and the update without compression, if measured.
+      measured, `sent_bytes` and the `float32_bytes` that these replace, `error_norm` of this rank's error feedback,
+      and the `angle` (degrees) between the actual update and the update without compression, if measured.
     - 0/1 Adam also: `variance_updated` (1) after its warm-up, and `steps_to_exchange` if ranks make local steps.
     - ZeRO++: `compressed`, `sent_bytes`, `float32_bytes`.
     - Islands: `met` (0 or 1), `steps_to_meeting`, `sent_bytes` to other islands, `float32_bytes`, and `error_norm` if
@@ -249,8 +243,7 @@ class Event:
 
     Attributes:
         kind: started, paused, resumed, reshaped, compressed, checkpoint, evaluated, proof, interrupted, finished,
-            stopped,
-            failed, recovering, warning.
+            stopped, failed, recovering, warning.
         command: Number of the command that the event answers, if any.
     """
 

@@ -1,4 +1,4 @@
-"""report.html: a run to look at without a server, a kernel or a network."""
+"""Write `report.html`: a page about a run that works without a server, a kernel or a network."""
 
 from __future__ import annotations
 
@@ -30,10 +30,16 @@ _STATE_COLUMNS = ("parameters", "gradients", "optimizer")
 def write_report(
     folder: RunFolder | str | os.PathLike[str], table_rows: Sequence[Mapping[str, Any]] | None = None
 ) -> Path:
-    """Write `report.html` into a run's folder and return its path.
+    """Write `report.html` into a run folder and return its path.
 
-    It holds everything it needs, plotly too, and asks nothing of any network. `table_rows` are rows by ZeRO stage as
-    `run.table()` gives them; without them that table is left out. Raises RunFolderError when `folder` holds no run.
+    The page contains everything it needs, including plotly, and loads nothing from a network.
+
+    Args:
+        folder: The run folder.
+        table_rows: Rows by ZeRO stage, as `run.table()` returns them. Without them, the page has no such table.
+
+    Raises:
+        RunFolderError: `folder` holds no run.
     """
     feed = Feed(folder)
     try:
@@ -46,7 +52,12 @@ def write_report(
 
 
 def report_html(feed: Feed, table_rows: Sequence[Mapping[str, Any]] = ()) -> str:
-    """The page for what `feed` has read so far."""
+    """Return the page for the data that `feed` has read so far.
+
+    Args:
+        feed: The run.
+        table_rows: Rows by ZeRO stage, as `run.table()` returns them.
+    """
     history = History.of(feed.records, feed.events)
     head = header(history, name=feed.folder.name, status=feed.status)
     plots = figures(history)
@@ -68,7 +79,7 @@ def report_html(feed: Feed, table_rows: Sequence[Mapping[str, Any]] = ()) -> str
         "figures": _script_json(plain(plots)),
     }
     template = _TEMPLATE.read_text(encoding="utf-8")
-    # In one pass: what is put in is never looked at again, whatever it looks like.
+    # Substitute in one pass, so that inserted text with braces is never substituted again.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)
 
 
@@ -80,12 +91,12 @@ def _plotly_source() -> str:
 
 
 def _script_json(value: Any) -> str:
-    """JSON that may stand inside a script element: nothing in it can close the element or open a comment."""
+    """Return JSON that is safe inside a script element: it cannot close the element or open a comment."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
 def _table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; cells are HTML already."""
+    """Return a table; cells must be HTML already."""
     kinds = [' class="text"' if name in _TEXT_COLUMNS else "" for name in head]
     cells = "".join(f"<th{kind}>{escape(name)}</th>" for kind, name in zip(kinds, head, strict=True))
     body = "".join(
@@ -135,7 +146,7 @@ def _event_table(feed: Feed) -> str:
 
 
 def _proof(feed: Feed) -> str:
-    """What was checked of the first batch."""
+    """Return the proof of the first batch."""
     try:
         found = read_proof(feed.folder.path)
     except RunFolderError as error:
@@ -146,7 +157,7 @@ def _proof(feed: Feed) -> str:
 
 
 def _attention(feed: Feed) -> str:
-    """What queries see of block-sparse attention; of the built-in GPT, whether its layers suffice, too."""
+    """Return what queries see in block-sparse attention. For the built-in GPT also whether its layers are enough."""
     config, attention = feed.folder.config, feed.folder.config.model.attention
     if attention.kind == "dense":
         return ""
@@ -155,7 +166,7 @@ def _attention(feed: Feed) -> str:
     try:
         view = describe(attention, config.data.sequence_length, layers=layers, causal=not attention.both_ways)
         return f'<h2>What a query sees</h2><div class="card">{view.html()}</div>'
-    except ValueError:  # A custom mask for the shorter sequences of somebody's own loader.
+    except ValueError:  # A custom mask may fit only the shorter sequences of a user's loader.
         return ""
 
 

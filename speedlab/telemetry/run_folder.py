@@ -218,8 +218,7 @@ class RunFolder:
         """Refuse a configuration with fields that this version does not know.
 
         A later version of SpeedLab may have written such fields. This version can show the run, but would continue it
-        with
-        a different meaning.
+        with a different meaning.
 
         Raises:
             RunFolderError: There are unknown fields.
@@ -568,7 +567,8 @@ def read_object(path: Path, limit_bytes: int, *, missing: dict[str, Any] | None 
 
 
 def _claim_name(parent: Path, name: str | None) -> Path:
-    """Create the folder `name`, or the first free 'run-N'. `mkdir` is the claim, so two clients never share a folder.
+    """Create the folder `name`, or the first free 'run-N'. Two clients never share a folder, because `mkdir`
+    is atomic.
     """
     if name is not None:
         try:

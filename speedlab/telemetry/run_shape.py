@@ -2,8 +2,7 @@
 active.
 
 `config.json` holds the shape at the start; an event records each later change. `present_config` combines both. The
-panel
-compares its fields with that configuration, and a new change starts from it.
+panel compares its fields with that configuration, and a new change starts from it.
 """
 
 from __future__ import annotations
@@ -102,8 +101,7 @@ def changed_config(
     """Return `config` with `changes` applied, for `engines` engines.
 
     Everything that `changes` does not name keeps its value, also the global batch and the other keys of `offload`.
-    `dp`
-    follows from the number of engines and `cut` from the pipeline, unless `changes` names them.
+    `dp` follows from the number of engines and `cut` from the pipeline, unless `changes` names them.
 
     Args:
         config: The present configuration.

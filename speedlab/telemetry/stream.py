@@ -1,11 +1,11 @@
-"""The side channel: each rank publishes what it has just written, and any process of the same user may join.
+"""The record stream: each rank publishes its newest lines, and any process of the same user may subscribe.
 
-A rank binds a PUB socket on a random loopback port and leaves its address and keys in `stream/rank-<r>.json` (0600).
-CurveZMQ authenticates both ways: a client checks the server's key, and the rank admits only the one client key that
-stands in that file, so that reading it (being the same user) is the permission to listen.
-
-A message is a copy of one line of the run folder with its place in the file. Nothing depends on its arrival: messages
-are dropped when a client is slow or late, and a client that sees a gap reads the file.
+1. A rank binds a PUB socket to a random loopback port. It writes its address and keys to `stream/rank-<r>.json`
+   (0600).
+2. CurveZMQ authenticates both sides. A client checks the server's key. The rank accepts only the client key in that
+   file, so that permission to read the file is permission to subscribe.
+3. A message is a copy of one line of the run folder with its byte offset. Messages may get lost if a client is slow or
+   late. A client that sees a gap reads the file.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from zmq.utils import z85
 from speedlab.telemetry.run_folder import RunFolderError, read_object, write_atomically
 
 LINE_LIMIT_BYTES = 2**20
-"""No line of a record file is longer."""
+"""Maximum length of a line in a record file."""
 
 _HEADER = struct.Struct("!cIQ")
 _TOPIC = struct.Struct("!cI")
-"""How a header begins: what a client may choose by."""
+"""The start of a header, by which a client can filter."""
 _KEY_FILE_LIMIT_BYTES = 4096
 _QUEUED_MESSAGES = 64
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -48,10 +48,15 @@ class StreamMessage(NamedTuple):
 
 
 class Publisher:
-    """The sending end, one per rank. `offer` is throttled to `hz` and keeps the newest; `send` goes out at once.
+    """The sending side, one per rank. `offer` is limited to `hz` and keeps the newest line; `send` sends at once.
 
-    Neither ever waits for a client. A background thread admits clients and sends the line that was held back when no
-    newer one came; it sleeps otherwise.
+    No method waits for a client. A background thread authenticates clients, and sends a held-back line when no newer
+    one arrives; it sleeps otherwise.
+
+    Args:
+        directory: The `stream` folder of the run.
+        rank: The rank.
+        hz: Maximum rate of `offer`, per second.
     """
 
     def __init__(self, directory: Path, rank: int, *, hz: float) -> None:
@@ -62,7 +67,7 @@ class Publisher:
         self._held_back: StreamMessage | None = None
         self._lock = threading.Lock()  # A ZeroMQ socket belongs to one thread at a time.
         self._closed = False
-        # A context of its own: the authenticator below answers for all sockets of its context.
+        # Use an own context: the authenticator below answers for all sockets of its context.
         self._context = zmq.Context()
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()
@@ -98,7 +103,11 @@ class Publisher:
             raise
 
     def offer(self, message: StreamMessage) -> None:
-        """Send, or hold back until it is due; a newer message takes its place."""
+        """Send a message, or hold it back until the rate allows; a newer message replaces a held-back one.
+
+        Args:
+            message: The message.
+        """
         with self._lock:
             now = time.monotonic()
             if now >= self._due:
@@ -109,14 +118,18 @@ class Publisher:
                 self._wake.send(b"held back")
 
     def send(self, message: StreamMessage) -> None:
-        """Send now, after what was held back, so that a client sees a step before what happened at it."""
+        """Send a message now, after a held-back one, so that a client gets a step before the events at this step.
+
+        Args:
+            message: The message.
+        """
         with self._lock:
             if self._held_back is not None:
                 self._send(self._held_back, time.monotonic())
             self._put(message)
 
     def close(self) -> None:
-        """Send what was held back, stop, and take the address away. Calling it again does nothing."""
+        """Send a held-back message, stop the thread and remove the address file. Further calls do nothing."""
         if self._closed:
             return
         self._closed = True
@@ -129,10 +142,10 @@ class Publisher:
         self._wake.close(0)
         self._context.term()
         try:
-            if self._path.read_text(encoding="utf-8") == self._written:  # Else a newer writer of this rank is there.
+            if self._path.read_text(encoding="utf-8") == self._written:  # Keep the file of a newer writer of this rank.
                 self._path.unlink()
         except FileNotFoundError:
-            return  # The run folder was moved or removed meanwhile, and the address with it.
+            return  # The run folder was moved or deleted, with the address file.
 
     def _send(self, message: StreamMessage, now: float) -> None:
         self._held_back = None
@@ -162,7 +175,9 @@ class Publisher:
             self._woken.close(0)
 
     def _flush(self) -> int | None:
-        """Send what is held back and due; returns in how many milliseconds there will be something to do, if ever."""
+        """Send the held-back message if it is due. Return the milliseconds until the next one is due; None if there is
+        none.
+        """
         with self._lock:
             if self._held_back is None:
                 return None
@@ -173,7 +188,7 @@ class Publisher:
             return None
 
     def _admit(self, request: list[bytes]) -> None:
-        """Answer one request of ZeroMQ's authentication protocol (RFC 27): the one client key, no other."""
+        """Answer a request of ZeroMQ's authentication protocol (RFC 27): accept only the one client key."""
         version, number, mechanism = request[0], request[1], request[5]
         key = z85.encode(request[6]) if mechanism == b"CURVE" and len(request) == 7 else b""
         code, text = (b"200", b"OK") if key == self._client_key else (b"400", b"unknown key")
@@ -189,9 +204,12 @@ class _Address:
 
 
 class Subscriber:
-    """The receiving end: follows all ranks of a run, and notices when one of them comes back at another address.
+    """The receiving side: follows all ranks of a run, and reconnects to a rank that has a new address.
 
-    A ZeroMQ socket belongs to one thread at a time: whoever shares a Subscriber has a lock around it, as Feed has.
+    A ZeroMQ socket may be used by one thread at a time, so threads that share a Subscriber need a lock, as in Feed.
+
+    Args:
+        directory: The `stream` folder of the run.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -206,11 +224,11 @@ class Subscriber:
         self._socket.set(zmq.RECONNECT_IVL, 200)
         self._socket.set(zmq.RECONNECT_IVL_MAX, 3000)
         self._close = weakref.finalize(self, self._socket.close)
-        # At exit threads may still be listening, and a socket is never closed under them. The system closes it.
+        # Threads may still receive at exit, and closing a socket under them is unsafe. The system closes it.
         self._close.atexit = False
 
     def refresh(self) -> None:
-        """Connect to the ranks that the folder names now and leave those that are gone."""
+        """Connect to the ranks in the folder, and disconnect from those that have left."""
         found = {}
         try:
             names = os.listdir(self._directory)
@@ -223,7 +241,7 @@ class Subscriber:
             self._socket.disconnect(self._connected.pop(name).address)
         for name in found.keys() - self._connected.keys():
             address = found[name]
-            # Keys are taken over by the connection that is made next, so one socket speaks to many servers.
+            # The next `connect` uses these keys, so that one socket can talk to many servers.
             self._socket.curve_serverkey = address.server_public
             self._socket.curve_publickey = address.client_public
             self._socket.curve_secretkey = address.client_secret
@@ -231,7 +249,11 @@ class Subscriber:
             self._connected[name] = address
 
     def hear(self, rank: int | None) -> None:
-        """Of records only those of `rank`: the others' are not sent here any more. None hears all, as at first."""
+        """Receive only the records of one rank, and all events. The publishers no longer send other records.
+
+        Args:
+            rank: The rank; None for all records, which is the default.
+        """
         if rank == self._rank:
             return
         for topic in _topics(rank):
@@ -241,8 +263,12 @@ class Subscriber:
         self._rank = rank
 
     def receive(self, limit: int = 10_000) -> Iterator[StreamMessage]:
-        """What has arrived, at most `limit` messages; never waits."""
-        if not self._connected:  # Nothing comes, and the question takes longer than all else where nothing is new.
+        """Yield the messages that have arrived. Never waits.
+
+        Args:
+            limit: Maximum number of messages.
+        """
+        if not self._connected:  # Skip the system call: it is the largest cost of a poll without news.
             return
         for _ in range(limit):
             try:
@@ -253,23 +279,24 @@ class Subscriber:
                 yield StreamMessage(*_HEADER.unpack(frames[0]), line=frames[1])
 
     def close(self) -> None:
+        """Close the socket."""
         self._close()
 
 
 def _topics(rank: int | None) -> tuple[bytes, ...]:
-    """What messages begin with: events and the records of `rank`, or all."""
+    """Return the message prefixes of events and of the records of `rank`, or of all messages."""
     return (b"",) if rank is None else (b"e", _TOPIC.pack(b"r", rank))
 
 
 def _read_address(path: Path) -> _Address | None:
-    """What `path` says of a rank's stream; None when it is gone or is no such file."""
+    """Return a rank's stream address; None if the file is missing or invalid."""
     try:
         data = read_object(path, _KEY_FILE_LIMIT_BYTES, missing={})
     except RunFolderError:
         return None
     address = data.get("address")
     keys = [data.get(name) for name in ("server_public", "client_public", "client_secret")]
-    # Only loopback: a folder from somewhere else must not make this process call out.
+    # Accept only loopback: a folder from another machine must not make this process connect to a network.
     if not isinstance(address, str) or not re.fullmatch(r"tcp://127\.0\.0\.1:\d{1,5}", address):
         return None
     if not all(isinstance(key, str) and len(key) == 40 and key.isascii() for key in keys):

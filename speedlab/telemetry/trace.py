@@ -27,7 +27,8 @@ _NEWEST_RECORDS = 8
 """Number of newest records per rank among which a step common to all ranks is searched."""
 
 COMPUTING = frozenset({"F", "B", "I", "W"})
-"""Actions in which a pipeline rank works on a micro-batch. In all other actions it waits, sends, or has finished them.
+"""Actions in which a pipeline rank works on a micro-batch. In all other actions it waits, sends, or has
+finished them.
 """
 
 
@@ -224,8 +225,7 @@ def write_trace(
 
 
 def _records(directory: Path, step: int | None) -> Mapping[int, Sequence[StepRecord]]:
-    """Read the records of `step`, or the newest ones, by rank. Reads the files, because a feed keeps no old timelines.
-    """
+    """Read the records of `step`, or the newest ones, by rank, from the files: a feed keeps no old timelines."""
     found: dict[int, list[StepRecord]] = {}
     for path in directory.glob("rank-*.jsonl"):
         match = re.fullmatch(r"rank-(\d{1,6})\.jsonl", path.name)

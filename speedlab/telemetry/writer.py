@@ -1,6 +1,6 @@
-"""RecordWriter: a rank's records, to the run folder first and to the stream second.
+"""Write a rank's records: first to the run folder, then to the stream, and for rank 0 also to a TensorBoard file.
 
-Scalars of a run as a TensorBoard event file, where tensorboard is installed. Neither TensorFlow nor torch.
+The TensorBoard file needs the package tensorboard, but neither TensorFlow nor torch.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ _FLUSH_SECONDS = 2.0
 
 
 def installed() -> bool:
-    """Whether tensorboard is there; looks, but does not import it."""
+    """Return whether tensorboard is installed, without importing it."""
     return importlib.util.find_spec("tensorboard") is not None
 
 
 class TensorBoardFile:
-    """One event file in `directory`: loss, learning rate, gradient norm, tokens/s and memory by category of rank 0.
+    """One event file: loss, learning rate, gradient norm, tokens/s and memory by category of rank 0.
 
-    tensorboard computes its checksums in Python, 0.1 ms a step, so quick steps are sampled at 10 Hz; steps with a
-    held-out loss are always written. The file is flushed every 2 s, at events and at the end.
+    tensorboard computes checksums in Python, which takes 0.1 ms per step. Fast steps are therefore sampled at 10 Hz.
+    Steps with a held-out loss are always written. The file is flushed every 2 s, at events and at the end.
+
+    Args:
+        directory: Folder of the event file.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -41,13 +44,17 @@ class TensorBoardFile:
         now = time.time()
         name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         self._Event, self._Summary = Event, Summary
-        # tensorboard's EventFileWriter would import TensorFlow where that is installed; the framing alone does not.
+        # Use the record framing alone: tensorboard's EventFileWriter imports TensorFlow if that is installed.
         self._file = RecordWriter(open(directory / name, "xb"))  # noqa: SIM115 - closed in close(), lives as long as the run
         self._file.write(Event(wall_time=now, file_version="brain.Event:2").SerializeToString())
         self._due = self._flush_due = 0.0
 
     def add(self, record: StepRecord) -> None:
-        """Write a record's scalars, unless the last ones were written less than 0.1 s ago."""
+        """Write a record's scalars, unless the last ones were written less than 0.1 s ago.
+
+        Args:
+            record: The record.
+        """
         now = time.monotonic()
         if now < self._due and record.heldout_loss is None:
             return
@@ -61,14 +68,16 @@ class TensorBoardFile:
             self._file.flush()
 
     def flush(self) -> None:
+        """Write buffered scalars to the disk."""
         self._file.flush()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
 
 def _scalars(record: StepRecord) -> dict[str, float]:
-    """Tag -> value; units are in the tags."""
+    """Return tag -> value; the tags contain the units."""
     scalars = {
         "train/loss": record.loss,
         "train/learning_rate": record.learning_rate,
@@ -86,22 +95,28 @@ def _scalars(record: StepRecord) -> dict[str, float]:
 
 
 _STREAMED_BYTES = 64 * 1024
-"""Ten of these a second from each rank are what a reader takes in without effort."""
+"""Maximum length of a streamed line. A reader easily takes ten of these per second from each rank."""
 
 
 class RecordWriter:
-    """Writes what one rank has to say of a run; rank 0 also writes the run's events and TensorBoard's file.
+    """Writes the records of one rank. Rank 0 also writes the run's events and the TensorBoard file.
 
-    A line goes to the file in one unbuffered write, so that a rank that is killed has lost nothing of what it wrote;
-    only then is it offered to the stream, at most `stream_hz` times a second (events always), never waits for a client.
+    1. A line goes to the file in one unbuffered write, so that a killed rank loses nothing that it wrote.
+    2. After that, the line is offered to the stream, at most `stream_hz` times a second (events always). The writer
+       never waits for a client.
 
-    For a control word: write its event first, the status that counts it as done second.
+    For a command, first write its event, then the status that counts the command as done.
+
+    Args:
+        folder: The run folder.
+        rank: The rank.
+        stream_hz: Maximum rate of streamed records, per second.
     """
 
     def __init__(self, folder: RunFolder | str | os.PathLike[str], rank: int, *, stream_hz: float) -> None:
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
         self.rank = rank
-        with ExitStack() as opened:  # What is open when one of them fails is closed again.
+        with ExitStack() as opened:  # Closes the opened ones if a later one fails.
             path, keep = self.folder.path, opened.enter_context
             self._records = keep(closing(_LineFile(path / "records" / f"rank-{rank}.jsonl")))
             self._events = keep(closing(_LineFile(path / "events.jsonl"))) if rank == 0 else None
@@ -112,9 +127,13 @@ class RecordWriter:
             self._close = opened.pop_all().close
 
     def write(self, record: StepRecord) -> None:
-        """Append one step record; one with a huge timeline is left to the file.
+        """Append one step record. A record with a very long timeline is not streamed.
 
-        Raises RunFolderError when the disk does not take it.
+        Args:
+            record: The record.
+
+        Raises:
+            RunFolderError: The disk cannot take the line.
         """
         line = record.to_json().encode() + b"\n"
         start = self._records.append(line)
@@ -124,7 +143,14 @@ class RecordWriter:
             self._tensorboard.add(record)
 
     def event(self, event: Event) -> None:
-        """Append one event; rank 0 only, for all ranks. Raises RunFolderError when the disk does not take it."""
+        """Append one event. Only rank 0 calls this, for all ranks.
+
+        Args:
+            event: The event.
+
+        Raises:
+            RunFolderError: The disk cannot take the line.
+        """
         assert self._events is not None, f"rank {self.rank} wrote an event; rank 0 speaks for all"
         line = event.to_json().encode() + b"\n"
         start = self._events.append(line)
@@ -133,7 +159,7 @@ class RecordWriter:
             self._tensorboard.flush()
 
     def close(self) -> None:
-        """End the stream and close the files. Calling it again does nothing."""
+        """End the stream and close the files. Further calls do nothing."""
         self._close()
 
     def __enter__(self) -> RecordWriter:
@@ -150,7 +176,14 @@ class RecordWriter:
 
 
 def note(folder: RunFolder, event: Event) -> None:
-    """Append an event of the kernel's own. Only while no rank advances the run: a rank counts on its lines alone."""
+    """Append an event from another process than the ranks, such as the kernel.
+
+    Call this only while no rank advances the run, because rank 0 assumes that it is the only writer.
+
+    Args:
+        folder: The run folder.
+        event: The event.
+    """
     file = _LineFile(folder.path / "events.jsonl")
     try:
         file.append(event.to_json().encode() + b"\n")
@@ -159,7 +192,7 @@ def note(folder: RunFolder, event: Event) -> None:
 
 
 class _LineFile:
-    """A file that lines are appended to. A line that a crash cut short is removed when the file is opened."""
+    """A file to which lines are appended. Opening removes a line that a crash has cut short."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -168,7 +201,7 @@ class _LineFile:
         self._end = _cut_unfinished_line(self._descriptor)
 
     def append(self, line: bytes) -> int:
-        """Write a line; returns the byte at which it starts."""
+        """Write a line and return the byte offset at which it starts."""
         if len(line) > LINE_LIMIT_BYTES:
             raise RunFolderError(f"{self._path}: a line of {len(line)} bytes; readers take at most {LINE_LIMIT_BYTES}")
         start = self._end
@@ -177,7 +210,7 @@ class _LineFile:
             while written < len(line):
                 written += os.write(self._descriptor, line[written:])
         except OSError as error:
-            # Whole lines only: what the full disk took of this one is cut off again.
+            # Keep whole lines only: remove the part that the full disk took.
             os.ftruncate(self._descriptor, start)
             raise RunFolderError(
                 f"{self._path}: cannot be written: {error.strerror}; free disk space, then resume"
@@ -190,7 +223,7 @@ class _LineFile:
 
 
 def _cut_unfinished_line(descriptor: int) -> int:
-    """Truncate the file behind its last newline; returns its size then."""
+    """Truncate the file after its last newline and return the new size."""
     size = end = os.fstat(descriptor).st_size
     while end > 0:
         start = max(0, end - 65536)

@@ -1,6 +1,7 @@
 """The plots of a run as plotly figures: pure functions from a History to plain dicts. No Jupyter, no plotly import.
 
-A figure is {"data": [...], "layout": {...}} with numpy float32 arrays where plotly takes arrays; `plain` makes it JSON.
+A figure is {"data": [...], "layout": {...}}, with numpy float32 arrays in `data`. `plain` converts a figure to JSON
+data.
 """
 
 from __future__ import annotations
@@ -50,9 +51,15 @@ __all__ = [
 
 
 def figures(history: History, *, devices: Sequence[Device] = ()) -> dict[str, Figure]:
-    """All plots by name, in the order in which they are laid out: by place where something is not on the device, costs
-    where they were measured, the exchange's where an optimizer sums gradients itself, the pipeline's last, where there
-    is one."""
+    """Return all plots by name, in the order of the page.
+
+    Optional plots: 'places' if states are not on the device, the costs if they were measured, 'exchange' if a step
+    sends other data than float32 gradients, 'pipeline' if there is one.
+
+    Args:
+        history: The run's data.
+        devices: Devices by rank, for labels.
+    """
     timeline = timeline_of(history.records)
     pipeline = {} if timeline is None else {"pipeline": pipeline_figure(timeline, devices=devices)}
     by_place = places_figure(history)
@@ -77,7 +84,7 @@ _SILENT_STEPS = 10
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The line above the plots: `text`, and the state as a word with its mark; `note` is what else is to be told."""
+    """The line above the plots: its text, the state with a mark, and a note such as a warning."""
 
     text: str
     state: str
@@ -86,9 +93,13 @@ class Header:
 
 
 def header(history: History, *, name: str, status: Status, now: float | None = None) -> Header:
-    """'quickstart · step 131/2,000 · 41.2 k tokens/s · 38 % of peak · loss 5.91 (held-out 6.02) · 4 engines'.
+    """Return 'quickstart · step 131/2,000 · 41.2 k tokens/s · 38 % of peak · loss 5.91 (held-out 6.02) · 4 engines'.
 
-    With `now` (seconds since the epoch) its note says when a run that should compute has not finished a step for long.
+    Args:
+        history: The run's data.
+        name: The run's name.
+        status: The run's status.
+        now: Seconds since 1970. If given, the note warns when a running run has finished no step for long.
     """
     lead = history.lead
     steps = int(lead.column("step")[-1]) if lead.length else status.step
@@ -111,9 +122,11 @@ def header(history: History, *, name: str, status: Status, now: float | None = N
 
 
 def _exchange_text(record: StepRecord) -> str:
-    """' · compressed, 3.14 % of float32 sent' or ' · warm-up before compression', of islands ' · islands meet in 12
-    steps', of ranks that make steps of their own ' · ranks exchange in 3 steps'; '' where nothing is exchanged but
-    gradients."""
+    """Describe the communication of a step that sends other data than gradients; '' for the others.
+
+    Examples: ' · compressed, 3.14 % of float32 sent', ' · warm-up before compression', ' · islands meet in 12 steps',
+    ' · ranks exchange in 3 steps'.
+    """
     told = record.exchange
     if not told:
         return ""
@@ -132,7 +145,7 @@ def _exchange_text(record: StepRecord) -> str:
 
 
 def _predicted_text(history: History, measured: float) -> str:
-    """' (predicted 14.6 k, 69 % more than measured)'; '' where nothing is predicted."""
+    """Return ' (predicted 14.6 k, 69 % more than measured)'; '' without a prediction."""
     if history.predicted is None:
         return ""
     now = float(history.predicted.tokens_per_second(history.lead.column("step")[-1:])[0])
@@ -140,11 +153,13 @@ def _predicted_text(history: History, measured: float) -> str:
 
 
 def _silence(history: History, status: Status, now: float) -> str:
-    """The progress of steps is the only honest watchdog: a rank that hangs in a collective still looks alive."""
+    """Return a warning if no step has finished for long. Only progress is a reliable sign: a rank that hangs in a
+    collective still looks alive.
+    """
     if status.state is not RunState.RUNNING or not history.latest:
         return ""
     if now - history.latest[history.lead_rank].time < _SILENT_SECONDS:
-        return ""  # Most looks: the others are not asked.
+        return ""  # The usual case: do not read the other ranks.
     usual = median(history.lead.column("seconds")[-RECENT_STEPS:].tolist())
     told = [record.time for record in history.latest.values()] + [event.time for event in history.events[-1:]]
     silent = now - max(told)

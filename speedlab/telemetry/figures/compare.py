@@ -1,8 +1,8 @@
-"""Several runs side by side: how each stands now, figures on the same axes, and the settings in which they differ.
+"""Compare several runs: the present state of each, figures on common axes, and the settings that differ.
 
-A run has a number, which stands before its name wherever it is drawn, and a colour: a curve, its held-out losses and
-the marks of its events are of `legendgroup` or `name` "0", "1", …, by which a page hides a run or gives it the colour
-of its theme. Bars stand in the order of the runs, one place for each, also where it has nothing yet.
+Each run has a number, shown before its name, and a colour. Its curve, held-out losses and event marks have the
+`legendgroup` or `name` "0", "1", …, so that a page can hide a run or use the colour of its theme. Bars are in the
+order of the runs. Each run has its place, even if it has no data yet.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ COLOURS = (
     ("#b23c00", "#ff9a66"),
     ("#4d5660", "#c3cad2"),
 )
-"""Of runs, on light and on dark: text in them has a contrast of 4.5:1."""
+"""Colours of the runs, on light and on dark backgrounds: text in them has a contrast of 4.5:1."""
 
 MOST_COMPARED = len(COLOURS)
 
 _POINTS = 300
 _MOST_MARKS = 12
-"""Events of a run that are marked: of several runs there are several times as many."""
+"""Maximum number of marked events per run: several runs have several times as many."""
 _MARK_PIXELS = 11
 _NAME_LETTERS = 28
 _BAR_LETTERS, _FEW = 10, 4
-"""Of a name below a bar, and so many bars for which there is room for names."""
+"""Letters of a name below a bar, and the maximum number of bars with room for names."""
 _OWN = ("name", "folder")
 """Settings in which any two runs differ."""
 
@@ -66,29 +66,36 @@ _NONE: Points = float32([], [])
 
 @dataclass(frozen=True, kw_only=True)
 class RunStanding:
-    """How one run stands now."""
+    """The present state of one run."""
 
     name: str
     status: Status = field(default_factory=Status)
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Every setting that it has now, by its path, as text."""
+    """Path of a setting -> its present value, as text."""
     facts: Mapping[str, str] = field(default_factory=dict)
-    """What it has come to, as text."""
+    """Results so far, as text."""
     loss: Points = _NONE
     heldout: Points = _NONE
     speed: Points = _NONE
-    """Tokens a second."""
+    """Tokens per second."""
     held: Mapping[str, int] = field(default_factory=dict)
-    """Category -> bytes, of the rank that holds most."""
+    """Category -> bytes, of the rank that holds the most."""
     phases: Mapping[str, float] = field(default_factory=dict)
-    """Phase, or other -> seconds of a step, mean of the last steps of the lowest rank."""
+    """Phase or 'other' -> seconds per step; mean over the last steps of the lowest rank."""
     events: Sequence[Event] = ()
     problem: str = ""
-    """Why it cannot be read; what is here was read before."""
+    """Why the run cannot be read now; the other fields are from before."""
 
 
 def look_at(name: str, history: History, status: Status, config: RunConfig) -> RunStanding:
-    """`config`: with which the run began; what events have changed of it is put in."""
+    """Return the present state of a run.
+
+    Args:
+        name: The run's name.
+        history: The run's data.
+        status: The run's status.
+        config: The run's configuration; later changes are taken from the events.
+    """
     lead = history.lead
     kept = {"size": stride(lead.length, _POINTS), "closed": status.state in RESTING}
     steps = bucket_last(lead.column("step"), **kept)
@@ -111,7 +118,11 @@ def look_at(name: str, history: History, status: Status, config: RunConfig) -> R
 
 
 def settings_of(config: RunConfig) -> dict[str, str]:
-    """Every setting by its path ('zero.stage'), as text; but for what names the run."""
+    """Return every setting by its path ('zero.stage') as text, except name and folder.
+
+    Args:
+        config: A configuration.
+    """
     return {path: text for path, text in _flat(json.loads(config.to_json()), "") if path not in _OWN}
 
 
@@ -159,27 +170,37 @@ def _phases(history: History) -> dict[str, float]:
 
 
 class RunsSideBySide(Table):
-    """Rows of a name and of what it is in each run; columns are the runs."""
+    """A table with a row per fact or setting and a column per run."""
 
     def __init__(self, rows: Iterable[dict[str, Any]], labels: Sequence[str], notes: tuple[str, ...] = ()) -> None:
         super().__init__(rows)
         self._labels, self.notes = labels, notes
 
     def head(self) -> list[str]:
+        """Return the column titles."""
         return ["", *self._labels]
 
     def cells(self) -> list[tuple[str, ...]]:
+        """Return the text of each row's cells."""
         return [(row["name"], *row["values"]) for row in self]
 
 
 def facts_table(looks: Sequence[RunStanding]) -> RunsSideBySide:
-    """What each has come to: step, loss, speed, memory."""
+    """Return the results of each run: step, loss, speed, memory.
+
+    Args:
+        looks: The present state of each run.
+    """
     names = dict.fromkeys(name for look in looks for name in look.facts)
     return RunsSideBySide(_rows(names, [look.facts for look in looks]), labels(looks))
 
 
 def settings_table(looks: Sequence[RunStanding]) -> RunsSideBySide:
-    """The settings in which they differ, and none else; what cannot be read differs in nothing."""
+    """Return the settings that differ between the runs. Runs that cannot be read are ignored.
+
+    Args:
+        looks: The present state of each run.
+    """
     known = [look.settings for look in looks if look.settings]
     names = list(dict.fromkeys(name for settings in known for name in settings))
     differing = [name for name in names if len({settings.get(name) for settings in known}) > 1]
@@ -193,7 +214,11 @@ def _rows(names: Iterable[str], columns: Sequence[Mapping[str, str]]) -> list[di
 
 
 def labels(looks: Sequence[RunStanding]) -> list[str]:
-    """'1 · name' of each; long names are cut."""
+    """Return '1 · name' for each run; long names are truncated.
+
+    Args:
+        looks: The present state of each run.
+    """
     return [f"{number} · {_short(look.name)}" for number, look in enumerate(looks, 1)]
 
 
@@ -202,7 +227,11 @@ def _short(name: str, letters: int = _NAME_LETTERS) -> str:
 
 
 def told(looks: Sequence[RunStanding]) -> dict[str, Any]:
-    """What stands beside the figures, as `speedlab_server.schema.Compared` has it."""
+    """Return the data next to the figures, in the form of `speedlab_server.schema.Compared`.
+
+    Args:
+        looks: The present state of each run.
+    """
     settings = settings_table(looks)
     return {
         "runs": [
@@ -225,11 +254,15 @@ def told(looks: Sequence[RunStanding]) -> dict[str, Any]:
 # ---- figures ---------------------------------------------------------------------------------------------------------
 
 OVER_STEPS = ("loss", "throughput")
-"""Those that grow at their end."""
+"""Figures whose curves grow at their end."""
 
 
 def compared_figures(looks: Sequence[RunStanding]) -> dict[str, Figure]:
-    """By name, in the order in which they are laid out."""
+    """Return the figures by name, in the order of the page.
+
+    Args:
+        looks: The present state of each run.
+    """
     speeds = [_curve(number, looks, look.speed, "%{y:,.0f} tokens/s") for number, look in enumerate(looks)]
     throughput = _over_steps(looks, speeds, "throughput", "tokens/s")
     throughput["layout"]["yaxis"] |= {"rangemode": "tozero", "tickformat": "~s"}
@@ -247,9 +280,9 @@ def _loss(looks: Sequence[RunStanding]) -> Figure:
 
 def _curve(number: int, looks: Sequence[RunStanding], points: Points, hover: str) -> dict[str, Any]:
     name = escape(labels(looks)[number])
-    # Beyond four runs also in strokes: so many colours are hard to keep apart.
+    # Dash the curves after the fourth: more colours are hard to distinguish.
     trace = curve(name, points, hover, color=COLOURS[number][0], width=2, dash="solid" if number < 4 else "dash")
-    # In a template a % would begin one of plotly's own fields.
+    # Escape %: in a hover template it would begin a plotly field.
     return trace | {"legendgroup": str(number), "hovertemplate": f"{name.replace('%', '&#37;')} {hover}<extra></extra>"}
 
 
@@ -261,7 +294,7 @@ def _over_steps(looks: Sequence[RunStanding], data: list[dict[str, Any]], title:
         colour, marks = COLOURS[number][0], event_marks(look.events)
         line = {"color": colour, "width": 1, "dash": "dot"}
         layout["shapes"] += [shape | {"line": line, "name": str(number)} for shape in marks["shapes"][-_MOST_MARKS:]]
-        # Each run's in a line of its own above the curves: they may all end at the same step.
+        # Put each run's marks in an own line above the curves, because marks of several runs may share a step.
         layout["annotations"] += [
             note
             | {"name": str(number), "yshift": _MARK_PIXELS * (len(looks) - 1 - number)}

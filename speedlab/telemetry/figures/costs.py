@@ -1,4 +1,6 @@
-"""What a step costs: kernels and collectives as bars by name, of the lowest rank, mean of its last steps; memory."""
+"""What a step costs: kernels and collectives as bars, mean of the last steps of the lowest rank, and memory
+over a step.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,31 @@ from speedlab.telemetry.history import History
 from speedlab.telemetry.records import StepRecord
 
 MOST_LANES = 12
-"""Names that have a bar; what the others cost together has one more."""
+"""Maximum number of names with an own bar; one more bar shows the sum of the others."""
 _RECENT_STEPS = 20
 _LINK_COLOURS = tuple(
     COLOURS[name]
     for name in ("communication_buffers", "master_weights", "gradients", "parameters", "activations", "other_framework")
 )
 _ROOM = 6
-"""Lanes that there is room for at least."""
+"""Minimum number of lanes for which there is room."""
 _NAME_LETTERS = 36
 _OTHERS = "others"
 _NO_LINK = "link not told"
 
 _Costs = Mapping[str, Mapping[str, float]]
-"""Name → part → what it costs."""
+"""Name → part → cost."""
 
 
 def cost_figures(history: History) -> dict[str, Figure]:
-    """`step_memory` where a step was marked, `kernels` where any were timed, and `communication` where anything was
-    sent or moved."""
+    """Return the cost figures for which there is data.
+
+    Args:
+        history: The run's data.
+
+    Returns:
+        `step_memory` if a step was marked, `kernels` if any were timed, `communication` if data was sent or moved.
+    """
     recent = list(history.records.get(history.lead_rank, ())[-_RECENT_STEPS:])
     found = {
         "step_memory": step_memory_figure(history),
@@ -44,7 +52,7 @@ def cost_figures(history: History) -> dict[str, Figure]:
 
 
 def _kernels_figure(history: History, recent: Sequence[StepRecord]) -> Figure | None:
-    """Time of this project's own kernels in a step, by name; others' are in the phases alone."""
+    """Return the time of this project's kernels in a step, by name. Other kernels are only part of the phases."""
     uses = _means([record.kernels for record in recent])
     milliseconds = {name: {"time": 1000 * use.get("seconds", 0.0)} for name, use in uses.items()}
     lanes = _lanes(milliseconds)
@@ -63,8 +71,7 @@ def _kernels_figure(history: History, recent: Sequence[StepRecord]) -> Figure | 
 
 
 def _communication_figure(history: History, recent: Sequence[StepRecord]) -> Figure | None:
-    """Bytes of a step that went to peers, by collective and by what they went through, and those that went between a
-    rank's own places."""
+    """Return the bytes of a step sent to peers, by collective and link, and those moved between a rank's own places."""
     sent = _means([_sent(record) for record in recent])
     lanes = _lanes(sent)
     if not lanes:
@@ -78,7 +85,7 @@ def _communication_figure(history: History, recent: Sequence[StepRecord]) -> Fig
 
 
 def _sent(record: StepRecord) -> dict[str, dict[str, float]]:
-    """Collective, or way between places → link → bytes; records of before do not tell the link."""
+    """Return collective or move → link → bytes. Records of old versions have no link."""
     sent: dict[str, dict[str, float]] = {name: {_NO_LINK: count} for name, count in record.sent_bytes.items()}
     sent |= {name: dict(links) for name, links in record.sent_through.items()}
     sent |= {way: {"own places": count} for way, count in record.moved_bytes.items()}
@@ -86,7 +93,7 @@ def _sent(record: StepRecord) -> dict[str, dict[str, float]]:
 
 
 def _means(steps: Sequence[_Costs]) -> dict[str, dict[str, float]]:
-    """The mean of each part over the steps; what a step does not have counts 0."""
+    """Return the mean of each part over the steps; missing parts count as 0."""
     sums: dict[str, dict[str, float]] = {}
     for costs in steps:
         for name, parts in costs.items():
@@ -97,8 +104,10 @@ def _means(steps: Sequence[_Costs]) -> dict[str, dict[str, float]]:
 
 
 def _lanes(costs: _Costs) -> dict[str, list[str]]:
-    """Lane → the names in it, the dearest first; of many names the last lane has the rest. Costs within a fifth of each
-    other stand in the order of their names, so that bars seldom change places."""
+    """Return lane → its names, the most expensive first. Above the limit, the last lane has the rest.
+
+    Costs within a fifth of each other are sorted by name, so that bars seldom change places.
+    """
 
     def dear(name: str) -> tuple[int, str]:
         total = sum(costs[name].values())
@@ -108,7 +117,7 @@ def _lanes(costs: _Costs) -> dict[str, list[str]]:
     if len(names) <= MOST_LANES + 1:
         return {name: [name] for name in names}
     lanes = {name: [name] for name in names[:MOST_LANES]}
-    # A name of its own, whatever names there are.
+    # Add a space if a cost already has this name.
     return lanes | {_OTHERS if _OTHERS not in lanes else f"{_OTHERS} ": names[MOST_LANES:]}
 
 
@@ -121,7 +130,9 @@ def _figure(
     words: Callable[[str, str], str],
     value_text: Callable[[float], str],
 ) -> Figure:
-    """A lane for each name, a trace for each of `colours`. `words` of (lane, part) are shown with a value."""
+    """Return a figure with a lane per name and a trace per colour. The hover text adds `words(lane, part)` to
+    the value.
+    """
     data = []
     for part, colour in colours.items():
         values = [sum(costs[name].get(part, 0.0) for name in names) for names in lanes.values()]

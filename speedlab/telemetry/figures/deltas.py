@@ -1,34 +1,37 @@
-"""What a dashboard is sent: a keyframe with everything, then small changes with what is new since.
+"""Messages that keep a dashboard up to date: a keyframe with all figures, then small changes.
 
-A message is plain data and a list of float32 buffers, to which it points by their number: {"f32": 3} stands for an
-array. On a websocket they are one binary frame (speedlab_server/figure_socket.py), in a widget a message with buffers.
+A message is plain data and a list of float32 buffers. The data refers to a buffer by its number: {"f32": 3} is an
+array. A websocket sends both as one binary frame (speedlab_server/figure_socket.py); a widget sends a message with
+buffers. `speedlab_server.schema` has the messages as types.
 
     {"type": "Keyframe", "seq": n, "figures": {name: figure}, "head": …, "states": …}
     {"type": "Changes", "seq": n, "parts": [...]}
 
-    {"part": "extend", "figure": name, "traces": [i, …], "points": [n, …]}   for each trace: n x values, then n y values
+    {"part": "extend", "figure": name, "traces": [i, …], "points": [n, …]}   per trace: n x values, then n y values
     {"part": "bars", "figure": name, "notes": [text, …]}                     heights of all traces, one after another
-    {"part": "figure", "figure": name, "data": [...], "layout": {...}}       drawn anew
+    {"part": "figure", "figure": name, "data": [...], "layout": {...}}       replaces the figure
     {"part": "marks", "shapes": [...], "annotations": [...]}                 events on every step axis
     {"part": "head", "text": …, "state": …, "mark": …, "note": …}            the header line
 
-Bars come at most three times a second, of many ranks every other second, and those of memory when a ledger has changed;
-what kernels and collectives cost as seldom. The pipeline's timeline, a "figure" of its own where there is a pipeline,
-comes at most once a second, of the newest step or of the one that a person points at.
+`seq` counts up by one. A page that misses a number waits for the next keyframe. `states` of a keyframe says whether to
+show only the model states at first (None before the first record).
 
-`seq` counts up by one, so that a page knows when it has missed something and waits for the next keyframe. "states" of a
-keyframe says whether to begin with the model states alone (None while nothing is known). `speedlab_server.schema` has
-the same as types.
+How often parts are sent:
 
-What a page that compares runs is sent: at first everything, then what is new of each run's curves.
+- bars: at most three times a second, for many ranks every two seconds; memory bars only if a ledger has changed;
+- costs of kernels and collectives: every two seconds;
+- the pipeline's timeline, a "figure" part: at most once a second, of the newest step or of the step that a user
+  selected.
+
+A page that compares runs gets the same parts and one more:
 
     {"type": "Comparison", "seq": n, "figures": {name: figure}, "compared": {…}}
-    {"type": "Changes", "seq": n, "parts": [...]}           as of one run, above, with one part more:
+    {"type": "Changes", "seq": n, "parts": [...]}
 
     {"part": "compared", "runs": […], "facts": […], "settings": […], "note": …}
 
-What comes next is the difference between what the page has and what it should have: a curve that only became longer is
-extended, anything else that differs is drawn anew. Bars come at most once a second.
+Its changes are the difference between two drawings: a curve that became longer is extended, any other difference
+replaces the figure. Bars are sent at most once a second.
 """
 
 from __future__ import annotations
@@ -70,16 +73,18 @@ from speedlab.telemetry.run_folder import Status
 from speedlab.telemetry.trace import is_one_stage, timeline_of
 
 SERVED = "SPEEDLAB_SERVED"
-"""Variable that a Jupyter server with our extension gives to its kernels: their pages draw runs through the server."""
+"""Environment variable that a Jupyter server with our extension sets for its kernels: their pages get runs from the
+server.
+"""
 
 _HELDOUT_TRACE = 3
 _MOST_HELDOUT = POINTS // 2
 _PIPELINE_SECONDS = 1.0
 _COSTS_SECONDS = 2.0
-"""They are means over the last steps."""
+"""Seldom, because costs are means over the last steps."""
 
 Message = tuple[dict[str, Any], list[bytes]]
-"""Plain data, and the buffers it points to."""
+"""Plain data, and the buffers that it refers to."""
 
 _Points = list[tuple[np.ndarray, np.ndarray]]
 
@@ -89,7 +94,7 @@ _BARS: dict[str, Callable[..., Figure]] = {
     "ranks": anatomy_by_rank_figure,
 }
 _OF_MEMORY = frozenset({"memory", "states", "places"})
-"""Bars that are drawn from ledgers alone."""
+"""Bars that depend only on ledgers."""
 _CURVES: dict[str, tuple[int, Callable[..., Figure], Callable[[History, HistoryRange], _Points]]] = {
     "loss": (POINTS // 2, loss_figure, loss_values),
     "gradient": (POINTS // 2, gradient_figure, gradient_values),
@@ -97,8 +102,9 @@ _CURVES: dict[str, tuple[int, Callable[..., Figure], Callable[[History, HistoryR
     "anatomy": (BARS, anatomy_figure, anatomy_values),
     "exchange": (POINTS, exchange_figure, exchange_values),
 }
-"""Figures over steps: most buckets, the whole figure, and the values of its first traces from a cut on. The exchange's
-is there where an optimizer sums gradients itself."""
+"""Figures over steps: maximum number of buckets, the function for the whole figure, and the one for the values of its
+first traces from a cut on. 'exchange' is shown only if steps send other data than gradients.
+"""
 
 
 _SMOOTHED = frozenset({"loss", "gradient"})
@@ -109,18 +115,25 @@ class _Drawn:
     """What the page has of a figure over steps."""
 
     size: int
-    """Steps in a bucket."""
+    """Steps per bucket."""
     traces: int
     buckets: int
     """Finished buckets."""
     length: int
-    """Steps of the history when it was last sent."""
+    """Steps in the history when the figure was last sent."""
     open_end: bool
-    """Whether an unfinished bucket was drawn at the end, which has to go before the finished one comes."""
+    """Whether the figure ends with an unfinished bucket. It must be replaced before the finished bucket is added."""
 
 
 class Drawing:
-    """What one dashboard has been sent of a History, and what it has to be sent next. Pure: no thread, no comm."""
+    """What one dashboard has received of a History, and the next message for it. Pure: no thread, no comm.
+
+    Args:
+        history: The run's data; the owner updates it.
+        name: The run's name, for the header.
+        devices: Devices by rank, for labels.
+        clock: Returns the time in seconds since 1970.
+    """
 
     def __init__(
         self,
@@ -141,40 +154,52 @@ class Drawing:
         self._frames: dict[str, bytes] = {}
         self._latest: dict[int, StepRecord] = {}
         self._memory: tuple[object, ...] = ()
-        """What the bars of memory were drawn from."""
+        """What the memory bars were drawn from."""
         self._bars_sent = float("-inf")
         self._others_sent = -1
-        """How much had come of other ranks by then."""
+        """`History.others_news` when the bars were last sent."""
         self._head: dict[str, str] = {}
         self._smoothing = SMOOTHING
         self._costs: tuple[dict[str, bytes], float] = ({}, float("-inf"))
-        """What was sent of them last, written out, and when."""
+        """The cost figures that were sent last, as JSON, and when."""
         self._costs_of: StepRecord | None = None
-        """The newest record when they were."""
+        """The newest record at that time."""
         self._a_cost_is_gone = False
         self.pipeline_step: int | None = None
-        """The step whose timeline is wanted; None takes the newest."""
+        """The step whose timeline is shown; None for the newest."""
         self._pipeline: tuple[int | None, float] = (None, float("-inf"))
-        """Step of the timeline that was sent last, and when it was looked for."""
+        """Step of the timeline that was sent last, and the time of the last search."""
         self._rested: bool | None = None
-        """Whether the run rested when it was last drawn; None before it was."""
+        """Whether the run was at rest in the last keyframe or tick; None before the first."""
         self._had_records = False
 
     def smooth(self, share: float | None) -> bool:
-        """Smooth curves from now on by the one of SMOOTHINGS that is nearest; None is the usual one. Whether that is
-        another one than before."""
+        """Set the smoothing of the curves.
+
+        Args:
+            share: Weight of the past; rounded to the nearest of SMOOTHINGS. None for the default.
+
+        Returns:
+            True if the smoothing has changed.
+        """
         wanted = SMOOTHING if share is None else min(SMOOTHINGS, key=lambda each: abs(each - share))
         if wanted == self._smoothing:
             return False
         self._smoothing = wanted
         for name in _SMOOTHED & self._curves.keys():
-            del self._curves[name]  # They are drawn anew.
+            del self._curves[name]  # The next tick sends them again.
         return True
 
     def next(self, status: Status, *, rewritten: bool = False) -> Message | None:
-        """What comes next; None when nothing has changed. A keyframe at first, with the first records, which decide how
-        the page is laid out, when a figure has gone, as that of a pipeline that is no more, and when the run comes to
-        rest. `rewritten`: steps before were replaced."""
+        """Return the next message; None if nothing has changed.
+
+        It is a keyframe in these cases: at first; with the first records, which decide the layout of the page; if a
+        figure has disappeared (for example, the pipeline after a change of shape); if the run comes to rest.
+
+        Args:
+            status: The run's status.
+            rewritten: Earlier steps were replaced.
+        """
         rests = status.state in RESTING
         laid_out_anew = bool(self.history.latest) and (not self._had_records or self._a_figure_is_gone())
         if self._rested is None or (rests and not self._rested) or laid_out_anew:
@@ -183,7 +208,11 @@ class Drawing:
         return self.tick(status, rewritten=rewritten)
 
     def keyframe(self, status: Status) -> Message:
-        """Everything as it is now; of a run that rests with the unfinished buckets."""
+        """Return a keyframe with all figures. If the run is at rest, curves include unfinished buckets.
+
+        Args:
+            status: The run's status.
+        """
         self._rested = closed = status.state in RESTING
         self._had_records = bool(self.history.latest)
         specs = self._bar_specs()
@@ -201,7 +230,12 @@ class Drawing:
         return frame, buffers
 
     def tick(self, status: Status, *, rewritten: bool = False) -> Message | None:
-        """What has changed since the last keyframe or tick; None when nothing has."""
+        """Return the changes since the last keyframe or tick; None if nothing has changed.
+
+        Args:
+            status: The run's status.
+            rewritten: Earlier steps were replaced.
+        """
         parts: list[dict[str, Any]] = []
         buffers: list[bytes] = []
         for name in self._shown:
@@ -224,8 +258,7 @@ class Drawing:
         return {"type": "Changes", "seq": self.seq, "parts": parts}, buffers
 
     def _a_figure_is_gone(self) -> bool:
-        """Whether the page has a figure of what the run has no more: a pipeline, something that is not on the device,
-        or what nobody pays for any more."""
+        """Return whether the page shows a figure that the run no longer has: the pipeline, the places, or a cost."""
         if self._a_cost_is_gone:
             return True
         now, (step, when) = self._clock(), self._pipeline
@@ -235,8 +268,11 @@ class Drawing:
 
     @property
     def _bars_are_due(self) -> bool:
-        """Ranks are drawn together: as soon as the others' news are there, which a feed that leads brings as often as
-        bars are drawn, and with the lowest one's alone half as often."""
+        """Whether to draw the bars now.
+
+        All ranks are drawn together. Bars are due once the other ranks have news, which a feed with `leading` reads as
+        often as bars are drawn. With news of the lowest rank alone they are due half as often.
+        """
         ranks, waited = len(self.history.latest), self._clock() - self._bars_sent
         if ranks == 1:
             return waited >= bars_seconds(ranks)
@@ -256,7 +292,7 @@ class Drawing:
         done, same = length // drawn.size, drawn.size == stride(length, limit)
         ended = drawn.open_end and length > drawn.length
         if not rewritten and same and not ended and done == drawn.buckets:
-            return  # Most looks at a long run: the next bucket is not full.
+            return  # The usual case in a long run: the next bucket is not full.
         values = values_of(self.history, HistoryRange(drawn.size, drawn.buckets, False, self._smoothing))
         if rewritten or not same or ended or len(values) != drawn.traces:
             append_figure(name, self._curve_spec(name, closed=False), parts, buffers)
@@ -290,7 +326,7 @@ class Drawing:
                 parts.append(_bars(name, spec, buffers))
 
     def _new_costs(self, *, anyway: bool = False) -> dict[str, Figure]:
-        """Those that have changed; none where it would be too soon."""
+        """Return the cost figures that have changed; none if it is too early."""
         sent, when = self._costs
         newest = self.history.latest.get(self.history.lead_rank)
         if not anyway and (self._clock() - when < _COSTS_SECONDS or newest is self._costs_of):
@@ -303,7 +339,7 @@ class Drawing:
         return {name: spec for name, spec in specs.items() if anyway or found[name] != sent.get(name)}
 
     def _new_pipeline(self, *, anyway: bool = False) -> Figure | None:
-        """The timeline when there is one to send; None where there is none, or nothing new, or it would be too soon."""
+        """Return the timeline to send; None if there is none, nothing new, or it is too early."""
         sent, when = self._pipeline
         soon = self.pipeline_step is None and self._clock() - when < _PIPELINE_SECONDS
         if not anyway and (soon or (self.pipeline_step is not None and self.pipeline_step == sent)):
@@ -311,7 +347,7 @@ class Drawing:
         self._pipeline = sent, self._clock()
         lead = self.history.latest.get(self.history.lead_rank)
         if sent is None and not anyway and (lead is None or not lead.timeline):
-            return None  # No rank of a pipeline is without one: the others are not asked.
+            return None  # In a pipeline each rank has a timeline: do not read the other ranks.
         timeline = timeline_of(self.history.records, self.pipeline_step)
         if timeline is None or (timeline.step == sent and not anyway):
             return None
@@ -325,14 +361,16 @@ class Drawing:
         return specs
 
     def _bar_figures(self, *, but: frozenset[str] = frozenset()) -> dict[str, Figure]:
-        """By place only where something is not on the device; what is gone leaves the page with a keyframe."""
+        """Return the bar figures. 'places' only if states are not on the device; a keyframe removes it from
+        the page.
+        """
         drawn = {name: figure_of for name, figure_of in _BARS.items() if name not in but}
         specs = {name: figure_of(self.history, devices=self.devices) for name, figure_of in drawn.items()}
         by_place = None if "places" in but else places_figure(self.history)
         return specs if by_place is None else {**specs, "places": by_place}
 
     def _memory_now(self) -> tuple[object, ...]:
-        """All that bars of memory are drawn from; events tell of hosts."""
+        """Return everything that memory bars depend on. Events are included because they contain the hosts."""
         history = self.history
         ledgers = {rank: record.ledger for rank, record in history.latest.items()}
         most = [history.most_bytes(name) for name in MOST]
@@ -344,7 +382,8 @@ class Drawing:
         cut = HistoryRange(stride(length, limit), 0, closed, self._smoothing)
         self._curves[name] = _Drawn(
             size=cut.size,
-            traces=len(values_of(self.history, replace(cut, first=length // cut.size))),  # How many: of no bucket.
+            # Count traces: values of no bucket.
+            traces=len(values_of(self.history, replace(cut, first=length // cut.size))),
             buckets=length // cut.size,
             length=length,
             open_end=closed and length % cut.size != 0,
@@ -356,10 +395,26 @@ class Drawing:
 
 
 def append_figure(name: str, spec: Figure, parts: list[dict[str, Any]], buffers: list[bytes]) -> None:
+    """Append a part that replaces a figure.
+
+    Args:
+        name: The figure's name.
+        spec: The figure.
+        parts: Parts of the message; extended in place.
+        buffers: Buffers of the message; extended in place.
+    """
     parts.append({"part": "figure", "figure": name, **pack(spec, buffers)})
 
 
 def extension(name: str, traces: list[int], values: _Points, buffers: list[bytes]) -> dict[str, Any]:
+    """Return a part that appends points to curves.
+
+    Args:
+        name: The figure's name.
+        traces: Numbers of the traces.
+        values: (x, y) of each trace, float32.
+        buffers: Buffers of the message; extended in place.
+    """
     buffers.append(b"".join(x.tobytes() + y.tobytes() for x, y in values))
     return {
         "part": "extend",
@@ -371,7 +426,7 @@ def extension(name: str, traces: list[int], values: _Points, buffers: list[bytes
 
 
 def _frame(spec: Figure) -> bytes:
-    """All of a figure with bars but their heights and the words of its notes: while it stays, only those are sent."""
+    """Return a figure without the bars' heights and the notes' texts: while this is unchanged, only those are sent."""
     bare = [{key: value for key, value in trace.items() if key != "y"} for trace in spec["data"]]
     notes = [{**note, "text": ""} for note in spec["layout"]["annotations"]]
     return msgspec.json.encode([bare, {**spec["layout"], "annotations": notes}])
@@ -384,7 +439,12 @@ def _bars(name: str, spec: Figure, buffers: list[bytes]) -> dict[str, Any]:
 
 
 def pack(value: Any, buffers: list[bytes]) -> Any:
-    """`value` with each array put into `buffers`, and {"f32": its number} in its place."""
+    """Return `value` with each array replaced by {"f32": its number in `buffers`}.
+
+    Args:
+        value: Plain data with numpy arrays.
+        buffers: Buffers of the message; the arrays are appended as float32.
+    """
     if isinstance(value, np.ndarray):
         buffers.append(np.ascontiguousarray(value, dtype=np.float32).tobytes())
         return {"f32": len(buffers) - 1}
@@ -399,7 +459,11 @@ _BARS_SECONDS = 1.0
 
 
 class ComparedDrawing:
-    """What one page has been sent of a comparison. Pure: no thread, no comm."""
+    """What one page has received of a comparison of runs. Pure: no thread, no comm.
+
+    Args:
+        clock: Returns the time in seconds.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.seq = 0
@@ -409,7 +473,11 @@ class ComparedDrawing:
         self._bars_sent = float("-inf")
 
     def next(self, looks: Sequence[RunStanding]) -> Message | None:
-        """What comes next; None when nothing has changed."""
+        """Return the next message; None if nothing has changed.
+
+        Args:
+            looks: The present state of each run.
+        """
         if self._figures is None:
             return self.keyframe(looks)
         parts: list[dict[str, Any]] = []
@@ -431,7 +499,11 @@ class ComparedDrawing:
         return {"type": "Changes", "seq": self.seq, "parts": parts}, buffers
 
     def keyframe(self, looks: Sequence[RunStanding]) -> Message:
-        """Everything as it is now."""
+        """Return a message with all figures.
+
+        Args:
+            looks: The present state of each run.
+        """
         self._figures, self._told, self._bars_sent = compared_figures(looks), told(looks), self._clock()
         buffers: list[bytes] = []
         figures = {name: pack(figure, buffers) for name, figure in self._figures.items()}
@@ -450,7 +522,7 @@ def _append_changes(
 
 
 def _grown(before: Figure, after: Figure) -> dict[int, tuple[np.ndarray, np.ndarray]] | None:
-    """By the number of a curve, the points that it has more than before; None where something else differs."""
+    """Return the new points by number of the curve; None if anything else differs."""
     if len(before["data"]) != len(after["data"]) or before["layout"] != after["layout"]:
         return None
     found = {}

@@ -1,9 +1,10 @@
-"""Several runs beside each other, by the names that the reader gives them: what each holds in which place, how long its
-steps take, what its losses are. Of each run the first rank; data for plotly, as all figures here.
+"""Figures and tables of the lessons: several runs side by side, under names that the lesson chooses.
 
-Bytes in parts, by name: a stacked bar for each stage, layout or run that a reader compares. Data for plotly.
+- `runs_table`, `memory_beside`, `bytes_beside`, `losses_beside`, `lines_beside`: runs of the first rank compared.
+- `bars_beside`: stacked bars of bytes, for any parts, with a prediction.
+- `moves_figure`: where a run's states were, step by step, one lane per place.
 
-Where a run's states lay, step by step: a lane for each place, so that one sees them move.
+Figures are plain data for plotly.
 """
 
 from __future__ import annotations
@@ -21,31 +22,33 @@ from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import CATEGORIES, PLACES, Ledger, StepRecord
 
 Feeds = Mapping[str, Feed]
-"""The reader's name of a run -> what the run tells."""
+"""Name of a run in the lesson -> its feed."""
 
 RUN_COLOURS = ("#332288", "#CC6677", "#117733", "#88CCEE", "#AA4499", "#999933")
-"""Of runs beside each other: told apart by colour-blind readers, and none of them the colour of a kind of memory."""
+"""Colours of runs: colour-blind readers can distinguish them, and no kind of memory has one of them."""
 
 STATES = CATEGORIES[:4]
 """Parameters, gradients, master weights and moments."""
 
 _KEPT = (*STATES, "communication_buffers")
-"""What depends on where states lie: they, and the buffers through which they pass."""
+"""What depends on the place of the states: the states themselves and the transfer buffers."""
 
 _PIXELS = 360
 _WIDEST, _NARROWER = 9.0, 2.5
 _MARK = 4.0
-"""Pixels by which a mark is larger than its line is wide."""
+"""Pixels by which a mark is larger than the width of its line."""
 
 
 class RunsTable(Table):
-    """Rows as `runs_table` gives them."""
+    """Rows of `runs_table`."""
 
     def head(self) -> list[str]:
+        """Return the column titles."""
         held_out = ["held-out loss"] if self._held_out else []
         return ["", *(f"on {place}" for place in self._places), "bytes a parameter", "step", "loss", *held_out]
 
     def cells(self) -> list[tuple[str, ...]]:
+        """Return the text of each row's cells."""
         return [
             (
                 row["run"],
@@ -68,8 +71,18 @@ class RunsTable(Table):
 
 
 def runs_table(feeds: Feeds) -> RunsTable:
-    """A row for each run, at its last step: bytes of states and of the buffers through which they pass, by place;
-    states in all places together for each parameter; the median of the later half of its steps; losses."""
+    """Return a row per run, at its last step.
+
+    Args:
+        feeds: The runs.
+
+    Returns:
+        Bytes of states and transfer buffers by place; bytes of states per parameter over all places; median duration
+        of the later half of the steps; losses.
+
+    Raises:
+        ValueError: A run has no step yet.
+    """
     rows = []
     for name, feed in feeds.items():
         records = first_rank(feed)
@@ -89,12 +102,20 @@ def runs_table(feeds: Feeds) -> RunsTable:
 
 
 def parameters_of(feed: Feed) -> int:
-    """Of the run's whole model, as its ranks said when they began."""
+    """Return the number of parameters of the run's whole model, from its 'started' event.
+
+    Args:
+        feed: The run.
+    """
     return next(event.details["parameters"] for event in feed.events if event.kind == "started")
 
 
 def memory_beside(feeds: Feeds) -> Figure:
-    """For each run a stacked bar for each place: what it has there at its last step."""
+    """Return a stacked bar for each run and place: what the first rank holds there at its last step.
+
+    Args:
+        feeds: The runs.
+    """
     held = {
         (name, place): kept_at(first_rank(feed)[-1].ledger, place) for name, feed in feeds.items() for place in PLACES
     }
@@ -122,7 +143,11 @@ def memory_beside(feeds: Feeds) -> Figure:
 
 
 def bytes_beside(feeds: Feeds) -> Figure:
-    """For each run a stacked bar: bytes of states for each parameter of the model, in all places together."""
+    """Return a stacked bar for each run: bytes of states per parameter of the model, over all places.
+
+    Args:
+        feeds: The runs.
+    """
     held = {
         name: {state: first_rank(feed)[-1].ledger.anywhere(state) / parameters_of(feed) for state in STATES}
         for name, feed in feeds.items()
@@ -149,7 +174,7 @@ def bytes_beside(feeds: Feeds) -> Figure:
 
 
 def _words(across: Any, heights: list[float], texts: list[str]) -> dict[str, Any]:
-    """Texts on top of bars."""
+    """Return a trace with texts on top of bars."""
     return {
         "type": "scatter",
         "mode": "text",
@@ -165,8 +190,13 @@ def _words(across: Any, heights: list[float], texts: list[str]) -> dict[str, Any
 
 
 def losses_beside(feeds: Feeds) -> Figure:
-    """The losses of each run over its steps, and its held-out losses as marks. Each curve is thinner than the one
-    before it, so that those which are the same are all seen."""
+    """Return the losses of each run over its steps, with held-out losses as marks.
+
+    Each curve is thinner than the previous one, so that equal curves stay visible.
+
+    Args:
+        feeds: The runs.
+    """
     traces: list[dict[str, Any]] = []
     for number, (name, feed) in enumerate(feeds.items()):
         records, colour = first_rank(feed), RUN_COLOURS[number % len(RUN_COLOURS)]
@@ -189,9 +219,15 @@ def losses_beside(feeds: Feeds) -> Figure:
 def lines_beside(
     curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str, across: str, unit: str, log: bool = False
 ) -> Figure:
-    """Lines with marks, of (what is across, value in `unit`), each in a run's colour, and thinner than the one before
-    it, so that those which are the same are all seen. `log`: axes of powers, on which a law of growth is a straight
-    line, and every place that is across has its own number."""
+    """Return lines with marks, each in the colour of a run and thinner than the previous one.
+
+    Args:
+        curves: Name -> (x, value in `unit`).
+        title: Title of the figure.
+        across: Title of the x axis.
+        unit: Unit of the values.
+        log: Use logarithmic axes, with a tick at each x, so that a power law is a straight line.
+    """
     traces: list[dict[str, Any]] = []
     for number, (name, points) in enumerate(curves.items()):
         colour = RUN_COLOURS[number % len(RUN_COLOURS)]
@@ -216,13 +252,25 @@ def _float32(points: list[Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def kept_at(ledger: Ledger, place: str) -> dict[str, int]:
-    """Category -> bytes of states, and of the buffers through which they pass, in a place."""
+    """Return category -> bytes of states and transfer buffers at a place.
+
+    Args:
+        ledger: The ledger of a rank.
+        place: One of PLACES.
+    """
     held = ledger.by_place().get(place, {})
     return {category: held[category] for category in _KEPT if held.get(category)}
 
 
 def first_rank(feed: Feed) -> Sequence[StepRecord]:
-    """Of the first rank. Raises ValueError where there is none yet."""
+    """Return the records of rank 0.
+
+    Args:
+        feed: The run; polled first.
+
+    Raises:
+        ValueError: There is no step yet.
+    """
     feed.poll()
     if not feed.records.get(0):
         raise ValueError(f"run {feed.folder.name!r} has no step yet; wait_until(1) first")
@@ -231,17 +279,19 @@ def first_rank(feed: Feed) -> Sequence[StepRecord]:
 
 _BARS_PIXELS = 340
 _HALF_BAR = 0.36
-"""Of the distance between two bars; an outline is as wide as a bar."""
+"""Half the width of a bar and of an outline, as a share of the distance between two bars."""
 _HEADROOM = 1.12
 
 
 def bars_beside(
     bars: Mapping[str, Mapping[str, int]], *, title: str, predicted: Mapping[str, int] | None = None
 ) -> Figure:
-    """A stacked bar for each of `bars`, name -> part -> bytes, with its sum above it.
+    """Return a stacked bar with its sum above it for each of `bars`.
 
-    Parts that are categories of a ledger wear their colour, others (collectives, for instance) colours of their own.
-    `predicted`: name -> bytes, drawn as an outline in the colour of the text.
+    Args:
+        bars: Name -> part -> bytes. Parts that are ledger categories get their colour, others an own one.
+        title: Title of the figure.
+        predicted: Name -> bytes, drawn as an outline in the colour of the text.
     """
     predicted = predicted or {}
     sums = {name: sum(parts.values()) for name, parts in bars.items()}
@@ -285,12 +335,17 @@ def _marker(part: str, number: int) -> dict[str, Any]:
 
 _LANE_PIXELS, _REST_PIXELS = 110, 100
 _GAP = 0.1
-"""Of the height, between two lanes."""
+"""Space between two lanes, as a share of the height."""
 
 
 def moves_figure(feed: Feed) -> Figure:
-    """A stacked bar of states and buffers for each step of the first rank, in a lane for each place where something
-    lay; changes of shape or place are dashed lines."""
+    """Return a stacked bar of states and buffers for each step of the first rank, in a lane per used place.
+
+    Changes of shape or place are dashed lines.
+
+    Args:
+        feed: The run.
+    """
     records = first_rank(feed)
     steps = np.array([record.step for record in records], dtype=np.float32)
     held = {place: [kept_at(record.ledger, place) for record in records] for place in PLACES}

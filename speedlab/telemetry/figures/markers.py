@@ -1,4 +1,4 @@
-"""Signs for what a run is and what happens to it: beside the word for its state, and over the steps of a figure."""
+"""Marks for the state of a run, and for its events on a step axis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATE_MARKS = {
     RunState.STOPPED: "■",
     RunState.FAILED: "✕",
 }
-"""A shape beside the word, so that the state does not hang on a colour."""
+"""A shape next to the state's name, so that the state does not depend on a colour."""
 
 _EVENT_MARKS = {
     "reshaped": "▼",
@@ -36,12 +36,22 @@ _MOST_MARKS = 40
 
 
 def over_steps(layout: Figure, events: Sequence[Event]) -> None:
+    """Set the x axis of a layout to steps, and mark the events.
+
+    Args:
+        layout: A figure's layout; changed in place.
+        events: Events of the run.
+    """
     layout["xaxis"] |= {"title": {"text": "step", "standoff": 4}, "rangemode": "tozero"}
     layout |= event_marks(events)
 
 
 def event_marks(events: Sequence[Event]) -> Figure:
-    """Shapes and annotations that mark a run's events on a step axis; the hover text says what happened."""
+    """Return shapes and annotations that mark a run's events on a step axis; the hover text describes the event.
+
+    Args:
+        events: Events of the run.
+    """
     shown = [event for event in events if event.kind in _EVENT_MARKS][-_MOST_MARKS:]
     shapes, annotations = [], []
     for event in shown:

@@ -1,9 +1,9 @@
-"""Memory by rank: the ledgers as stacked bars, in the ledger's order, with the capacity line.
+"""Memory plots: ledgers by rank, model states by rank, and memory by place.
 
-The ranks along an axis of bars: which are drawn, what they are called, and a gap between two hosts.
-
-Memory by place: device, host and disk as a bar each, as a share of what there is. Drawn where something lies on the
-host or on disk; of each place the rank that holds most there.
+- `memory_figure` and `states_figure` stack a rank's categories in the ledger's order and draw the capacity and the
+  prediction. `RankAxis` chooses the ranks on the x axis and their labels, with a gap between two hosts.
+- `places_figure` draws device, host and disk as a share of their capacity, each for the rank that holds the most
+  there.
 """
 
 from __future__ import annotations
@@ -23,40 +23,53 @@ from speedlab.telemetry.prediction import counted, error_text
 from speedlab.telemetry.records import CATEGORIES, PLACES, Ledger, StepRecord
 
 MOST_RANKS = 16
-"""Beyond this many ranks, minimum, median and maximum are drawn instead."""
+"""Above this number of ranks, plots show the minimum, the median and the maximum instead."""
 
 _HOST_LETTERS = 24
-"""Of a host's name below its ranks: a longer one would leave no room for the bars."""
+"""Maximum letters of a host's name below its ranks; longer names would leave no room for the bars."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankAxis:
-    """Bars from left to right."""
+    """The bars along the x axis, from left to right."""
 
     bars: tuple[int | None, ...]
-    """The rank of each; None is a gap between two hosts."""
+    """The rank of each bar; None is a gap between two hosts."""
     names: tuple[str, ...]
-    """Of each bar, as markup; a gap's is blank, and no two are equal."""
+    """Label of each bar, as markup. A gap has a blank label; all labels differ, because plotly merges equal ones."""
 
     @property
     def ranks(self) -> list[int]:
-        """Those that are drawn."""
+        """The ranks that are drawn."""
         return [rank for rank in self.bars if rank is not None]
 
     def heights(self, of_rank: Callable[[int], float]) -> np.ndarray:
-        """(bars,) float32; 0 in a gap."""
+        """Return (bars,) float32 heights; 0 in a gap.
+
+        Args:
+            of_rank: Returns the height for a rank.
+        """
         return np.array([0.0 if rank is None else of_rank(rank) for rank in self.bars], dtype=np.float32)
 
     def marker(self, category: str) -> dict[str, Any]:
-        """Of bars of a category of the ledger: in a gap there is not even an outline."""
+        """Return the plotly marker of a category's bars; gaps get no outline.
+
+        Args:
+            category: One of CATEGORIES.
+        """
         marker = bar_marker(category)
         if None in self.bars and marker["line"]["width"]:
             marker["line"]["width"] = [0 if rank is None else marker["line"]["width"] for rank in self.bars]
         return marker
 
     def set_on(self, layout: Figure, history: History) -> None:
-        """Make the x axis one of these bars. `meta` tells a page whose they are, and of which ranks it may ask."""
-        # Rank above device: beside each other, the labels of four ranks already stand aslant in a narrow notebook.
+        """Set the x axis of `layout` to these bars, and `meta` to the ranks that a page may request details of.
+
+        Args:
+            layout: A figure's layout; changed in place.
+            history: The run's data.
+        """
+        # Break the line after the rank: otherwise plotly rotates the labels of four ranks in a narrow notebook.
         labels = [name.replace(" · ", "<br>", 1) for name in self.names]
         ticks = {"tickmode": "array", "tickvals": list(self.names), "ticktext": labels}
         layout["xaxis"] |= {"type": "category", "showgrid": False, **ticks}
@@ -64,7 +77,12 @@ class RankAxis:
 
 
 def rank_axis(history: History, devices: Sequence[Device] = ()) -> RankAxis:
-    """Of all ranks, or of very many the three with the least, the median and the most memory."""
+    """Return the axis of all ranks, or above MOST_RANKS that of the ranks with the least, median and most memory.
+
+    Args:
+        history: The run's data.
+        devices: Devices by rank, for labels.
+    """
     if len(history.ranks) > MOST_RANKS:
         ranks = _extremes(history)
         words = zip(("minimum", "median", "maximum"), ranks, strict=True)
@@ -88,14 +106,14 @@ def _extremes(history: History) -> list[int]:
 def _rank_name(history: History, rank: int, devices: Sequence[Device]) -> str:
     name = f"{rank} · {escape(devices[rank].name)}" if rank < len(devices) else f"rank {rank}"
     host = history.host_of(rank)
-    if len(host) > _HOST_LETTERS:  # Hosts differ in their first letters, or in their last.
+    if len(host) > _HOST_LETTERS:  # Keep both ends: host names differ there.
         half = _HOST_LETTERS // 2
         host = f"{host[:half]}…{host[1 - half :]}"
     return f"{name}<br>{escape(host)}" if host else name
 
 
 MODEL_STATES = ("parameters", "gradients", "master_weights", "optimizer_moments")
-"""Categories that ZeRO's formula speaks of."""
+"""The categories in ZeRO's memory formula."""
 
 _CAPACITY_IN_SIGHT = 0.25
 _LINE_PIXELS = 15
@@ -103,8 +121,13 @@ _STATES_IN_SIGHT = 0.2
 
 
 def memory_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure:
-    """Ledger of each rank at its last step as stacked bars, with the capacity line. What was predicted of tensors is an
-    outline, with its error on the rank that holds most."""
+    """Return each rank's ledger at its last step as stacked bars, with the capacity line and the prediction as an
+    outline.
+
+    Args:
+        history: The run's data. Its prediction covers tensors; the error is shown for the rank that holds the most.
+        devices: Devices by rank, for labels.
+    """
     axis = rank_axis(history, devices)
     figure = _bars(history, "memory by rank", CATEGORIES, axis)
     _add_capacity(figure, history, axis, _unit(history)[1])
@@ -118,7 +141,13 @@ def memory_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure
 
 
 def states_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure:
-    """Only the model states of each rank: what a ZeRO stage partitions, also where the process holds far more."""
+    """Return only the model states of each rank, which a ZeRO stage partitions. Readable also if the process holds far
+    more.
+
+    Args:
+        history: The run's data.
+        devices: Devices by rank, for labels.
+    """
     axis = rank_axis(history, devices)
     figure = _bars(history, "model states by rank", MODEL_STATES, axis)
     if (predicted := history.predicted) is not None:
@@ -132,7 +161,12 @@ def states_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure
 
 
 def states_are_small(history: History) -> bool:
-    """Whether the model states are so small a part that one would not see them change among all memory."""
+    """Return whether the model states are less than a fifth of all memory, so that changes in them would hardly be
+    visible.
+
+    Args:
+        history: The run's data.
+    """
     states = sum(record.ledger.model_states for record in history.latest.values())
     return states < _STATES_IN_SIGHT * sum(_total(record) for record in history.latest.values())
 
@@ -162,7 +196,7 @@ def _bars(history: History, title: str, categories: Sequence[str], axis: RankAxi
 
 
 def _unit(history: History, categories: Sequence[str] = CATEGORIES) -> tuple[str, int]:
-    """(unit, bytes in it) in which these categories are drawn: that of the most that was ever held."""
+    """Return (unit, bytes per unit) for these categories: that of the maximum ever held."""
     return byte_unit(history.most_bytes(_extent(categories)))
 
 
@@ -171,16 +205,16 @@ def _extent(categories: Sequence[str]) -> str:
 
 
 def _coarse(count: int) -> int:
-    """A little more than `count`, in coarse steps, so that an axis that ends there seldom changes."""
+    """Round up in coarse steps, so that an axis that ends there seldom changes."""
     step = 2 ** max(0, count.bit_length() - 5)
     return (count // step + 1) * step
 
 
 def _set_range(layout: Figure, traces: Sequence[Mapping[str, Any]], top: float) -> None:
-    """An axis from 0, or from below it where a remainder is negative, to `top`."""
+    """Set the y axis from 0, or from a negative remainder, to `top`."""
     below = min(float(np.minimum(trace["y"], 0).min(initial=0)) for trace in traces)
     bottom = -_coarse(int(np.ceil(-below))) if below < 0 else 0
-    # Its own revision: else the page would keep the range that it had before, as it does for what a person has zoomed.
+    # Set an own uirevision: otherwise plotly keeps the former range, as it does after a user has zoomed.
     layout["yaxis"] |= {"range": [bottom, top], "uirevision": f"{bottom} {top}"}
 
 
@@ -189,7 +223,7 @@ def _total(record: StepRecord) -> int:
 
 
 def _outliers(history: History) -> str:
-    """Ranks far from the median, named, when there are too many ranks to draw each."""
+    """Return a text with the ranks far from the median, if there are too many ranks to draw each."""
     if len(history.ranks) <= MOST_RANKS:
         return ""
     totals = {rank: _total(history.latest[rank]) for rank in history.ranks}
@@ -227,7 +261,7 @@ def _add_capacity(figure: Figure, history: History, axis: RankAxis, size: int) -
 def _add_prediction(
     layout: Figure, axis: RankAxis, predicted: Mapping[int, int], held: Mapping[int, int], size: int
 ) -> None:
-    """Outlines of what was predicted for each rank that is drawn, and the error where most is held."""
+    """Draw the prediction of each shown rank as an outline, and the error for the rank that holds the most."""
     if not any(predicted.values()):
         return
     for i, rank in enumerate(axis.bars):
@@ -243,23 +277,33 @@ def _add_prediction(
 
 
 def _above(text: str) -> dict[str, Any]:
-    """A line between the title and the bars, from their left edge on: it may be wider than they are."""
+    """Return an annotation between the title and the bars. It starts at the left edge, so that it may be wider than the
+    bars.
+    """
     return {**note(text, y=1.0, yanchor="bottom"), "x": 0, "xanchor": "left"}
 
 
 _PIXELS = 300
 _TOPS = (1.0, 2.0, 5.0, 10.0, 25.0, 50.0)
-"""Percent at which the axis may end where all bars are below; else it shows the capacity."""
+"""Ends of the axis in percent, if all bars are below; otherwise the axis shows the capacity."""
 
 
 def are_several(history: History) -> bool:
-    """Whether anything lies elsewhere than on the device."""
+    """Return whether any rank holds states on the host or on disk.
+
+    Args:
+        history: The run's data.
+    """
     ledgers = [record.ledger for record in history.latest.values()]
     return any(len(ledger.by_place()) > 1 for ledger in ledgers if ledger.host or ledger.disk)
 
 
 def places_figure(history: History) -> Figure | None:
-    """None where everything lies on the device."""
+    """Return memory by place as a share of the capacity; None if everything is on the device.
+
+    Args:
+        history: The run's data.
+    """
     if not are_several(history):
         return None
     ledgers = {rank: record.ledger for rank, record in history.latest.items()}
@@ -305,7 +349,7 @@ def _held(ledger: Ledger, place: str) -> int:
 
 
 def _whole(ledger: Ledger, place: str) -> int:
-    """What the place can hold; where nobody knows, what is held, so that the bar is full."""
+    """Return the capacity of a place; if unknown, the bytes held, so that the bar is full."""
     return ledger.capacity_of(place) or _held(ledger, place) or 1
 
 
@@ -315,6 +359,6 @@ def _place_name(place: str, ledger: Ledger) -> str:
 
 
 def _top(highest: float) -> float:
-    """Where the axis ends, percent."""
+    """Return the end of the axis, in percent."""
     fitting = [top for top in _TOPS if highest <= top / 1.05]
     return fitting[0] if fitting else max(105.0, 1.05 * highest)

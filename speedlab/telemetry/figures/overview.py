@@ -1,7 +1,4 @@
-"""A run at a glance, as it stays in a saved notebook: a picture, and a table of the same numbers.
-
-Several runs at a glance, as they stay in a saved notebook: a picture, and tables.
-"""
+"""Static overview of a run, or of several, for saved notebooks: a picture and tables of the same numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +23,12 @@ _BARS = 40
 
 
 def overview_figures(history: History, *, devices: Sequence[Device] = ()) -> list[Figure]:
-    """The four plots, with few points, and a pipeline's timeline where there is one."""
+    """Return the four main plots with few points, and the pipeline's timeline if there is one.
+
+    Args:
+        history: The run's data.
+        devices: Devices by rank, for labels.
+    """
     timeline = timeline_of(history.records)
     return [
         (states_figure if states_are_small(history) else memory_figure)(history, devices=devices),
@@ -38,7 +40,13 @@ def overview_figures(history: History, *, devices: Sequence[Device] = ()) -> lis
 
 
 def overview(history: History, *, title: str, devices: Sequence[Device] = ()) -> tuple[str, str]:
-    """(SVG, HTML with the same picture and a table of the numbers); `title` is the headline, as plain text."""
+    """Return (SVG, HTML with the same picture and a table of the numbers).
+
+    Args:
+        history: The run's data.
+        title: The headline, as plain text.
+        devices: Devices by rank, for labels.
+    """
     plots = overview_figures(history, devices=devices)
     svg = figures_svg(plots, title=title)
     tables = "".join(_table(plain_text(plot["layout"]["title"]["text"]), list(_lines(plot))) for plot in plots[:4])
@@ -46,13 +54,20 @@ def overview(history: History, *, title: str, devices: Sequence[Device] = ()) ->
 
 
 def picture_html(svg: str, title: str) -> str:
-    """As an image: nothing in it could run, and a notebook that is not trusted shows it, too."""
+    """Return the picture as an image element. An image cannot run scripts, so that an untrusted notebook shows it, too.
+
+    Args:
+        svg: The picture.
+        title: Alternative text.
+    """
     source = f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
     return f'<img alt="{escape(title)}" src="{source}" style="max-width:100%">'
 
 
 def _lines(figure: Figure) -> Iterator[list[str]]:
-    """The table's head and its rows: the bars of each category, or where curves began, and where they are."""
+    """Yield the head and the rows of a table: the bars of each category, or first, lowest, highest and last of each
+    curve.
+    """
     data, layout = figure["data"], figure["layout"]
     unit = plain_text(layout["yaxis"]["title"]["text"])
     if layout["xaxis"].get("type") == "category":
@@ -83,7 +98,11 @@ def _table(caption: str, lines: list[list[str]]) -> str:
 
 
 def compared_overview(looks: Sequence[RunStanding]) -> tuple[str, str]:
-    """(SVG, HTML with the same picture and tables of what each run has come to and of the settings that differ)."""
+    """Return (SVG, HTML with the same picture and tables of the results and of the settings that differ).
+
+    Args:
+        looks: The present state of each run.
+    """
     title = " · ".join(look.name for look in looks)
     svg = figures_svg(list(compared_figures(looks).values()), title=title)
     tables = facts_table(looks)._repr_html_() + settings_table(looks)._repr_html_()

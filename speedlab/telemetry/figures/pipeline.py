@@ -1,4 +1,4 @@
-"""A step of a pipeline as a Gantt plot: a lane for each pipeline rank, a bar for each thing it did."""
+"""A step of a pipeline as a Gantt plot: a lane per pipeline rank, a bar per action."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from speedlab.telemetry.trace import Lane, PipelineTimeline
 
 MOST_LANES = 16
 MOST_BARS = 3000
-"""Beyond these, every so-manieth lane is drawn, and of a lane's bars the longest."""
+"""Above these limits, the plot shows evenly spaced lanes, and the longest bars of each lane."""
 
 _ACTIONS: dict[str, tuple[str, str]] = {
     "F": ("forward", "forward"),
@@ -27,10 +27,10 @@ _ACTIONS: dict[str, tuple[str, str]] = {
     "reduce": ("reduce", "communication"),
     "optimizer": ("optimizer", "optimizer"),
 }
-"""Action -> its name, and the phase of a step whose colour it wears."""
+"""Action -> its name, and the phase whose colour it has."""
 
 _THIN = frozenset({"wait", "send"})
-"""Drawn as a line in the lane, so that one sees at a glance where nothing is computed."""
+"""Drawn as a thin line, so that idle time is visible at a glance."""
 
 _HATCHED = {"W": "/", "send": "|", "reduce": "x"}
 _LANE_PIXELS = 44
@@ -38,7 +38,12 @@ _PLOT_PIXELS = 150
 
 
 def pipeline_figure(timeline: PipelineTimeline, *, devices: Sequence[Device] = ()) -> Figure:
-    """Forward and backward of each micro-batch, waiting, sending, reducing and the optimizer, over the step's time."""
+    """Return the actions of each pipeline rank over the time of a step.
+
+    Args:
+        timeline: The step.
+        devices: Devices by rank, for labels.
+    """
     lanes = _shown(timeline.lanes)
     data = [_trace(*group) for group in _groups(lanes)]
     some = f", {len(lanes)} of {len(timeline.lanes)} ranks drawn" if len(lanes) < len(timeline.lanes) else ""
@@ -59,7 +64,11 @@ def pipeline_figure(timeline: PipelineTimeline, *, devices: Sequence[Device] = (
 
 
 def bubble_text(timeline: PipelineTimeline) -> str:
-    """'bubble 18 % (theory 16 %), 8 micro-batches'."""
+    """Return 'bubble 18 % (theory 16 %), 8 micro-batches'.
+
+    Args:
+        timeline: The step.
+    """
     count = timeline.micro_batches
     batches = f"{count} micro-batch{'' if count == 1 else 'es'}"
     return f"bubble {timeline.bubble:.0%} (theory {timeline.theory:.0%}), {batches}".replace("%", " %")
@@ -72,7 +81,9 @@ def _shown(lanes: Sequence[Lane]) -> list[Lane]:
 
 
 def _groups(lanes: Sequence[Lane]) -> Iterator[tuple[str, int, list[tuple[int, Span]]]]:
-    """(action, which of its rank's stages, [(lane, span)]): what is drawn alike, in the order of the legend."""
+    """Yield (action, index of the stage on its rank, [(lane, span)]): bars that share a style, in the order of the
+    legend.
+    """
     most = MOST_BARS // len(lanes)
     found: dict[tuple[str, int], list[tuple[int, Span]]] = {}
     for number, lane in enumerate(lanes):
@@ -115,7 +126,7 @@ def _trace(action: str, chunk: int, bars: list[tuple[int, Span]]) -> dict[str, A
 
 
 def _faded(colour: str, chunk: int) -> str:
-    """The stages of one rank, where it has several, are told apart by their strength, the first one strongest."""
+    """Return the colour of a stage. If a rank has several stages, later ones are more transparent."""
     if not chunk:
         return colour
     red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
@@ -123,7 +134,7 @@ def _faded(colour: str, chunk: int) -> str:
 
 
 def _name(lane: Lane, devices: Sequence[Device]) -> str:
-    """'rank 0 · cpu 0-1', and which pipeline stages it holds."""
+    """Return 'rank 0 · cpu 0-1' and the pipeline stages of the rank."""
     device = f" · {escape(devices[lane.rank].name)}" if lane.rank < len(devices) else ""
     stages = ", ".join(map(str, lane.stages))
     return f"rank {lane.rank}{device}<br>pipeline stage{'s' if len(lane.stages) > 1 else ''} {stages}"

@@ -1,6 +1,5 @@
-"""The plots over steps: loss, throughput, and what a step's time is made of.
-
-Memory over the time of one step: what the allocator had given out at the ends of its phases.
+"""The plots over steps: loss, gradient norm, throughput, compressed exchange, anatomy of a step, and memory
+over a step.
 """
 
 from __future__ import annotations
@@ -44,14 +43,19 @@ from speedlab.telemetry.records import StepRecord
 GRADIENT = COLOURS["gradients"]
 
 RECENT_STEPS = 20
-"""Steps that a present value is taken over."""
+"""Number of steps over which present values are averaged."""
 
 
 @dataclass(frozen=True)
 class HistoryRange:
-    """Which part of a history a curve shows: buckets of `size` steps from number `first` on; `closed` draws the
-    unfinished bucket at the end too, as for a run that is over. `smoothing` (of SMOOTHINGS): the share of the past in
-    what is smoothed."""
+    """The part of a history that a curve shows.
+
+    Attributes:
+        size: Steps per bucket.
+        first: Number of the first bucket.
+        closed: Also draw the unfinished bucket at the end, as for a finished run.
+        smoothing: Weight of the past in smoothed curves, one of SMOOTHINGS.
+    """
 
     size: int
     first: int = 0
@@ -60,18 +64,30 @@ class HistoryRange:
 
 
 def cut_for(history: History, limit: int, *, closed: bool = True) -> HistoryRange:
+    """Return the range with the whole history in at most `limit` buckets.
+
+    Args:
+        history: The run's data.
+        limit: Maximum number of buckets.
+        closed: Also draw the unfinished bucket at the end.
+    """
     return HistoryRange(stride(history.lead.length, limit), 0, closed)
 
 
 def loss_values(history: History, cut: HistoryRange) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(x, y) of each trace of the loss figure but held-out loss: raw, smoothed, learning rate."""
+    """Return (x, y) of the loss figure's traces: raw, smoothed, learning rate. Held-out losses are separate.
+
+    Args:
+        history: The run's data.
+        cut: The range.
+    """
     raw, smoothed = _raw_and_smoothed(history, cut, "loss")
     rates = bucket_last(history.lead.column("learning_rate"), cut.size, closed=cut.closed, first=cut.first)
     return [raw, smoothed, float32(smoothed[0], rates)]
 
 
 def _raw_and_smoothed(history: History, cut: HistoryRange, column: str) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(x, y) of a column of the lowest rank: of each bucket the extremes, and the last smoothed value."""
+    """Return (x, y) of a column of the lowest rank: the extremes of each bucket, and the last smoothed value."""
     lead = history.lead
     kept = {"closed": cut.closed, "first": cut.first}
     steps = bucket_last(lead.column("step"), cut.size, **kept)
@@ -82,7 +98,13 @@ def _raw_and_smoothed(history: History, cut: HistoryRange, column: str) -> list[
 
 
 def loss_figure(history: History, cut: HistoryRange | None = None) -> Figure:
-    """Loss raw (faint) and smoothed (strong), held-out loss, learning rate on the second axis, events as marks."""
+    """Return the loss, raw (faint) and smoothed (strong), held-out loss, learning rate on the second axis, and event
+    marks.
+
+    Args:
+        history: The run's data.
+        cut: The range; None for the whole history.
+    """
     raw, smoothed, rate = loss_values(history, cut or cut_for(history, POINTS // 2))
     heldout = history.heldout[:: stride(len(history.heldout), POINTS // 2)]
     points = float32([step for step, _ in heldout], [loss for _, loss in heldout])
@@ -103,30 +125,49 @@ def loss_figure(history: History, cut: HistoryRange | None = None) -> Figure:
 
 
 def gradient_values(history: History, cut: HistoryRange) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(x, y) of each trace of the gradient figure: raw, smoothed."""
+    """Return (x, y) of the gradient figure's traces: raw, smoothed.
+
+    Args:
+        history: The run's data.
+        cut: The range.
+    """
     return _raw_and_smoothed(history, cut, "grad_norm")
 
 
 def gradient_figure(history: History, cut: HistoryRange | None = None) -> Figure:
-    """Norm of the whole gradient before it is clipped, raw (faint) and smoothed (strong), on a logarithmic axis."""
+    """Return the norm of the whole gradient before clipping, raw (faint) and smoothed (strong), on a logarithmic axis.
+
+    Args:
+        history: The run's data.
+        cut: The range; None for the whole history.
+    """
     raw, smoothed = gradient_values(history, cut or cut_for(history, POINTS // 2))
     data = [
         curve("gradient norm", raw, "%{y:.4g}", color=GRADIENT, width=1, opacity=0.6),
         curve("gradient norm, smoothed", smoothed, "%{y:.4g}", color=GRADIENT, width=2.5),
     ]
     layout = base_layout("gradient norm", "norm")
-    layout["yaxis"] |= {"type": "log", "tickformat": "~g", "nticks": 3}  # More, and their numbers overlap.
+    layout["yaxis"] |= {"type": "log", "tickformat": "~g", "nticks": 3}  # More ticks overlap.
     over_steps(layout, history.events)
     return {"data": data, "layout": layout}
 
 
 def heldout_values(history: History) -> tuple[np.ndarray, np.ndarray]:
+    """Return (steps, held-out losses), float32.
+
+    Args:
+        history: The run's data.
+    """
     return float32([step for step, _ in history.heldout], [loss for _, loss in history.heldout])
 
 
 def throughput_values(history: History, cut: HistoryRange) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(x, y) of each trace of the throughput figure: tokens/s and, where known, what was predicted of them and percent
-    of the matmul peak."""
+    """Return (x, y) of the throughput figure's traces: tokens/s and, if known, the prediction and the percent of peak.
+
+    Args:
+        history: The run's data.
+        cut: The range.
+    """
     lead = history.lead
     kept = {"closed": cut.closed, "first": cut.first}
     steps = bucket_last(lead.column("step"), cut.size, **kept)
@@ -138,8 +179,12 @@ def throughput_values(history: History, cut: HistoryRange) -> list[tuple[np.ndar
 
 
 def throughput_figure(history: History, cut: HistoryRange | None = None) -> Figure:
-    """Tokens per second of the whole run, what was predicted of them, and the share of the measured matmul peak where
-    it is known."""
+    """Return the tokens per second of the whole run and, if known, the prediction and the share of the measured peak.
+
+    Args:
+        history: The run's data.
+        cut: The range; None for the whole history.
+    """
     values = throughput_values(history, cut or cut_for(history, POINTS))
     data = [curve("tokens/s", values[0], "%{y:,.0f} tokens/s", color=ACCENT, width=2)]
     layout = base_layout("throughput", "tokens/s")
@@ -155,7 +200,12 @@ def throughput_figure(history: History, cut: HistoryRange | None = None) -> Figu
 
 
 def exchange_values(history: History, cut: HistoryRange) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(x, y) of each trace of the exchange figure: percent of float32's bytes, degrees, the error's norm."""
+    """Return (x, y) of the exchange figure's traces: percent of float32's bytes, angle in degrees, error norm.
+
+    Args:
+        history: The run's data.
+        cut: The range.
+    """
     lead = history.lead
     kept = {"closed": cut.closed, "first": cut.first}
     steps = bucket_last(lead.column("step"), cut.size, **kept)
@@ -164,9 +214,15 @@ def exchange_values(history: History, cut: HistoryRange) -> list[tuple[np.ndarra
 
 
 def exchange_figure(history: History, cut: HistoryRange | None = None) -> Figure:
-    """Of an optimizer that sums gradients itself, or of islands that meet: what was sent beside what float32 would
-    have, the angle between the update and the one of what was compressed where it was looked at, and the norm of what
-    compression keeps back."""
+    """Return the figure of a compressing optimizer or of islands.
+
+    It shows the sent bytes in percent of float32's, the angle between the actual update and the one without
+    compression (if measured), and the norm of the error feedback.
+
+    Args:
+        history: The run's data.
+        cut: The range; None for the whole history.
+    """
     sent, angle, error = exchange_values(history, cut or cut_for(history, POINTS))
     data = [
         curve("bytes sent", sent, "%{y:.3g} % of float32", color=ACCENT, width=2),
@@ -181,7 +237,12 @@ def exchange_figure(history: History, cut: HistoryRange | None = None) -> Figure
 
 
 def anatomy_values(history: History, cut: HistoryRange) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(x, y) of each phase and of the rest, milliseconds, of the lowest rank."""
+    """Return (x, y) of each phase and of the rest, in milliseconds, of the lowest rank.
+
+    Args:
+        history: The run's data.
+        cut: The range.
+    """
     lead = history.lead
     kept = {"closed": cut.closed, "first": cut.first}
     steps = bucket_last(lead.column("step"), cut.size, **kept)
@@ -191,7 +252,12 @@ def anatomy_values(history: History, cut: HistoryRange) -> list[tuple[np.ndarray
 
 
 def anatomy_figure(history: History, cut: HistoryRange | None = None) -> Figure:
-    """Time of a step by phase, stacked, over the steps of the lowest rank."""
+    """Return the time of a step by phase, stacked, over the steps of the lowest rank.
+
+    Args:
+        history: The run's data.
+        cut: The range; None for the whole history.
+    """
     cut = cut or cut_for(history, BARS)
     data = [
         {**_phase_bar(phase), "x": x, "y": y, "width": cut.size}
@@ -205,7 +271,12 @@ def anatomy_figure(history: History, cut: HistoryRange | None = None) -> Figure:
 
 
 def anatomy_by_rank_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure:
-    """Time of a step by phase for each rank, mean of its last steps: who waits for whom."""
+    """Return the time of a step by phase for each rank, mean of its last steps: it shows which ranks wait.
+
+    Args:
+        history: The run's data.
+        devices: Devices by rank, for labels.
+    """
     axis = rank_axis(history, devices)
     recent = {rank: history.records[rank][-RECENT_STEPS:] for rank in axis.ranks}
     means = {rank: _mean_phases(history.phases, found) for rank, found in recent.items()}
@@ -221,7 +292,7 @@ def anatomy_by_rank_figure(history: History, *, devices: Sequence[Device] = ()) 
 
 
 def _mean_phases(phases: Sequence[str], records: Sequence[StepRecord]) -> list[float]:
-    """Seconds of each phase, and of the rest of a step."""
+    """Return the seconds of each phase, and of the rest of a step."""
     each = [record.phases for record in records]
     means = [fmean([times.get(phase, 0.0) for times in each]) for phase in phases]
     return [*means, max(0.0, fmean([record.seconds for record in records]) - sum(means))]
@@ -238,8 +309,13 @@ def _phase_bar(phase: str) -> dict[str, Any]:
 
 
 def step_memory_figure(history: History) -> Figure | None:
-    """Of the newest step of the lowest rank that was marked; None where none was. A line through all marks, and the
-    marks in the colours of the phases that ended there."""
+    """Return the memory over the newest marked step of the lowest rank; None if there is none.
+
+    A line connects all marks. Each mark has the colour of the phase that ended there.
+
+    Args:
+        history: The run's data.
+    """
     step, marks = history.lead.marked
     if len(marks) < 2 or not any(mark.bytes for mark in marks):
         return None
