@@ -84,7 +84,8 @@ def _speed(folder: Path, threads: int, chunk_bytes: int, nbytes: int) -> DiskSpe
     try:
         kept = store.keep(nbytes, torch.uint8)
         kept.fetch(values=False).wait()
-        noise = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)  # Some disks are faster with zeros.
+        # Random bytes, because some disks write zeros faster.
+        noise = torch.frombuffer(bytearray(os.urandom(1 << 20)), dtype=torch.uint8)
         kept.tensor.view(-1, noise.numel()).copy_(noise)
         kept.leave(changed=True)
         store.flush()  # Not measured: at the first write, the file system also allocates blocks.

@@ -138,7 +138,7 @@ class _SparseRing(Function):
         of_queries = torch.zeros_like(q, dtype=logarithms.dtype)
         sums, going_home = torch.zeros_like(both, dtype=logarithms.dtype), None
         for number, (turn, here) in enumerate(_arriving(both, turns, ring, tag)):
-            of_here = here  # Where no query sees any, they are none.
+            of_here = here  # If no query sees a block of this turn, none was received.
             if turn.sees:
                 seen, scale = (q, here[0], here[1], result, logarithms, turn.layout), ctx.scale
                 of_turn, of_keys, of_values = partial_gradients(

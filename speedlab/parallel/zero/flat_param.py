@@ -163,7 +163,7 @@ class FlatParamStates:
 
 
 _ALIGNMENT_BYTES = 16
-"""Offset of each parameter in a flat is a multiple of this, because matrix kernels on GPUs need aligned addresses."""
+"""Offsets of parameters in a flat are multiples of this, because matrix kernels on GPUs need aligned addresses."""
 
 
 class FlatParam:
@@ -414,7 +414,7 @@ class FlatParam:
             RuntimeError: The caller changed a released parameter.
         """
         self.take_changes()
-        assert self._coming is not None  # Parameters come.
+        assert self._coming is not None  # Parameters are on demand.
         self._coming.materialize()
         self._shown.use_unsharded_views(self.full)
         self.buffers.add(self.full.nbytes)
@@ -466,7 +466,7 @@ class FlatParam:
         """Free `full`; only the shard remains. Only for parameters on demand."""
         self.buffers.add(-self.full.nbytes)
         self._shown.use_placeholder_views()
-        assert self._coming is not None  # Parameters come.
+        assert self._coming is not None  # Parameters are on demand.
         self._coming.free()
 
     def _new_full(self) -> Tensor:

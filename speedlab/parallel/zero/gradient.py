@@ -166,7 +166,7 @@ class Gradient:
         reduction has happened.
         """
         if self.optimizer_reduces or self._residency.update_in_backward:
-            assert self.own is not None  # See `optimizer_reduces`; what is used is whole.
+            assert self.own is not None  # In both cases the gradient is complete on this rank.
             return 0, self.own
         return self._start, self.partition
 

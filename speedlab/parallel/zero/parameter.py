@@ -216,7 +216,8 @@ def _without_values(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -
         name = func.__self__.__name__
         allowed = name not in _OF_VALUES and (name != "data" or func.__name__ == "__set__")
     else:
-        allowed = name in _WITHOUT_VALUES and not (name == "type" and len(args) > 1)  # That one converts.
+        # `type` with a dtype converts the values.
+        allowed = name in _WITHOUT_VALUES and not (name == "type" and len(args) > 1)
     if not allowed and name not in _LOOKS:
         _refuse_released(_first_name(args, kwargs), name)
     with torch._C.DisableTorchFunctionSubclass():
@@ -252,7 +253,7 @@ def asked_by_torch() -> bool:
     """
     frame = sys._getframe(2)
     asks: str = frame.f_globals.get("__name__", "")
-    # `Module.to` and its like move a gradient with its parameter; None stays None.
+    # `Module.to` and similar methods move a gradient together with its parameter. None stays None.
     return asks.startswith(_OF_TORCH) or frame.f_code.co_name == "_apply"
 
 
@@ -261,7 +262,7 @@ def _refuse_absent(parameter: Tensor, who: str) -> None:
     if place is None:
         return
     place.zero.refuse_late(who)
-    if not place.flat.gathered or place.unit.gathers:  # Or they are on their way.
+    if not place.flat.gathered or place.unit.gathers:  # Or its gather is pending.
         raise RuntimeError(
             f"{who}: {place.slot.name} is partitioned (ZeRO stage 3) or away from the device, so that its values are "
             "not here; engine.state_dict(), on all ranks, puts all parameters together, speedlab.gather(parameter) one"
@@ -327,7 +328,8 @@ def stays_whole(parameter: Tensor) -> bool:
     """
     kind = type(parameter)
     if is_traceable_wrapper_subclass(parameter):
-        return not kind.__module__.startswith("torch.distributed.")  # A DTensor is a part of a plain one.
+        # A DTensor is a shard of a plain tensor, which a flat can hold.
+        return not kind.__module__.startswith("torch.distributed.")
     if kind.__module__.partition(".")[0] != "bitsandbytes":
         return False
     return kind.__name__ == "Int8Params" or parameter.device.type == "cpu"

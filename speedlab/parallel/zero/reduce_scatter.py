@@ -93,7 +93,7 @@ class ReduceScheduler:
         while self._cursor < len(self._order) and (everything or self._order[self._cursor].missing <= 0):
             unit = self._order[self._cursor]
             if unit is self._gathers.root and (leave_root or not everything):
-                return  # Gradients of shared parameters may still come.
+                return  # Gradients of shared parameters may still be computed.
             self._cursor += 1
             accumulate = self._reduced_before and zero_policy.grads_sharded
             with record_function(f"speedlab::reduce {unit.name}"), self.around():
