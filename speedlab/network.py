@@ -151,6 +151,7 @@ def reserved_ports() -> Iterator[Sequence[int]]:
     """
     size = 1 + RESERVED_PORTS  # The port before each block stays bound as a lock.
     blocks = range(_LOWEST_PORT, min(_END_PORT, _kernel_ports_begin()) - size + 1, size)
+    # Random order, so that concurrent callers rarely try the same block.
     for first in random.sample(blocks, min(len(blocks), _BLOCKS_TRIED)):
         with ExitStack() as guard, ExitStack() as probes:
             try:
@@ -159,6 +160,7 @@ def reserved_ports() -> Iterator[Sequence[int]]:
                     probes.enter_context(_bound(port))
             except OSError:
                 continue
+            # Free the ports for the caller; the guard port stays bound.
             probes.close()
             yield range(first + 1, first + size)
             return

@@ -408,6 +408,7 @@ class Group:
         """
         total = tensor.clone(memory_format=torch.contiguous_format)
         if self.size > 1 and total.numel() > 0:
+            # Sum 16-bit floats in float32 if the backend would round after every term.
             summed = sum_wide if self._rounds_often(total) else dist.all_reduce
             nbytes = 2 * (self.size - 1) * total.nbytes // self.size
             # an error keeps this closure, which must not hold the group

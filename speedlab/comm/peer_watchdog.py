@@ -41,6 +41,7 @@ class PeerWatchdog:
     ) -> None:
         self.lost: str | None = None
         """Description of the lost rank, or None."""
+        # Use a separate connection, because another thread may block in the store.
         self._store, self._rank, self._abort, self._seconds = store.clone(), rank, abort, seconds
         self._peers = [peer for peer in range(size) if peer != rank]
         self._processes: dict[int, PeerProcess] = {}

@@ -183,6 +183,7 @@ class CommStats:
             if after.query():
                 self.wait_seconds[kind] += before.elapsed_time(after) / 1e3
             else:
+                # Do not wait for pending events: that would be a device sync.
                 late.append((kind, before, after))
         self._events = late
         waits = self.wait_seconds.items()
@@ -262,6 +263,7 @@ class Transfer:
             try:
                 self._traffic.waited(finish, self._device, self.link)
             except BaseException as error:
+                # Drop this frame's references to connections, because the error keeps the frame.
                 finish, self._over = None, _is_over
                 clear_frames(error)
                 self._error = without_frames(error)

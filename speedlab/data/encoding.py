@@ -85,9 +85,11 @@ def split(chosen: list[tuple[TextFile, int]], share: float) -> tuple[list[TextSh
     heldout: set[Path] = set()
     held_bytes = 0
     for file, take in chosen:
+        # A file that would exceed the budget stays in the training part.
         if held_bytes < 0.9 * budget and held_bytes + take <= budget:
             heldout.add(file.path)
             held_bytes += take
+    # Whole files miss the share by far, so hold out the end of every file.
     if held_bytes < 0.5 * budget:
         cut = 1 - share
         return [TextShare(file, take, 0, cut) for file, take in chosen], [

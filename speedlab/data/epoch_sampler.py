@@ -64,6 +64,7 @@ class Epochs:
         if self._done:
             self._epoch, self._begin = self._epoch + 1, 0
         each = self._micro_size * self._shares
+        # The rest of this epoch has no complete micro-batch.
         if self._begin + each > self._batches * each:
             self._epoch, self._begin = self._epoch + 1, 0
         self._handed = self._trained = 0
@@ -72,6 +73,7 @@ class Epochs:
     def _pass(self, epoch: int, begin: int, each: int) -> Iterator[int]:
         for number in range((self._batches * each - begin) // each):
             first = begin + number * each + self._share * self._micro_size
+            # The remainder repeats items from the epoch's start if the last micro-batch lacks some.
             places = np.arange(first, first + self._micro_size, dtype=np.int64) % self._size
             self._handed = (number + 1) * each
             yield from shuffled(places, self._size, self._seed, epoch).tolist()

@@ -37,6 +37,7 @@ def separated(rows: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray, np.nd
     places = np.arange(inputs.shape[1])
     begins = np.zeros_like(inputs)
     begins[:, 1:] = np.where(ends[:, :-1], places[1:], 0)
+    # The running maximum is the index of each token's document start.
     return inputs, targets, places - np.maximum.accumulate(begins, axis=1)
 
 

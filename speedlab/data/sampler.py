@@ -15,6 +15,7 @@ import numpy as np
 from speedlab.config import ConfigError
 
 _ROUNDS = 6
+# Multipliers of SplitMix64's mixing function.
 _MIX_A, _MIX_B = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
@@ -115,6 +116,7 @@ def permute(places: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     Returns:
         (N,) int64.
     """
+    # Half the bits of the smallest even power of two that holds `size`.
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     values = _feistel(places.astype(np.uint64), half, keys)
     outside = np.flatnonzero(values >= size)
@@ -130,6 +132,7 @@ def _feistel(values: np.ndarray, half: np.uint64, keys: np.ndarray) -> np.ndarra
     for key in keys:
         mixed = (right ^ key) * _MIX_A
         mixed = (mixed ^ (mixed >> np.uint64(29))) * _MIX_B
+        # A Feistel round is invertible for any mixing function, so the result is a permutation.
         left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(32))) & mask)
     return (left << half) | right
 

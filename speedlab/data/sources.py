@@ -150,6 +150,7 @@ def choose(files: list[TextFile], max_bytes: int) -> list[tuple[TextFile, int]]:
         budget -= size
     else:
         limit = sizes[-1]
+    # Prefer fewer whole files to many short fragments.
     limit = max(limit, _WHOLE_FILE_BYTES)
     chosen, left = [], max_bytes
     for file in sorted(files, key=lambda file: order_key(file.name)):
@@ -201,6 +202,7 @@ def _decode(path: Path, data: bytes, *, final: bool) -> str:
             f"or give token ids in a .tokens or .bin file"
         )
     try:
+        # utf-8-sig drops a byte order mark.
         return codecs.getincrementaldecoder("utf-8-sig")().decode(data, final=final)
     except UnicodeDecodeError as error:
         raise NotTextError(

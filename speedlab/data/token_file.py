@@ -74,6 +74,7 @@ def write_tokens(path: str | Path, chunks: Iterable[np.ndarray], vocabulary: int
     digest, count = hashlib.sha256(), 0
     try:
         with part.open("wb") as file:
+            # Reserve the header, which needs the count and the hash and is written last.
             file.write(bytes(_HEADER.size))
             for chunk in chunks:
                 if chunk.size and not 0 <= int(chunk.min()) <= int(chunk.max()) < vocabulary:
@@ -87,6 +88,7 @@ def write_tokens(path: str | Path, chunks: Iterable[np.ndarray], vocabulary: int
             file.seek(0)
             file.write(_HEADER.pack(MAGIC, VERSION, dtype.itemsize, vocabulary, count, digest.digest()))
             file.flush()
+            # The data must be on disk before the rename makes the file visible.
             os.fsync(file.fileno())
         part.replace(path)
     finally:

@@ -158,7 +158,9 @@ class CausalAttention(nn.Module):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True)
         seen = None if starts is None else document_mask(starts, q.shape[2])
         seed = self.draw_seed()
+        # One head at a time: its dropout depends only on its own seed, for any split of heads over ranks.
         heads = zip(*(each.split(1, dim=1) for each in (q, k, v)), strict=True)
+        # Seeding the heads must not change the state of torch's generators.
         with torch.random.fork_rng([q.device] if q.is_cuda else []):
             each = [self._drop_one(*head, seen=seen, seed=seed + number) for number, head in enumerate(heads)]
             return torch.cat(each, dim=1)
@@ -235,6 +237,7 @@ class Attention(nn.Module):
             rotation: Cosines and sines from `Rotary`; None with learned positions.
             starts: (B, T) int32, see `CausalAttention`.
         """
+        # The number of heads is -1, because a tensor-parallel rank has only some of them.
         qkv = self.qkv(x).unflatten(-1, (3, -1, self.head_size))  # (B, T, 3, H, D)
         q, k, v = qkv.transpose(1, 3).unbind(2)  # (B, H, T, D) each
         if rotation is not None:
@@ -454,6 +457,7 @@ class GPT(nn.Module):
             x: (B, T, C).
             targets: (B, T) int64, or None.
         """
+        # A tied model uses its embedding as output matrix.
         weight = self.embedding.weight if self.head is None else self.head.weight
         return self.prediction(self.norm(x), weight, targets)
 

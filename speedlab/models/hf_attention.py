@@ -234,11 +234,11 @@ def beyond_window(attention: AttentionConfig, sliding_window: int) -> str:
 def _mask(
     *, q_length: int, kv_length: int, q_offset: Any = 0, kv_offset: int = 0, local_size: int | None = None, **given: Any
 ) -> Tensor | None:
-    """Return which tokens see each other apart from the pattern, (B, 1, T, S) bool; None if only causality restricts
+    """Return which tokens may see each other under any pattern, (B, 1, T, S) bool; None if only causality restricts
     them.
 
-    The mask is transformers' mask without the model's own window, `local_size`, because the pattern lies within that
-    window (see `covers`).
+    This is transformers' mask without the model's own window, `local_size`, because the pattern is inside that window
+    (see `covers`).
     """
     from transformers.masking_utils import sdpa_mask
 
@@ -305,6 +305,7 @@ def packed_if_given(batch: Any) -> Iterator[None]:
     if not hasattr(masks, "find_packed_sequence_indices"):
         yield
         return
+    # Compare storages, because a model may pass on a view of its positions.
     given = {leaf.untyped_storage()._cdata for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)}
     with _replacing:
         find = masks.find_packed_sequence_indices

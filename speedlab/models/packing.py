@@ -78,6 +78,7 @@ def document_starts(positions: Tensor) -> Tensor:
         positions: (B, T) int64.
     """
     places = torch.arange(positions.shape[1], dtype=torch.int32, device=positions.device)
+    # The running maximum is the latest document start before or at each token.
     return torch.where(document_begins(positions), places, 0).cummax(1).values
 
 

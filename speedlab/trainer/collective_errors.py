@@ -49,9 +49,13 @@ class Reconnectable(Protocol):
         """Whether this rank was interrupted."""
         ...
 
-    def disconnect(self) -> None: ...
+    def disconnect(self) -> None:
+        """Close the connections of this rank, so that waiting peers fail at once."""
+        ...
 
-    def reconnect(self) -> None: ...
+    def reconnect(self) -> None:
+        """Open the connections again. Collective."""
+        ...
 
 
 class ControlGroup:
@@ -63,10 +67,12 @@ class ControlGroup:
         self.control = control
 
     def disconnect(self) -> None:
+        """Close the control group and leave the world."""
         self.control.disconnect()
         leave(failed=True)
 
     def reconnect(self) -> None:
+        """Join the world and open the control group again. Collective."""
         join()
         self.control.reconnect()
 
@@ -97,6 +103,7 @@ def agreed(control: Group, work: Callable[[], T]) -> T:
         return result[0]
     if any(kind == ConfigError.__name__ for kind, _ in problems.values()):
         raise CommandRefused(told(problems, control.size)) from error
+    # A failed rank raises its own error; the others name the failed ranks.
     raise error or PeerLost(told(problems, control.size))
 
 
@@ -128,6 +135,7 @@ def together(meeting: Reconnectable, work: Callable[[], T]) -> T:
     meeting.disconnect()
     meeting.reconnect()
     problems = _problems(meeting.control, error)
+    # PeerLost is only a consequence of another rank's error, so report it only if there is no cause.
     causes = {rank: problem for rank, problem in problems.items() if problem[0] != PeerLost.__name__} or problems
     raise RanksDiverged(causes, meeting.control.size) from error
 

@@ -86,6 +86,7 @@ def run_pending_commands(training: Training, reporter: Reporter) -> None:
     commands = None
     if training.world.rank == 0:
         commands = [(asdict(command), _is_overtaken(training, command)) for command in reporter.waiting()]
+    # Rank 0 decides which commands are overtaken, so that all ranks act alike.
     for fields, overtaken in training.control.share(commands):
         command = RunCommand(**fields)
         if overtaken:
@@ -147,6 +148,7 @@ def _act(training: Training, command: RunCommand) -> CommandResult:
     if problem is not None:
         raise CommandRefused(problem)
     action = agreed(training.control, lambda: _planned(word, training, command.arguments))
+    # If the action is cut off while this is True, the run can only continue from a checkpoint.
     training.changing = word.changes
     try:
         answer = together(training, action)
@@ -154,6 +156,7 @@ def _act(training: Training, command: RunCommand) -> CommandResult:
         training.changing = False
         raise
     except RanksDiverged as parted:
+        # The ranks may differ now, so `changing` stays True and the run fails.
         if word.changes and not parted.alike:
             raise
         training.changing = False

@@ -28,11 +28,13 @@ def matmul_flops(device: torch.device, dtype: torch.dtype) -> float:
     size = 4096 if device.type == "cuda" else 512
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     out = torch.empty_like(a)
+    # Warm up.
     for _ in range(3):
         onednn_matmul.mm(a, b, out)
     best, started = float("inf"), time.perf_counter()
     while time.perf_counter() - started < _MEASURE_SECONDS:
         best = min(best, _time_matmuls(a, b, out))
+    # A product of two n × n matrices has 2 n³ floating-point operations.
     return 2 * size**3 / best
 
 

@@ -165,6 +165,7 @@ def _activation_share(config: RunConfig, size: int) -> float:
     """Return the tokens whose activations a rank keeps at once, times its share of the model."""
     layout = config.layout(size, built_in=False)
     batch = config.batch.resolve(layout.data_size)
+    # GPipe keeps the activations of all micro-batches; other schedules of at most one per pipeline stage.
     waiting = batch.accumulation if config.parallel.schedule == "gpipe" else min(batch.accumulation, layout.pp)
     model_ranks = layout.tp * layout.cp * layout.pp
     return batch.micro_size * config.data.sequence_length * (waiting if layout.pp > 1 else 1) / model_ranks

@@ -81,6 +81,7 @@ def run_between_steps(training: Training, code: str, name: str, ranks: Collectio
         if _End.INTERRUPTED in ends:
             raise _cut_off(training, name, said, alone=_End.FAILED in ends)
         if _End.FAILED in ends:
+            # Ranks on which the cell failed have left in `_exchanged` already.
             if end is not _End.FAILED:
                 training.disconnect()
             try:
@@ -179,6 +180,7 @@ def _left_as_it_was(training: Training) -> Iterator[None]:
         finally:
             restore_random(words, tensors, device)
             torch.set_default_dtype(dtype)
+            # An interrupt inside no_grad may have left gradients disabled.
             torch.set_grad_enabled(True)
             engine.abandon_step()
             engine.train()

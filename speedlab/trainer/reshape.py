@@ -73,6 +73,7 @@ def rebuild(
     through = _through(engine, states, control)
     # `together` ends with a barrier, so all ranks have read the folder before it is removed.
     with _folder_of_all(_IN_MEMORY if through == "memory" else folder, control) as place:
+        # No hashes: the same processes read this checkpoint back at once.
         engine.save_checkpoint(place, _TAG, verify=False)
         engine.destroy(keep_parameters=False)
         try:
@@ -98,6 +99,7 @@ def _through(engine: Engine, states: int, control: Group) -> str:
     """
     kept = agreed(control, lambda: sum(state.nbytes for state in _kept(engine)))
     needed = sum(control.collect(kept))
+    # On CPUs, additional states of the new engine use the same memory.
     if engine.world.device.type == "cpu":
         needed += max(0, states - sum(control.collect(agreed(control, lambda: engine.ledger().model_states))))
     hosts = control.collect(os.uname().nodename)

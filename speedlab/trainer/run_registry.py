@@ -85,6 +85,7 @@ def _refuse_lost(run: RunFolder, everywhere: Group) -> None:
 
     def look() -> None:
         records = run.path / "records" / "rank-0.jsonl"
+        # Records without a checkpoint: steps were trained, and their state is lost.
         if not kept and records.exists() and records.stat().st_size:
             raise ConfigError(
                 f"{run.name}: its engines do not hold its state, because they were restarted, cut off in the middle "

@@ -236,6 +236,7 @@ class Trainer:
         training = self.training
         training.reconnect()
         engine = training.engine
+        # Equal step numbers are not enough: a rank may be inside an update, or have a delayed update pending.
         steps = training.control.collect([engine.global_step, engine.updating, engine.partitioned_optimizer.late or 0])
         if len({(step, late) for step, _, late in steps}) == 1 and not any(updating for _, updating, _ in steps):
             return

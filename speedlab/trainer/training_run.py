@@ -111,12 +111,14 @@ class Training:
         micro, shares = self.batch.micro_size, self.layout.data_size
         for number in range(self.batch.accumulation):
             with self.engine.clock.phase("data"):
+                # Shares interleave by micro-batch, so a global batch has the same rows under every layout.
                 first = (number * shares + self.engine.mesh.data_index) * micro
                 rows = sampler.rows(step, self.batch.global_size, first, first + micro)
                 if self.corpus.end is not None:
                     batch = tuple(map(self._to_device, separated(rows, self.corpus.end)))
                 else:
                     whole = self._to_device(rows)
+                    # Targets are the inputs shifted by one token.
                     batch = whole[:, :-1], whole[:, 1:]
             yield batch
 
@@ -251,9 +253,11 @@ class Training:
     def _count_parameters(self) -> int:
         """Count the parameters of the whole model; each rank counts those that only it reports."""
         own = sum(math.prod(row.shape) for row in self.engine.placement.rows if row.answers)
+        # Every island and every replica counts the whole model once.
         return sum(self.control.collect(own)) // (self.layout.islands * self.layout.replicas)
 
     def _flops_per_token(self) -> float:
         if self.built_in:
             return flops_per_token(self.config.model, self.config.data.sequence_length)
+        # The usual estimate for other models: 2 N for forward and 4 N for backward, without attention.
         return 6.0 * self.parameters

@@ -36,8 +36,13 @@ _KIND, _FROM_FILE = 61, 1
 class MappedArena(Protocol):
     """An arena of this process or of another one."""
 
-    def address(self, extent: int, offset: int) -> int: ...
-    def map_at(self, address: int, nbytes: int, extent: int, offset: int) -> None: ...
+    def address(self, extent: int, offset: int) -> int:
+        """Return the address of a byte of an extent; see `PeerMemory.address`."""
+        ...
+
+    def map_at(self, address: int, nbytes: int, extent: int, offset: int) -> None:
+        """Map pages at another address; see `PeerMemory.map_at`."""
+        ...
 
 
 class _ShardPages:
