@@ -323,7 +323,7 @@ class Cluster(SupervisorConnection):
             client.ask(m.Stop(), seconds=ending.STOP_HOSTS_SECONDS)
             client.close()
 
-    # What it is
+    # Properties
 
     @property
     def directory(self) -> Path:

@@ -98,7 +98,7 @@ class Comparison:
     def __repr__(self) -> str:
         return str(self.kept()["text/plain"])
 
-    # As a dashboard follows one run's Feed
+    # The interface of Feed, so that a dashboard can follow several runs
 
     @property
     def name(self) -> str:

@@ -228,11 +228,22 @@ class ClusterRuns:
         return self._ask(m.SendCommand(folder=str(folder), word=word, arguments=arguments, key=secrets.token_hex(8)))
 
     def attend(self, folder: Path) -> None:
-        """Submit a run if commands wait for it and no rank works on it."""
+        """Submit a run if commands wait for it and no rank works on it.
+
+        Args:
+            folder: Folder of the run.
+
+        Raises:
+            ClusterError: If an engine is dead.
+        """
         self._ask(m.WakeRun(folder=str(folder)))
 
     def standing(self, folder: Path) -> m.RunStatus:
-        """Return the status of a run."""
+        """Return whether a run is active or recovering, and its last problem.
+
+        Args:
+            folder: Folder of the run.
+        """
         return self._ask(m.GetRunStatus(folder=str(folder)))
 
     def interrupt(self, folder: Path, seconds: float = 2.0) -> list[int]:

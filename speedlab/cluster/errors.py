@@ -110,7 +110,11 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def restart_of(ranks: Sequence[int]) -> str:
-    """Return the call that restarts these ranks, such as 'cluster.restart(0, 2)'."""
+    """Return the call that restarts engines, such as 'cluster.restart(0, 2)'.
+
+    Args:
+        ranks: Ranks of the engines.
+    """
     return f"cluster.restart({', '.join(map(str, sorted(ranks)))})"
 
 
@@ -220,7 +224,14 @@ _TRANSPORT = (
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """Return the fields of a RemoteFailure for an exception of this rank."""
+    """Return the exception of this rank as plain data.
+
+    Args:
+        error: The exception.
+
+    Returns:
+        Fields of a RemoteFailure.
+    """
     return {
         "kind": type(error).__name__,
         "message": _message(error),

@@ -156,13 +156,27 @@ def runs_here(folder: RunFolder, cluster: KnownCluster) -> bool:
 
 
 def saved_step(folder: RunFolder) -> int | None:
-    """Return the step of the newest checkpoint; None without one."""
+    """Return the step of the newest checkpoint.
+
+    Args:
+        folder: Folder of the run.
+
+    Returns:
+        The step; None without a checkpoint.
+    """
     kept = newest(folder.path / "checkpoints")
     return kept.step if kept is not None else None
 
 
 def refuse_second_run(cluster: KnownCluster) -> None:
-    """Raise ClusterError if a run is active on these engines."""
+    """Check that no run is active on these engines.
+
+    Args:
+        cluster: Cluster of the engines.
+
+    Raises:
+        ClusterError: If a run is active.
+    """
     for folder in known_folders(cluster):
         status = folder.read_status()
         if status.state not in RESTING and runs_here(folder, cluster):

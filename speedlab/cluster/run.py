@@ -109,7 +109,7 @@ class Run:
         self._failures = Failures(self.folder)
         self.feed.poll()
 
-    # What it is doing
+    # State
 
     @property
     def name(self) -> str:
@@ -263,7 +263,7 @@ class Run:
         chosen = chosen or find_checkpoint(self.folder.path)
         return export_checkpoint(chosen, Path(folder).expanduser().absolute(), config=config, dtype=dtype)
 
-    # Control words: each returns at once
+    # Commands: each returns at once
 
     def pause(self) -> CommandFuture:
         """Pause after the current step. The engines keep all state and can execute `%%ranks` cells."""
@@ -532,7 +532,7 @@ class Run:
         status = self.feed.status
         return status.state in RESTING and not self.folder.pending(status.command) and self._standing().active
 
-    # Views, in a notebook
+    # Notebook views
 
     def dashboard(self) -> None:
         """Display the live dashboard: memory by rank, loss, throughput, time of each part of a step."""

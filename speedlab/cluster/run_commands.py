@@ -151,8 +151,8 @@ class CommandFuture:
         self._run._raise_trouble()
         if self._run.feed.status.command < self.number:
             return None
-        # Counted as done, but without an answer: it was dropped when the run failed or ended. An event on a slow file
-        # system may still be on its way.
+        # The command counts as done but has no answer: it was dropped when the run failed or ended. On a slow file
+        # system, its event may still be missing, so wait a moment.
         now = time.monotonic()
         self._passed_over_since = self._passed_over_since or now
         if now - self._passed_over_since < _ANSWER_GRACE_SECONDS:

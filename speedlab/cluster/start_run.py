@@ -27,7 +27,14 @@ if TYPE_CHECKING:
 
 
 def check_offload_folder(config: RunConfig) -> None:
-    """Raise ConfigError if states are to be offloaded to a folder of this host that cannot store them."""
+    """Check the folder to which states are to be offloaded on this host.
+
+    Args:
+        config: Configuration of the run.
+
+    Raises:
+        ConfigError: If the folder does not exist or cannot be written.
+    """
     folder = config.offload.folder
     if folder is None or "disk" not in (config.offload.optimizer, config.offload.parameters):
         return
@@ -40,7 +47,14 @@ def check_offload_folder(config: RunConfig) -> None:
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:
-    """Return the configuration with absolute paths, because engines may run in another directory."""
+    """Make the paths of data and offloaded states absolute, because engines may run in another directory.
+
+    Args:
+        config: Configuration of the run.
+
+    Returns:
+        A new configuration.
+    """
     sources = config.data.source if isinstance(config.data.source, tuple) else (config.data.source,)
     absolute = tuple(
         source if source == "stdlib" or source.startswith("task:") else _absolute(source) for source in sources

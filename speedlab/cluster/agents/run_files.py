@@ -36,7 +36,11 @@ def sees(folder: str, configuration: str) -> bool:
 
 
 def not_here(paths: Sequence[str]) -> list[str]:
-    """Return those files and folders that do not exist on this host."""
+    """Return the paths that do not exist on this host.
+
+    Args:
+        paths: Files and folders.
+    """
     return [path for path in paths if not Path(path).exists()]
 
 

@@ -57,7 +57,14 @@ class DebugCaller:
             threading.Thread(target=work, name="speedlab-lobby", daemon=True).start()
 
     def exchange(self, given: Given) -> Said:
-        """Queue bytes for the rank, without waiting; return the bytes that the rank has sent."""
+        """Exchange bytes with the rank, without waiting.
+
+        Args:
+            given: Bytes for the rank.
+
+        Returns:
+            Bytes that the rank has sent.
+        """
         data, last, takes = given
         self.heard_of, self.asked_at = True, time.monotonic()
         with self._changed:
@@ -135,7 +142,11 @@ class DebugRelay:
         return said
 
     def end_forgotten(self, seconds: float) -> None:
-        """Disconnect ranks that no request named for `seconds`: the user, or the supervisor, is gone."""
+        """Disconnect ranks that the supervisor no longer asks about: the user, or the supervisor, is gone.
+
+        Args:
+            seconds: Time since the last request.
+        """
         with self._lock:
             gone = [number for number, caller in self._callers.items() if time.monotonic() - caller.asked_at > seconds]
             forgotten = [self._callers.pop(number) for number in gone]

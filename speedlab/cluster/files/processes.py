@@ -68,7 +68,11 @@ def is_suspended(pid: int) -> bool:
 
 
 def marked(token: str) -> list[psutil.Process]:
-    """Return every process of the cluster with this token, and all descendants."""
+    """Return every process of a cluster, and all descendants.
+
+    Args:
+        token: Unique id of the cluster.
+    """
     found = {process.pid: process for process in _with_mark(token)}
     for process in list(found.values()):
         found.update({child.pid: child for child in descendants(process)})

@@ -146,7 +146,14 @@ def may_be(spec: Spec | None, hosts: Sequence[str]) -> bool:
 
 
 def engines_asked(spec: Spec) -> int | None:
-    """Return the number of engines; None if it depends on the devices of the hosts."""
+    """Return the number of engines that a spec names.
+
+    Args:
+        spec: Hosts of the cluster.
+
+    Returns:
+        The number; None if it depends on the devices of the hosts.
+    """
     counts = [spec.per_host] * spec.nodes if isinstance(spec, SlurmJob) else list(spec.engines)
     return None if None in counts else sum(count for count in counts if count is not None)
 

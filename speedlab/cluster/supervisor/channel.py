@@ -74,15 +74,26 @@ class Channel:
             raise
 
     def bound_sending(self, seconds: float) -> None:
-        """Close the channel if the other side does not read for `seconds`."""
+        """Limit the time of a send; the channel closes if the other side does not read for so long.
+
+        Args:
+            seconds: Limit in seconds.
+        """
         whole = int(seconds)
         self._socket.setsockopt(
             socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", whole, int((seconds - whole) * 1e6))
         )
 
     def ready(self, seconds: float = 0.0) -> bool:
-        """Wait at most `seconds`; return whether a message, a part of one, or the end has arrived."""
-        if self._socket.fileno() < 0:  # Another thread has closed it.
+        """Wait until a message, a part of one, or the end has arrived.
+
+        Args:
+            seconds: Longest time to wait.
+
+        Returns:
+            Whether `receive` has something to read.
+        """
+        if self._socket.fileno() < 0:  # Another thread has closed the socket: let `receive` report that.
             return True
         look = select.poll()  # select() cannot handle descriptors of 1024 and above.
         look.register(self._socket, select.POLLIN)
@@ -174,7 +185,11 @@ def _call_in(data: bytearray) -> int | None:
 
 
 def peer_of(connection: socket.socket) -> tuple[int, int]:
-    """Return (process id, user id) of the other side. Needs SO_PEERCRED."""
+    """Return the process at the other end of a Unix socket. Needs SO_PEERCRED.
+
+    Returns:
+        (process id, user id).
+    """
     pid, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return pid, user
 
@@ -215,7 +230,14 @@ def connect(path: Path, receives: Any, *, waits: bool = True) -> Channel:
 
 
 def listen(path: Path) -> socket.socket:
-    """Listen at `path` with mode 0600; replace the socket of a process that is gone."""
+    """Listen at a path; replace the socket of a process that is gone.
+
+    Args:
+        path: Path of the Unix socket, mode 0600.
+
+    Returns:
+        The listening socket.
+    """
     path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:

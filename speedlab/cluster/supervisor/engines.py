@@ -147,7 +147,11 @@ class Engines:
         return self.line.add(Submission(work, ranks, label=label), first=first)
 
     def at_work(self, submission: Submission) -> bool:
-        """Return whether some rank works on the submission."""
+        """Return whether some rank works on a submission.
+
+        Args:
+            submission: The submission.
+        """
         return bool(self.line.working(submission))
 
     def left_of(self, label: str) -> Submission | None:
@@ -242,7 +246,11 @@ class Engines:
         return self._lost.ranks(self.state)
 
     def way_back(self, dead: list[int]) -> str:
-        """Return a sentence that names the dead engines and the command that restarts them."""
+        """Return a sentence that names dead engines and the command that restarts them.
+
+        Args:
+            dead: Ranks of the dead engines.
+        """
         return self._lost.way_back(self.state, dead)
 
     @property
@@ -256,7 +264,14 @@ class Engines:
         return tuple(engine.pid for engine in self.state.engines)
 
     def reaches(self, engine: EngineEntry) -> bool:
-        """Return whether the controller knows this engine and the engine was not given up with its host."""
+        """Return whether an engine can be reached.
+
+        Args:
+            engine: The engine.
+
+        Returns:
+            True if the controller knows the engine and it was not given up with its host.
+        """
         return engine.engine_id in self.client.ids and not self._lost.gave_up(engine)
 
     def status(self) -> list[RankStatus]:
@@ -445,13 +460,24 @@ class Engines:
         return self.hands.start(state, ranks, cancelled)
 
     def take(self, state: ClusterState) -> None:
-        """Record `state` as the current engines, in the folder of the cluster and in memory."""
+        """Record the current engines, in the folder of the cluster and in memory.
+
+        Args:
+            state: New state of the cluster.
+        """
         self.home.write(state)
         with self._counting:
             self._count(state)
 
     def check_size(self, size: int) -> None:
-        """Raise ClusterError if the cluster cannot have `size` engines."""
+        """Check that the cluster can have so many engines.
+
+        Args:
+            size: Number of engines.
+
+        Raises:
+            ClusterError: If it cannot.
+        """
         self.hands.plan(self.state, size)
 
     def resize(
@@ -499,7 +525,11 @@ class Engines:
             return self._lost.take(lost, self.state, self.line)
 
     def abandon(self, reason: str) -> None:
-        """Fail everything that runs or waits with `reason`, because no engine can be reached any more."""
+        """Fail everything that runs or waits, because no engine can be reached any more.
+
+        Args:
+            reason: Message of the failures.
+        """
         self.line.give_up(self._ranks, DIED, reason)
 
     def close(self) -> None:
@@ -514,7 +544,7 @@ class Engines:
     def _send(self, rank: int, work: bytes) -> Any:
         task: Any = send_to(self.client, self.state.engines[rank].engine_id, remote.call, work)
         for child in task._children:
-            # ipyparallel keeps all that a task prints as long as it runs, and a run may print for days.
+            # ipyparallel stores the output of a running task, and a run may print for days: discard it.
             child.iopub_callbacks.append(functools.partial(_forget_output, child.output.metadata))
         return task
 

@@ -244,6 +244,12 @@ class RemoteProcesses:
 
         Hosts that have seen the folder once are not asked again, because submissions wait meanwhile. An agent that has
         just ended is restarted first.
+
+        Args:
+            folder: Folder of the run.
+
+        Raises:
+            ClusterError: If the run needs more than records, or a host does not answer.
         """
         place = (folder.path, self.host_names)
         if place in self._seen:

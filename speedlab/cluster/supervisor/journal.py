@@ -181,14 +181,28 @@ class RecoveredWork:
                     self._make(id, at_work)
 
     def find(self, id: str) -> Submission | None:
-        """Return the submission with this id, even if it has ended; None if it is unknown."""
+        """Return a submission of an earlier supervisor, even if it has ended.
+
+        Args:
+            id: Id of the submission.
+
+        Returns:
+            The submission; None if it is unknown.
+        """
         with self._lock:
             if id not in self._sent:
                 return None
             return self._found.get(id) or self._make(id, self._at_work())
 
     def newest(self, label: str) -> Submission | None:
-        """Return the newest submission with this label; None if there is none."""
+        """Return the newest submission with a label.
+
+        Args:
+            label: The label.
+
+        Returns:
+            The submission; None if there is none.
+        """
         labelled = [id for id, sent in self._sent.items() if sent.label == label]
         return self.find(labelled[-1]) if labelled else None
 

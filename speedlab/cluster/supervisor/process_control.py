@@ -57,7 +57,14 @@ class ProcessController(Protocol):
     """Control of the engine processes of one cluster. Methods are thread-safe."""
 
     def require(self, ranks: Iterable[int]) -> None:
-        """Raise ClusterError if engines of these ranks could not be started now."""
+        """Check that engines could be started now.
+
+        Args:
+            ranks: Ranks of the engines.
+
+        Raises:
+            ClusterError: If they could not.
+        """
         ...
 
     def start(
@@ -76,16 +83,35 @@ class ProcessController(Protocol):
         ...
 
     def look(self, engines: Sequence[EngineEntry]) -> list[EngineProcess]:
-        """Return the process state of each engine, in the order of `engines`."""
+        """Return the state of engine processes.
+
+        Args:
+            engines: Engines.
+
+        Returns:
+            One state per engine, in the same order.
+        """
         ...
 
     def interrupt(self, at_work: AtWork) -> list[EngineEntry]:
-        """Send SIGINT to each engine that works on its message; return the engines that cannot be reached now."""
+        """Send SIGINT to engines, if they still work on their message.
+
+        Args:
+            at_work: Message by engine.
+
+        Returns:
+            The engines that cannot be reached now.
+        """
         ...
 
     def cut(self, at_work: AtWork) -> list[EngineEntry]:
-        """Abort the connections of engines that wait for a peer in native code; return the engines that cannot be
-        reached now.
+        """Abort the connections of engines that wait for a peer in native code.
+
+        Args:
+            at_work: Message by engine.
+
+        Returns:
+            The engines that cannot be reached now.
         """
         ...
 
@@ -122,7 +148,11 @@ class ProcessController(Protocol):
         ...
 
     def turn_to(self, state: ClusterState) -> None:
-        """Start engines for the ranks of `state` from now on."""
+        """Start engines for the ranks of another state from now on.
+
+        Args:
+            state: State of the cluster after a resize.
+        """
         ...
 
     def environments(self, state: ClusterState) -> list[dict[str, str]]:

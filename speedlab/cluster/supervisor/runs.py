@@ -137,12 +137,24 @@ class SupervisedRuns:
                 )
 
     def attend(self, path: Path) -> None:
-        """Submit a run if commands wait for it and no rank works on it."""
+        """Submit a run if commands wait for it and no rank works on it.
+
+        Args:
+            path: Folder of the run.
+
+        Raises:
+            ClusterError: If an engine is dead.
+            RunFolderError: If this version cannot continue the run.
+        """
         with self._turn:
             self._of(path).attend()
 
     def standing(self, path: Path) -> RunStatus:
-        """Return whether a run is active or recovering, and its last problem. Does not wait for hosts."""
+        """Return whether a run is active or recovering, and its last problem. Does not wait for hosts.
+
+        Args:
+            path: Folder of the run.
+        """
         return self._of(path).standing()
 
     def hold(self, path: Path, hold: RunLock, seconds: float, connection: object = None) -> None:
@@ -168,11 +180,22 @@ class SupervisedRuns:
             time.sleep(_HOLD_POLL_SECONDS)
 
     def release(self, path: Path, key: str) -> None:
-        """Release the lock with this key. Commands that waited are executed."""
+        """Release a lock. Commands that waited are executed.
+
+        Args:
+            path: Folder of the run.
+            key: Key of the lock.
+        """
         self._end_hold(path, lambda run: self._holds.release(run, key))
 
     def leave(self, path: Path, key: str, connection: object) -> None:
-        """Remove a closed connection from a lock; release the lock if no other connection asked for it."""
+        """Remove a closed connection from a lock; release the lock if no other connection asked for it.
+
+        Args:
+            path: Folder of the run.
+            key: Key of the lock.
+            connection: Connection that was closed.
+        """
         self._end_hold(path, lambda run: self._holds.leave(run, key, connection))
 
     def _end_hold(self, path: Path, ends: Callable[[Path], bool]) -> None:
@@ -409,13 +432,20 @@ class SupervisedRun:
         self._recovery.stop()
 
     def leave(self, trouble: Exception) -> None:
-        """Record that recovery failed: drop the waiting commands and keep the reason for the next client that asks."""
+        """Record that recovery failed, and drop the waiting commands.
+
+        Args:
+            trouble: Reason, which the next client gets.
+        """
         self.trouble = trouble
         self._drop_waiting(self.folder.read_status())
 
     def left_behind(self, trouble: Exception) -> None:
         """Record in the status that the run cannot continue under this supervisor: no client has asked, so none gets an
         error.
+
+        Args:
+            trouble: Reason.
         """
         self.trouble = trouble
         status = self.folder.read_status()

@@ -170,8 +170,13 @@ class Supervisor:
         return next((id for id, submission in list(self._submissions.items()) if submission.done), None)
 
     def find(self, id: str) -> Submission | None:
-        """Return a submission of this supervisor that is still kept, or one of an earlier supervisor; None if
-        unknown.
+        """Return a submission of this supervisor that is still kept, or one of an earlier supervisor.
+
+        Args:
+            id: Id of the submission.
+
+        Returns:
+            The submission; None if it is unknown.
         """
         with self._lock:
             return self._find(id)
@@ -180,7 +185,14 @@ class Supervisor:
         return self._submissions.get(id) or self.engines.adopted.find(id)
 
     def interrupt(self, question: m.Interrupt) -> list[int]:
-        """Interrupt a run, a submission or everything; return the ranks that are idle afterwards."""
+        """Interrupt a run, a submission or everything.
+
+        Args:
+            question: Request with the folder of a run, the id of a submission, or neither.
+
+        Returns:
+            The ranks that are idle afterwards.
+        """
         if question.folder:
             return self.runs.interrupt(Path(question.folder), question.seconds)
         if not question.id:
@@ -215,7 +227,11 @@ class Supervisor:
                 self.runs.leave(path, key, client)
 
     def later(self, work: Callable[[], object]) -> None:
-        """Execute `work` on the thread that notifies clients, in the order of the calls."""
+        """Execute work on the thread that notifies clients, in the order of the calls.
+
+        Args:
+            work: Function without arguments.
+        """
         self._later.put(work)
 
     def _serve_later(self) -> None:

@@ -101,7 +101,14 @@ class Submission:
             return [rank for rank in self.ranks if rank not in self.values and rank not in self.failures]
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait at most `seconds`; return whether all ranks are done."""
+        """Wait until all ranks are done.
+
+        Args:
+            seconds: Longest time to wait; None for no limit.
+
+        Returns:
+            False on timeout.
+        """
         return self._done.wait(seconds)
 
     @property
@@ -246,13 +253,21 @@ class WorkQueue:
                 self._events.put(functools.partial(self._send_next, ranks))
 
     def adopt(self, submission: Submission, rank: int) -> None:
-        """Record that `rank` works on a submission of an earlier supervisor, until `take` ends it."""
+        """Record that a rank works on a submission of an earlier supervisor, until `take` ends it.
+
+        Args:
+            submission: The submission.
+            rank: The rank that received it.
+        """
         with self._lock:
             self._waiting.setdefault(rank, deque()).appendleft(submission)
 
     def put_back(self, submission: Submission, rank: int) -> None:
-        """Queue a submission of an earlier supervisor that was not sent to `rank`. Call in the order of
-        `Submission.place`.
+        """Queue a submission of an earlier supervisor for a rank that has not received it.
+
+        Args:
+            submission: The submission. Call in the order of `Submission.place`.
+            rank: The rank.
         """
         with self._lock:
             self._waiting.setdefault(rank, deque()).append(submission)
@@ -269,12 +284,22 @@ class WorkQueue:
         self._events.put(functools.partial(self._take, submission, rank, task))
 
     def lost(self, submission: Submission, rank: int) -> None:
-        """Fail a submission on `rank`: it is unknown whether the rank received it."""
+        """Fail a submission on a rank, because it is unknown whether the rank received it.
+
+        Args:
+            submission: The submission.
+            rank: The rank.
+        """
         text = "the supervisor ended when it was about to give this rank its work; look whether it was done"
         self._fail(submission, rank, RemoteFailure(kind=LOST, message=text))
 
     def died(self, submission: Submission, rank: int) -> None:
-        """Fail a submission on `rank`: the engine that an earlier supervisor sent it to is gone."""
+        """Fail a submission on a rank whose engine, started by an earlier supervisor, is gone.
+
+        Args:
+            submission: The submission.
+            rank: The rank.
+        """
         self._fail(submission, rank, RemoteFailure(kind=DIED, message=_DIED_TEXT))
 
     def _fail(self, submission: Submission, rank: int, failure: RemoteFailure) -> None:
@@ -282,7 +307,12 @@ class WorkQueue:
         self._events.put(functools.partial(self._end_of, submission, rank, b"", failure))
 
     def withdrawn(self, submission: Submission, rank: int) -> None:
-        """End a submission on `rank` as interrupted: an earlier supervisor removed it from the queue."""
+        """End a submission on a rank as interrupted: an earlier supervisor removed it from the queue.
+
+        Args:
+            submission: The submission.
+            rank: The rank.
+        """
         submission.end(rank, failure=RemoteFailure(kind=INTERRUPTED, message=_TAKEN_BACK_TEXT))
 
     def working(self, only: Submission | None = None) -> dict[int, Submission]:

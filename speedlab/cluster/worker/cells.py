@@ -115,7 +115,17 @@ class LiveCells:
         self._patience = patience
 
     def take(self, path: Path) -> str:
-        """Read and remove the file of a cell. Raises ClusterError if this user did not write it."""
+        """Read and remove the file of a cell.
+
+        Args:
+            path: The file.
+
+        Returns:
+            Source code of the cell.
+
+        Raises:
+            ClusterError: If this user did not write the file.
+        """
         code = read_signed(path, "Run the cell again").decode()
         path.unlink()
         return code
