@@ -26,7 +26,7 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """What ranks share, or do not share, that differ along this axis only."""
+    """An axis of the mesh: the properties of ranks that differ along this axis only."""
 
     name: str
     sees_other_data: bool

@@ -97,7 +97,7 @@ class MemoryKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StatePlacement:
-    """Which ranks hold a state of a parameter, in which memory, and in which format.
+    """Placement of one state of a parameter: its holders, its memory and its format.
 
     Attributes:
         holders: How the state is distributed over ranks.
@@ -292,7 +292,7 @@ class ParamPlacement:
 
     @property
     def _class(self) -> tuple[Any, ...]:
-        """What all rows of one flat have in common.
+        """The key that all rows of one flat share.
 
         Some states depend on the position in the flat: blocks of 8 bits, missing masters, formats with one scale per
         block. Such flats keep parameters that several ranks replicate separate from parameters that are cut. Otherwise

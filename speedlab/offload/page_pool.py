@@ -42,12 +42,12 @@ class RepinnableTensor(ABC):
 
     @abstractmethod
     def materialize(self) -> None:
-        """Give the tensor memory, with arbitrary values. Does nothing if it has memory."""
+        """Give the tensor memory, with arbitrary values."""
         ...
 
     @abstractmethod
     def free(self) -> None:
-        """Free the memory; the address stays reserved."""
+        """Free the memory."""
         ...
 
 
@@ -61,12 +61,12 @@ class PagePool:
         """False after the system refused to move pages."""
 
     def room(self, numel: int, dtype: torch.dtype, device: torch.device) -> RepinnableTensor:
-        """Return a freed tensor with a fixed address.
+        """Return a tensor without memory; `materialize` gives it memory.
 
         Args:
             numel: Number of elements.
             dtype: Their dtype.
-            device: Its device.
+            device: Its device. On a Linux host, the tensor keeps its address.
         """
         if device.type == "cpu" and sys.platform == "linux" and numel:
             with suppress(OSError):  # No address space left, for example if the system counts addresses as memory.

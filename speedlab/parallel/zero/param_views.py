@@ -1,4 +1,4 @@
-"""What parameters show: views of the full flat, or placeholders. Also detects writes of the caller."""
+"""Views of a flat that its parameters show: the full values, or placeholders. Also detects writes of the caller."""
 
 from __future__ import annotations
 
