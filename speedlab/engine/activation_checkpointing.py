@@ -219,6 +219,7 @@ class BlockWrapper:
             module.forward = _Replaced(module, forward)
 
     def undo(self) -> None:
+        """Restore the original forwards and caches."""
         for module, own in self._originals:
             del module.forward  # The class's method is visible again, unless the module had its own.
             if own is not None:

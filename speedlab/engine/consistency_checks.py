@@ -131,7 +131,7 @@ class DataConsistencyCheck:
         own = sum(int(number) for number in self._sums.values()) % 2**64
         return self._error(self._mesh.everyone.collect([self._mesh.data_index, own]))
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
+    # ---- private -----------------------------------------------------------------------------------------------------
 
     def _number_of(self, tensor: Tensor) -> Tensor:
         values = tensor.detach().reshape(-1)
@@ -280,7 +280,7 @@ class GradientConsistencyCheck:
             "numbers of their own differ, too.)"
         )
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
+    # ---- private -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _look(self, names: list[str], whole: set[str], index: int, gradient: Tensor) -> None:
@@ -404,7 +404,7 @@ class UntrackedWriteCheck:
             f"forward that writes into its own needs a ZeRO stage below 3. {made}"
         )
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
+    # ---- private -----------------------------------------------------------------------------------------------------
 
     @property
     def _flats(self) -> list[FlatParam]:

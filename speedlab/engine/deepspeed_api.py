@@ -22,7 +22,7 @@ from speedlab.placement import Replication
 class DeepSpeedNames(TrainingState):
     """The training state under DeepSpeed's names."""
 
-    # ---- where it runs -----------------------------------------------------------------------------------------------
+    # ---- ranks and device --------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -44,7 +44,7 @@ class DeepSpeedNames(TrainingState):
         """Return the number of ranks."""
         return self.world.size
 
-    # ---- how far it is -----------------------------------------------------------------------------------------------
+    # ---- progress ----------------------------------------------------------------------------------------------------
 
     @property
     def global_steps(self) -> int:
@@ -60,7 +60,7 @@ class DeepSpeedNames(TrainingState):
         """Return the scheduler that `step` steps, or None."""
         return self.scheduler
 
-    # ---- what it was set up with -------------------------------------------------------------------------------------
+    # ---- batch sizes and ZeRO stage ----------------------------------------------------------------------------------
 
     def train_batch_size(self) -> int:
         """Return the sequences of a step, over all ranks."""
@@ -78,7 +78,7 @@ class DeepSpeedNames(TrainingState):
         """Return the present ZeRO stage."""
         return self.zero_stage
 
-    # ---- the weights -------------------------------------------------------------------------------------------------
+    # ---- weights -----------------------------------------------------------------------------------------------------
 
     @entry_point(alone=lambda engine: engine._whole_here and not (engine.apart or engine.partitioned_optimizer.late))
     def module_state_dict(

@@ -128,6 +128,12 @@ class WholeModel:
         self._running_statistics = [b for module in state.modules for b in _running_statistics(module)]
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the module's forward, counting targets if losses are weighted by them.
+
+        Args:
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+        """
         if self._step.weights.is_on and torch.is_grad_enabled():
             args, kwargs = self._counted(args, kwargs)
         # A call without gradients and targets may generate text, which needs a cache.
@@ -138,6 +144,13 @@ class WholeModel:
             return self._module(*args, **kwargs)
 
     def backward(self, loss: Tensor, counted_targets: Count = None, *, retain_graph: bool = False) -> None:
+        """Compute the gradients of a micro-batch's loss, scaled for its share of the step.
+
+        Args:
+            loss: The mean loss.
+            counted_targets: The number of targets that the loss is the mean of; None takes it from the forward.
+            retain_graph: As in torch.
+        """
         weights = self._step.weights
         count = weights.of_backward(counted_targets)
         again = weights.has_loss and counted_targets is None
@@ -164,12 +177,25 @@ class WholeModel:
         self._step.ended_backward([loss])
 
     def train(self, batches: Sequence[Batch]) -> None:
+        """Run forward and backward of all micro-batches of a step.
+
+        Args:
+            batches: The micro-batches of this rank.
+        """
         for number, batch in enumerate(batches, 1):
             self._backward(*self._loss(batch))
             if number < len(batches):
                 self._step.ended_micro_batch()
 
     def evaluate(self, batch: Batch) -> list[tuple[Tensor, Count]]:
+        """Compute the loss of a micro-batch.
+
+        Args:
+            batch: The micro-batch.
+
+        Returns:
+            [(loss, counted targets)].
+        """
         return [self._loss(batch)]
 
     @contextmanager
@@ -207,9 +233,11 @@ class WholeModel:
             return loss, None if targets is None else targets.number
 
     def update(self) -> AbstractContextManager[object]:
+        """Return a context that does nothing."""
         return nullcontext()
 
     def abandon(self) -> bool:
+        """Drop the pending pass; return whether it was a backward."""
         was = self._zero.current.value == "backward"
         self._zero.abandon_pass()
         return was
@@ -303,9 +331,19 @@ class PipelineStages:
             )
 
     def backward(self, loss: Tensor, counted_targets: Count = None, *, retain_graph: bool = False) -> None:
+        """Raise RuntimeError, because under a pipeline a step is one call."""
         raise RuntimeError(f"under {self._state.layout} a step is one call: engine.train_batch(batches)")
 
     def train(self, batches: Sequence[Batch]) -> None:
+        """Run all micro-batches of a step through the pipeline.
+
+        Args:
+            batches: The micro-batches of this rank, of one shape.
+
+        Raises:
+            ValueError: For different shapes, or if only some micro-batches have positions.
+            LayoutError: If the sequence length does not divide over ranks.
+        """
         parts = [self._parts(batch) for batch in batches]
         step = self._step
         counts = [_number_of(self._state.modules[0], each) for each in parts]
@@ -328,6 +366,14 @@ class PipelineStages:
         step.micro_batches.ended = step.micro_batches.size - 1
 
     def evaluate(self, batch: Batch) -> list[tuple[Tensor, Count]]:
+        """Compute the loss of a micro-batch.
+
+        Args:
+            batch: The micro-batch.
+
+        Returns:
+            [(loss, counted targets)]; [] if another pipeline rank has the loss.
+        """
         parts, stage = self._parts(batch), self._state.modules[0]
         count = _number_of(stage, parts)
         if self._state.config.loss_over != "micro_batches":
@@ -343,21 +389,26 @@ class PipelineStages:
         return pipeline_parts(batch, cast(StageModule, self._state.modules[0]), self._state.layout)
 
     def update(self) -> AbstractContextManager[object]:
+        """Return the pipeline's context for the update."""
         return self._pipeline.update()
 
     @property
     def timeline(self) -> list[Span]:
+        """Return the spans of this rank in the last step."""
         return self._pipeline.timeline
 
     @property
     def began(self) -> float:
+        """Return when the last step began, in seconds since the epoch."""
         return self._pipeline.began
 
     def abandon(self) -> bool:
+        """Drop the pending pass; gradients of the step are always lost."""
         self._pipeline.abandon()
         return True
 
     def reconnect(self) -> None:
+        """Forget an interrupted step."""
         self._pipeline.reconnect()
 
 

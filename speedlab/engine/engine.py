@@ -296,6 +296,7 @@ class Engine(DeepSpeedNames):
             return self._driver.evaluate(batch)
 
     def finish_update(self) -> None:
+        """Apply a pending delayed update, as `TrainingState` does; inside a step this does nothing."""
         if self.partitioned_optimizer.late and not self._step.under_way:
             self._finish_late_update()
 
@@ -330,7 +331,7 @@ class Engine(DeepSpeedNames):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, `backward` keeps gradients local; the first backward outside reduces all of them.
+        """Keep gradients local inside; the first backward outside reduces all of them.
 
         Call `step` after each backward, or once after the last one, outside, as with DistributedDataParallel. With
         `batch.accumulation` N the backward outside is backward number N of the step.
@@ -533,11 +534,11 @@ class Engine(DeepSpeedNames):
         # Always: an interrupted first backward leaves target counts, and nothing else marks the step as started.
         self._step.reset()
 
-    # ---- looking -----------------------------------------------------------------------------------------------------
+    # ---- proof, memory, timeline -------------------------------------------------------------------------------------
 
     @contextmanager
     def only_looked_at(self) -> Iterator[None]:
-        """Inside, refuse everything that advances the run: steps, reshape, checkpoints.
+        """Refuse, inside, everything that advances the run: steps, reshape, checkpoints.
 
         Forward and backward are allowed.
         """
@@ -594,11 +595,20 @@ class Engine(DeepSpeedNames):
         return self._driver.began
 
     def train(self, mode: bool = True) -> Engine:
+        """Set the training mode of all model parts.
+
+        Args:
+            mode: As in torch.
+
+        Returns:
+            The engine.
+        """
         for module in self.modules:
             module.train(mode)
         return self
 
     def eval(self) -> Engine:
+        """Set the evaluation mode of all model parts, and return the engine."""
         return self.train(False)
 
     @entry_point(

@@ -67,6 +67,7 @@ class LossWeights:
         self._is_whole = True
 
     def ended_micro_batch(self) -> None:
+        """Clear the counts of the micro-batch."""
         self._forwards.clear()
         self.has_loss = False
 

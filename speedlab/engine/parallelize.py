@@ -280,7 +280,7 @@ def _block_counts(
         length = config.data.sequence_length
         how = {"precision": config.precision, "dtype": dtype, "device": world.device}
         measured = measured_costs(model, micro_size=micro_size, length=length, **how)
-        costs, first, last = everyone.share(measured)  # Share one rank's measurement, so that all ranks split alike.
+        costs, first, last = everyone.share(measured)  # Share one rank's measurement, so that all ranks split equally.
     return layer_counts(costs, stages, first=first, last=last)
 
 

@@ -63,6 +63,7 @@ class RandomStreams:
                 self._hooks.append(block.register_forward_pre_hook(hook_of(zero, block, seed_for(name))))
 
     def detach(self) -> None:
+        """Remove all hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -140,6 +140,7 @@ class TrainingState:
 
     @property
     def layout(self) -> Layout:
+        """Return the layout of the run."""
         return self.mesh.layout
 
     @property
@@ -224,6 +225,7 @@ class TrainingState:
             self.optimizer.begin_anew()
 
     def parameters(self) -> Iterator[nn.Parameter]:
+        """Return an iterator over the parameters of this rank's model parts."""
         return itertools.chain.from_iterable(module.parameters() for module in self.modules)
 
     @property

@@ -246,7 +246,7 @@ class StepState:
 
     @contextmanager
     def gradients_shown(self) -> Iterator[None]:
-        """Inside, show torch's own `.grad` of the optimizer's tensors, which is None in a step."""
+        """Show, inside, torch's own `.grad` of the optimizer's tensors, which is None in a step."""
         self._state.partitioned_optimizer.hold_gradients(False)
         try:
             yield
@@ -282,6 +282,7 @@ class StepState:
         self._state.partitioned_optimizer.hold_gradients(True)
 
     def ended_micro_batch(self) -> None:
+        """Count a micro-batch whose backward has ended."""
         self.micro_batches.end_micro_batch()
         self.weights.ended_micro_batch()
 

@@ -44,6 +44,7 @@ class DelayedUpdate:
         self._thread = threading.Thread(target=self._run, name="speedlab-update", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
         self._started = True
 

@@ -273,7 +273,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Before the first update, set the anchor again: the caller may have loaded pretrained parameters."""
+        """Set the anchor again before the first update, because the caller may have loaded pretrained parameters."""
         for flat, gradient in self._with_gradients() if self.several and self._fresh else ():
             gradient.kept[ANCHOR].copy_(flat.own_master)
         self._fresh = False
@@ -375,7 +375,7 @@ class DiLoCo:
                 tensors=[],
             )
 
-    # ---- one model ---------------------------------------------------------------------------------------------------
+    # ---- average replicas --------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def average_replicas(self) -> None:

@@ -340,7 +340,7 @@ _KNOWN_ATTRIBUTES = {"defaults", "param_groups", "state", "step"}
 
 @contextmanager
 def _untouched(trainable: Sequence[nn.Parameter], names: Mapping[int, str], kind: type[Optimizer]) -> Iterator[None]:
-    """Inside, hide the gradients of the model's parameters from the optimizer under trial.
+    """Hide, inside, the gradients of the model's parameters from the optimizer under trial.
 
     An optimizer may hold these parameters, for example in a closure. Raises ConfigError if it has changed them.
     """

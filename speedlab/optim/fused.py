@@ -48,6 +48,11 @@ class FusedOptimizer(Optimizer):
     given: Iterable[UpdateInput]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group without torch's wrapper.
+
+        Args:
+            param_group: As in torch.
+        """
         # torch's wrapper of this method imports the compiler, which costs every rank half a second.
         inner = Optimizer.add_param_group
         getattr(inner, "__wrapped__", inner)(self, param_group)

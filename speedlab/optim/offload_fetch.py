@@ -23,7 +23,7 @@ Point = Callable[[FlatParam], None]
 def visit(
     flat: FlatParam | None, ahead: FlatParam | None, *, changed: bool, update: bool, point: Point
 ) -> Iterator[None]:
-    """Inside, the states of a flat parameter are on the device.
+    """Hold the states of a flat parameter on the device inside.
 
     Args:
         flat: The flat parameter. Nothing happens for None, or if nothing is offloaded.
@@ -73,7 +73,7 @@ def leave(flat: FlatParam, *, changed: bool, point: Point) -> None:
 
 @contextmanager
 def publishing(flat: FlatParam, ahead: FlatParam | None) -> Iterator[None]:
-    """Inside, the masters are on the device, with a buffer for the parameters that is written back afterwards.
+    """Hold the masters on the device inside, with a buffer for the parameters that is written back afterwards.
 
     On an exception the caller must end the visit.
 

@@ -61,7 +61,7 @@ class OneBitLamb(WarmupThenCompressed, Lamb):
         self._scales: dict[Gradient, list[float]] = {}
         """Scale of each slot in this exchange."""
 
-    # ---- the variance is frozen --------------------------------------------------------------------------------------
+    # ---- freeze of the variance --------------------------------------------------------------------------------------
 
     def updated(self, flats: Sequence[ExchangedState], everyone: Group) -> None:
         """Count an update; when the variance freezes, compute the scales of momenta.

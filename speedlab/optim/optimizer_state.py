@@ -31,7 +31,7 @@ _thread = threading.local()
 
 @contextmanager
 def updating_on_this_thread() -> Iterator[None]:
-    """Inside, `.grad` of a `HeldMaster` is torch's, because a delayed update reads gradients of its own step."""
+    """Allow `.grad` of a `HeldMaster` inside, because a delayed update reads gradients of its own step."""
     _thread.updates = True
     try:
         yield
@@ -51,6 +51,7 @@ class HeldMaster(Tensor):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]  # torch's is an attribute that C++ makes
+        """Return torch's `.grad`; raise for callers outside torch, because it would be None."""
         if not getattr(_thread, "updates", False) and not asked_by_torch():
             refuse_gradient_read("optimizer.param_groups")
         found: Tensor | None = gradient_of(self)
@@ -204,9 +205,7 @@ class OptimizerStates:
         self._held = False
         """Whether masters refuse `.grad`."""
         self._in_empty_groups = torch.empty(0)
-        """Placeholder in groups without a segment on this rank, so that all ranks refuse alike while masters
-        are held.
-        """
+        """Placeholder in groups without a segment on this rank, so that all ranks refuse `.grad` equally."""
 
     def _cut(self, flat: FlatParam) -> list[MasterSegment]:
         return cut(flat, self._begins[flat.name], apart=self._apart)
@@ -312,7 +311,7 @@ class OptimizerStates:
                     if key in own:
                         own[key].data = whole[here]
 
-    # ---- states that the optimizer has made --------------------------------------------------------------------------
+    # ---- new states --------------------------------------------------------------------------------------------------
 
     def adopt(self, flat: FlatParam) -> None:
         """Copy new optimizer states of a flat parameter into one tensor; the optimizer keeps views.
@@ -359,7 +358,7 @@ class OptimizerStates:
             with self.visit(flat, changed=True):
                 self.adopt(flat)
 
-    # ---- segments anew -----------------------------------------------------------------------------------------------
+    # ---- rebuild segments --------------------------------------------------------------------------------------------
 
     def cut_out(self, unused: Mapping[str, Collection[int]]) -> None:
         """Give some slots their own history from now on.

@@ -166,7 +166,7 @@ def _try(subject: OptimizerMaker, device: torch.device) -> ParameterForms:
         )
 
 
-# ---- the small parameters --------------------------------------------------------------------------------------------
+# ---- small parameters ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -508,7 +508,7 @@ def _optimizers_in(attributes: Mapping[str, Any]) -> Iterator[Optimizer]:
         yield from (each for each in held if isinstance(each, Optimizer))
 
 
-# ---- what stays as it was --------------------------------------------------------------------------------------------
+# ---- restored state --------------------------------------------------------------------------------------------------
 
 
 def _random_states() -> list[Any]:

@@ -150,7 +150,7 @@ class PartitionedOptimizer:
                 "the hook, or use AdamW with float32 states on the device"
             )
 
-    # ---- sums that are the inner optimizer's own to take -------------------------------------------------------------
+    # ---- reductions by the inner optimizer ---------------------------------------------------------------------------
 
     def prepare(self) -> None:
         """Let an optimizer that reduces gradients itself open its connections, before the first step. Collective."""
@@ -277,7 +277,7 @@ class PartitionedOptimizer:
             in_pieces=self.forms.pieces,
         )
 
-    # ---- an update beside the next step ------------------------------------------------------------------------------
+    # ---- delayed update ----------------------------------------------------------------------------------------------
 
     @property
     def late(self) -> int | None:
@@ -358,7 +358,7 @@ class PartitionedOptimizer:
             flat.ahead = False
         self._late = None
 
-    # ---- the inner optimizer in other hands --------------------------------------------------------------------------
+    # ---- calls of the inner optimizer by others ----------------------------------------------------------------------
 
     @engine_hook
     def _refuse_others(self, stepped: Optimizer, *_: object) -> None:
@@ -388,7 +388,7 @@ class PartitionedOptimizer:
         """
         self._states.hold(held)
 
-    # ---- states: what `OptimizerStates` says of them -----------------------------------------------------------------
+    # ---- states, delegated to `OptimizerStates` ----------------------------------------------------------------------
 
     def states_of(self, flat: FlatParam) -> dict[str, Tensor]:
         """Return the elementwise states of a flat parameter.

@@ -79,7 +79,7 @@ class ShardedSignCompression(SignCompressedOptimizer):
             if not each.whole and each.parameters.device.type == "cpu":
                 stochastic.warm(each.parameters.dtype)
 
-    # ---- momenta while they travel -----------------------------------------------------------------------------------
+    # ---- momenta in messages -----------------------------------------------------------------------------------------
 
     def _learn_weights(self, flats: Sequence[ExchangedState]) -> None:
         """Learn the factors on momenta in a message, before momenta are read. Collective."""
@@ -89,7 +89,7 @@ class ShardedSignCompression(SignCompressedOptimizer):
         moment = each.moments.get("exp_avg")
         return values if moment is None else values.add_(moment, alpha=self.param_groups[0]["betas"][0])
 
-    # ---- partitions that change --------------------------------------------------------------------------------------
+    # ---- whole and partitioned states --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def restage(self, flats: Sequence[ExchangedState], *, partitioned: bool) -> Callable[[], None]:
@@ -140,7 +140,7 @@ class ShardedSignCompression(SignCompressedOptimizer):
         gradient.group.all_gather(missed, gradient.kept[SERVER_ERROR]).wait()
         return self._add_lasting(each, gradient.kept[self.worker].clone()), missed
 
-    # ---- gradients to owners -----------------------------------------------------------------------------------------
+    # ---- 1: gradients to owners --------------------------------------------------------------------------------------
 
     def _through_signs(
         self, flats: Sequence[ExchangedState], terms: list[Tensor], factor: float, share: float
@@ -188,7 +188,7 @@ class ShardedSignCompression(SignCompressedOptimizer):
         else:
             self._add_lasting(each, mean)
 
-    # ---- changes from them -------------------------------------------------------------------------------------------
+    # ---- 3: changes from owners --------------------------------------------------------------------------------------
 
     def _hold_masters(self, flats: Sequence[ExchangedState]) -> None:
         """Store masters and parameters before the update, if changes of them will be sent."""

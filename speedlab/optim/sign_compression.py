@@ -224,7 +224,7 @@ class SignCompressedOptimizer(FusedAdamW):
             variance.masked_fill_(variance == 0, math.inf)
         return floors
 
-    # ---- looking -----------------------------------------------------------------------------------------------------
+    # ---- the angle ---------------------------------------------------------------------------------------------------
 
     def _update_of(self, each: ExchangedState, moment: Tensor) -> Tensor:
         """Return the direction in which a momentum changes parameters."""

@@ -129,7 +129,7 @@ def take_whole(
 
 @contextmanager
 def _replacing(engine: TrainingState, flat: FlatParam) -> Iterator[None]:
-    """Inside, masters and moments of `flat` can be written; afterwards parameters are gathered on all ranks."""
+    """Allow writes to masters and moments of `flat` inside; then gather its parameters on all ranks."""
     with engine.partitioned_optimizer.visit(flat, changed=True):
         yield
         published = flat.publish()

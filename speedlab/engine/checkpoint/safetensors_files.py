@@ -81,6 +81,7 @@ class Values:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the tensor in a file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

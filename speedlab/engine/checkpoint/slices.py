@@ -38,7 +38,8 @@ class Stretch:
 class StridedSlice:
     """A block of `rows` × `length` elements.
 
-    Offsets count from the start of each stretch; rows are `stride` elements apart.
+    Offsets count from the start of each stretch. A stride is the distance of two
+    rows in elements.
     """
 
     rows: int

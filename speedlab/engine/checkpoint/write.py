@@ -154,7 +154,7 @@ def _prepare(target: Path, hidden: Path, needed: int, client_state: dict[str, An
     hidden.mkdir(mode=0o700)
 
 
-# ---- a rank's part ---------------------------------------------------------------------------------------------------
+# ---- the part of a rank ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +170,7 @@ class RankPart:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of all tensors of this part."""
         return sum(values.nbytes for values in self.tensors.values())
 
     def write(self) -> None:
@@ -391,7 +392,7 @@ def _persistent(engine: TrainingState) -> list[str]:
 
 
 def _finish(part: RankPart, target: Path, common: dict[str, Any]) -> None:
-    """After all ranks have reported: write the manifest, then rename the folder."""
+    """Write the manifest after all ranks have reported, then rename the folder."""
     hidden = part.hidden
     try:
         manifest = manifest_of(common, take_reports(hidden, part.size))

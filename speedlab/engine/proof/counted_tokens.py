@@ -42,6 +42,7 @@ class Counts:
     """Why the gradient was not seen."""
 
     def to_data(self) -> dict[str, Any]:
+        """Return the fields as a dict, for JSON."""
         return asdict(self)
 
 

@@ -104,7 +104,7 @@ def findings_of(
 def _share_of_forward(state: TrainingState, views: Sequence[TokenBatch]) -> float:
     """Return the cost of a forward of two sequences, as a share of all forwards of a step."""
     by_sequences = 2 / sum(len(view.tokens) for view in views)
-    # If parameters are gathered per forward, the gather may dominate, whatever the number of sequences.
+    # If parameters are gathered per forward, the gather may dominate, even with few sequences.
     by_gathers = 1 / len(views) if any(zero.zero_policy.params_unsharded_on_demand for zero in state.zeros) else 0.0
     return min(1.0, max(by_sequences, by_gathers))
 
@@ -190,6 +190,7 @@ class _Budget:
 
     @property
     def reason(self) -> str:
+        """Return why forwards were skipped."""
         return (
             f"the cheap form has {self._seconds:.2g} s for its forwards, and they would take longer; "
             "`speedlab train --proof` and run.prove() make them"

@@ -7,7 +7,7 @@
 
 All ranks make the same calls. Ranks try each check together; a check that raises becomes a finding.
 
-`ProofOnRequest` is behind `engine.proof`: a proof in the caller's own loop, and of the update that follows.
+`ProofOnRequest` implements `engine.proof`: a proof in the caller's own loop, and of the update that follows.
 """
 
 from __future__ import annotations

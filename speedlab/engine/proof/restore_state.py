@@ -15,7 +15,7 @@ from speedlab.engine.train_step import StepState
 
 @contextmanager
 def left_as_it_was(state: TrainingState, step: StepState) -> Iterator[None]:
-    """Inside, forwards and backwards change nothing that lasts, except parameters. Use this between two steps.
+    """Undo what forwards and backwards inside change, except in parameters. Use this between two steps.
 
     Args:
         state: The training state.
