@@ -1,1 +1,1 @@
-"""The magics `%speedlab` and `%%ranks`, and what their cells display."""
+"""The magics `%speedlab` and `%%ranks`, and the outputs of their cells."""

@@ -1,6 +1,6 @@
-"""The words of `%speedlab` as data: subcommands, their options and examples; reading a line, completing it, its help.
+"""The command table of `%speedlab`: subcommands with options and examples; parser, completion and help.
 
-The table is all there is: the parser, `%speedlab?` and tab completion are three readings of it.
+`COMMANDS` is the only source. `parse`, `complete` and `help_text` all read it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,24 @@ _WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option of a subcommand. `value` names what follows it; without one it is a switch."""
+    """One option of a subcommand. An option without `value` and `choices` is a switch."""
 
     name: str
     description: str
     value: str = ""
     number: bool = False
-    """Whether the value is a whole number, at least `least`."""
+    """Whether the value is a whole number of at least `least`."""
     least: int = 1
     choices: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
+        """The option as it is typed, for example '--name'."""
         return f"--{self.name}"
 
     @property
     def usage(self) -> str:
+        """The flag with its value or choices, for example '--name NAME'."""
         return " ".join(filter(None, (self.flag, "|".join(self.choices) or self.value)))
 
 
@@ -56,18 +58,19 @@ class MagicCommand:
     example: str
     options: tuple[Option, ...] = ()
     takes: Literal["", "run", "rank", "model", "guide"] = ""
-    """What may follow by itself: the name or folder of a run, a rank, a model, a guide's name."""
+    """The kind of the positional argument: a run (name or folder), a rank, a model, or a guide's name; '' for none."""
     several: bool = False
-    """Whether more than one of them may follow."""
+    """Whether more than one positional argument may follow."""
 
     @property
     def usage(self) -> str:
+        """The usage line of the subcommand."""
         more = " ..." if self.several else ""
         word = [f"[{self.takes.upper()}{more}]"] if self.takes else []
         return " ".join(["%speedlab", self.name, *word, *(f"[{option.usage}]" for option in self.options)])
 
     def help(self) -> str:
-        """What `%speedlab NAME --help` prints."""
+        """Return the text that `%speedlab NAME --help` prints."""
         word = [f"  {self.takes.upper():<{_HELP_COLUMN - 4}}  {_WORDS[self.takes]}"] if self.takes else []
         options = [f"  {option.usage:<{_HELP_COLUMN - 4}}  {option.description}" for option in self.options]
         return "\n".join([self.usage, f"  {self.description}", *word, *options, f"  example: {self.example}"])
@@ -271,17 +274,30 @@ COMMANDS: Mapping[str, MagicCommand] = {
         ),
     )
 }
+"""Name of a subcommand -> its options, description and example."""
 
 
 def without_comment(line: str) -> str:
-    """The line up to a comment, which IPython leaves in the line of a magic."""
+    """Return the line up to a comment, which IPython does not remove from the line of a magic.
+
+    Args:
+        line: The line after the magic's name.
+    """
     return re.split(r"(?:^|\s)#", line, maxsplit=1)[0].rstrip()
 
 
 def parse(line: str) -> tuple[MagicCommand | None, dict[str, Any]]:
-    """The subcommand of `line` and its arguments: what follows by itself, `help`, and one entry for each option given.
+    """Parse a line of `%speedlab`.
 
-    (None, {}) asks for the help of all. Raises UsageError, which names the nearest known word.
+    Args:
+        line: The line after the magic's name.
+
+    Returns:
+        The subcommand, and one entry for each given argument (positional, `help`, options); (None, {}) asks for
+        the help of all subcommands.
+
+    Raises:
+        UsageError: An unknown word or a wrong value; the message names the nearest known word.
     """
     line = without_comment(line)
     try:
@@ -344,14 +360,32 @@ def _value(command: MagicCommand, option: Option, text: str) -> str | int:
 
 
 def unknown(kind: str, word: str, known: Collection[str]) -> str:
-    """'unknown option '--nme'; the nearest is '--name'', or all that are known when none is near."""
+    """Return the message for an unknown word.
+
+    Args:
+        kind: What the word should be, for example 'option'.
+        word: The unknown word.
+        known: The words that exist.
+
+    Returns:
+        For example "unknown option '--nme'; the nearest is '--name'"; all known words if none is near.
+    """
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     hint = f"the nearest is {near[0]!r}" if near else f"known: {', '.join(known)}"
     return f"unknown {kind} {word!r}; {hint}"
 
 
 def complete(line: str, symbol: str, run_names: Callable[[], Collection[str]]) -> list[str]:
-    """Words that may stand where `symbol` is begun at the end of `line`, which starts with '%speedlab'."""
+    """Return completions of the last word of a line.
+
+    Args:
+        line: The text up to the cursor; starts with '%speedlab'.
+        symbol: The part of the last word that is typed already; may be ''.
+        run_names: Returns the known runs; called only if a run may follow.
+
+    Returns:
+        Words that start with `symbol`: subcommands, flags, choices of a value, or positional arguments.
+    """
     before = line[: len(line) - len(symbol)].split()[1:]
     if not before:
         return [name for name in COMMANDS if name.startswith(symbol)]
@@ -371,14 +405,14 @@ def complete(line: str, symbol: str, run_names: Callable[[], Collection[str]]) -
 
 
 def known_models() -> set[str]:
-    """Models that a plan can name."""
+    """Return the names of models that a plan accepts."""
     from speedlab.config.presets import MODELS
 
     return set(MODELS)
 
 
 def help_text() -> str:
-    """What `%speedlab?` shows: each subcommand with what it does and an example."""
+    """Return the text of `%speedlab?`: each subcommand with an example and its description."""
     lines = [
         "SpeedLab: train large models from a notebook.",
         "",

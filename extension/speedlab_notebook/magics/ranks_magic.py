@@ -1,15 +1,14 @@
-"""The `%%ranks` cell magic: run a cell on ranks, at once, and show what they say in a display of its own.
+"""The `%%ranks` cell magic: run a cell on ranks and show their output in one display of the cell.
 
-1. The cell is submitted as one that is shown: the supervisor passes on all that its ranks say in it.
-2. The magic returns. A thread takes what they say, folds what is equal on several ranks, and
+1. `ranks_cell` submits the cell; the supervisor forwards the output of its ranks.
+2. The magic returns. A thread (`RanksCell`) receives the output, folds lines that are equal on several ranks, and
    updates the display at most ten times a second.
-3. When every rank is done and has said its last, the display gets its final line, or the RankError.
-4. A cell that waits, or says `breakpoint()`, serves a door meanwhile: `breakpoint()` stops, and asks for the debugger's
-   commands below the cell.
+3. After every rank is done and has sent its last output, the display gets a final line, or the RankError.
+4. A cell that waits (`--wait`, or a call of `breakpoint()`) serves the debugger meanwhile: `breakpoint()` stops the
+   rank and asks for the debugger's commands below the cell.
 
-Where a cell on ranks shows what they say: a display that is replaced, or lines in a terminal.
-
-A cell between two steps of a run: `%%ranks --live`. What ranks say in it comes at once, when they are done.
+`HandleView` shows output in a notebook and `TerminalView` in a terminal. `live_cell` runs a cell between two steps of
+a run (`--live`); its output arrives all at once, after the ranks are done.
 """
 
 from __future__ import annotations
@@ -48,38 +47,64 @@ Came = list[tuple[list[int], str]]
 
 
 class CellView(Protocol):
-    """One cell's place."""
+    """The output area of one cell."""
 
     def update(self, transcript: Transcript, came: Came, note: str) -> int:
-        """Show what has come; returns how many bytes it took."""
+        """Show new output.
+
+        Args:
+            transcript: All output up to now.
+            came: The output since the last update.
+            note: The status line.
+
+        Returns:
+            The number of characters sent to the page.
+        """
         ...
 
     def end(self, transcript: Transcript, came: Came, line: str, error: RankError | None) -> None:
-        """Show everything, with the error or the last line."""
+        """Show all output with the final line.
+
+        Args:
+            transcript: All output.
+            came: The output since the last update.
+            line: The final line.
+            error: The error of the ranks; None if none failed.
+        """
         ...
 
 
 def view_in(shell: InteractiveShell, note: str) -> CellView:
-    """A view in the cell that `shell` runs; `note` is what it says first."""
+    """Return a view for the cell that the shell runs.
+
+    Args:
+        shell: A notebook's kernel or a terminal's shell.
+        note: The first status line.
+    """
     return HandleView(note) if hasattr(shell, "kernel") else TerminalView(note)
 
 
 class HandleView:
-    """A display in a notebook that is replaced as output comes."""
+    """A display in a notebook that is replaced when output arrives."""
 
     def __init__(self, note: str) -> None:
+        """Display the note in the present cell.
+
+        Args:
+            note: The first status line.
+        """
         from IPython.display import DisplayHandle
 
         self._handle = DisplayHandle()
-        # From the kernel's thread: later updates find their cell by the display's id.
+        # Displayed on the kernel's thread, which belongs to the cell. Other threads update it by the display's id.
         self._handle.display({"text/plain": note, "text/html": _note_html(note)}, raw=True)
 
     def update(self, transcript: Transcript, came: Came, note: str) -> int:
-        """Show what has come; returns how many bytes it took."""
+        """Replace the display by all output up to now; return the number of characters sent."""
         return self._replace(transcript, note, None)
 
     def end(self, transcript: Transcript, came: Came, line: str, error: RankError | None) -> None:
-        """Show everything, with the error or the last line."""
+        """Replace the display by all output, the error and the final line."""
         self._replace(transcript, line, error)
 
     def _replace(self, transcript: Transcript, note: str, error: RankError | None) -> int:
@@ -90,20 +115,25 @@ class HandleView:
 
 
 class TerminalView:
-    """Lines on stdout, where a display cannot be replaced."""
+    """Lines on stdout, for a terminal, which cannot replace a display."""
 
     def __init__(self, note: str) -> None:
+        """Print the note.
+
+        Args:
+            note: The first status line.
+        """
         print(note)
 
     def update(self, transcript: Transcript, came: Came, note: str) -> int:
-        """Print what has come."""
+        """Print the output since the last update; return 0."""
         lines = [f"{name_ranks(ranks)}: {line}" for ranks, text in came for line in text.splitlines()]
         if lines:
             print("\n".join(lines), flush=True)
         return 0
 
     def end(self, transcript: Transcript, came: Came, line: str, error: RankError | None) -> None:
-        """Print the rest, with the error or the last line."""
+        """Print the rest of the output, the error and the final line."""
         self.update(transcript, came, line)
         print(f"{error}\n{line}" if error else line, flush=True)
 
@@ -116,8 +146,20 @@ def _note_html(note: str) -> str:
 def live_cell(
     shell: InteractiveShell, cluster: Cluster, code: str, *, ranks: Sequence[int] | None, wait: bool, shows_result: bool
 ) -> None:
-    """Run `code` between two steps of the run that the cluster's engines hold. Returns at once, or with `wait` when it
-    is done, raising RankError."""
+    """Run a cell between two steps of the cluster's active run.
+
+    Args:
+        shell: The IPython shell, for the display.
+        cluster: The cluster whose engines hold the run.
+        code: The text of the cell.
+        ranks: The ranks that run the cell; None for all.
+        wait: Whether to return only after the ranks are done.
+        shows_result: Whether to show the value of the last expression.
+
+    Raises:
+        ClusterError: No run is active, or `code` is no Python.
+        RankError: With `wait`, a rank failed.
+    """
     from speedlab.cluster import ClusterError
     from speedlab.cluster.run import Run
     from speedlab_notebook.current import active_runs, can_ask
@@ -138,7 +180,7 @@ def live_cell(
     if wait:
         try:
             live.wait_until_done()
-        except KeyboardInterrupt:  # It has ended the cell, which may have said why it took so long.
+        except KeyboardInterrupt:  # The interrupt ended the cell; its output may show why it took so long.
             if live.done:
                 _show(live, view, shows_result=shows_result, shows_error=False)
             raise
@@ -154,12 +196,12 @@ def _follow(live: LiveCell, view: CellView, shows_result: bool) -> None:
     try:
         live.pending.wait()
         _show(live, view, shows_result=shows_result, shows_error=True)
-    except Exception as error:  # Refused, or the run has ended: that is what the cell has to show.
+    except Exception as error:  # The cell was refused or the run ended: show the reason in the cell.
         view.end(Transcript([]), [], f"{type(error).__name__}: {error}", None)
 
 
 def _show(live: LiveCell, view: CellView, *, shows_result: bool, shows_error: bool) -> None:
-    """What the ranks said, in the order in which each said it."""
+    """Show the output of the ranks, in each rank's own order."""
     from speedlab.cluster import RankError
     from speedlab.display.formatting import seconds_text
     from speedlab_notebook.magics.transcript import Transcript
@@ -181,19 +223,19 @@ USAGE = "%%ranks [0,2-3] [--live] [--wait]"
 UPDATE_SECONDS = 0.1
 POLL_SECONDS = 0.05
 LAST_WORDS_SECONDS = 1.0
-"""How long the last output of ranks that are done may be on its way."""
+"""Time to wait for the last output after all ranks are done."""
 
 _BYTES_PER_SECOND = 2e6
 _CHECK_SECONDS = 1.0
 _SPAN = re.compile(r"(\d{1,9})(?:[-–](\d{1,9}))?")
 _MOST_RANKS = 2**16
-"""More than any cluster has: a slip of the hand must not fill the kernel's memory."""
+"""More than any cluster has. A typing error such as 0-999999999 must not exhaust the kernel's memory."""
 
 OPTIONS = ("--live", "--wait")
 
 
 class RanksLine(NamedTuple):
-    """What the magic's line asks for; ranks are None for all."""
+    """The parsed line of the magic. `ranks` is None for all ranks."""
 
     ranks: list[int] | None
     live: bool
@@ -201,7 +243,17 @@ class RanksLine(NamedTuple):
 
 
 def parse(line: str) -> RanksLine:
-    """Raises UsageError."""
+    """Parse the line of `%%ranks`.
+
+    Args:
+        line: The line after the magic's name, for example '0,2-3 --wait'.
+
+    Returns:
+        The ranks without duplicates, in the given order, and the options.
+
+    Raises:
+        UsageError: An unknown option, or a word that is no rank and no span of ranks.
+    """
     ranks: list[int] = []
     asked = set()
     for word in without_comment(line).replace(",", " ").split():
@@ -222,7 +274,18 @@ def parse(line: str) -> RanksLine:
 
 
 def ranks_cell(shell: InteractiveShell, line: str, code: str) -> None:
-    """Run `code` on the ranks of `line`; returns at once, or with --wait when they are done, raising RankError."""
+    """Run a cell on ranks. Return at once, or after the ranks are done if the cell waits.
+
+    Args:
+        shell: The IPython shell, for the cluster and the display.
+        line: The line after the magic's name.
+        code: The text of the cell.
+
+    Raises:
+        UsageError: The line cannot be parsed.
+        ClusterError: No cluster runs.
+        RankError: The cell waits, and a rank failed.
+    """
     from speedlab_notebook.current import can_ask, cluster_at_hand
 
     asked = parse(line)
@@ -244,25 +307,29 @@ def ranks_cell(shell: InteractiveShell, line: str, code: str) -> None:
 
 
 def stops(code: str) -> bool:
-    """Whether the cell itself calls `breakpoint()`: then somebody wants to be asked."""
+    """Return whether the cell itself calls `breakpoint()`. Such a cell waits: the user must answer the debugger.
+
+    Args:
+        code: The text of the cell.
+    """
     try:
         tree = ast.parse(TransformerManager().transform_cell(code))
     except (SyntaxError, ValueError):  # ValueError: of a null character, before Python 3.12.
-        return False  # The ranks say so.
+        return False  # The ranks report the syntax error.
     called = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
     return any(isinstance(function, ast.Name) and function.id == "breakpoint" for function in called)
 
 
 def _ends_quietly(code: str) -> bool:
-    """Whether a semicolon at its end says that the result is not to be shown."""
+    """Return whether the cell ends with a semicolon, which hides its result."""
     try:
         return bool(DisplayHook.semicolon_at_end_of_expression(code))
-    except (SyntaxError, tokenize.TokenError):  # Not to its end, or no Python, as behind %%bash; the ranks run it.
+    except (SyntaxError, tokenize.TokenError):  # Incomplete, or no Python (for example after %%bash): run it anyway.
         return False
 
 
 def _why_it_waits(cluster: Cluster, ranks: Collection[int] | None) -> str:
-    """What to say at once when ranks are busy; '' when the cell runs now."""
+    """Return the first status line if ranks are busy; '' if the cell runs at once."""
     from speedlab_notebook.current import standing, training_run
 
     busy = [engine.rank for engine in cluster.status() if engine.state != "idle"]
@@ -278,7 +345,7 @@ def _why_it_waits(cluster: Cluster, ranks: Collection[int] | None) -> str:
 
 
 class RanksCell:
-    """One cell on its ranks, from its submission to its last word."""
+    """One cell on its ranks, from submission to its final line."""
 
     def __init__(
         self,
@@ -289,6 +356,15 @@ class RanksCell:
         shows_error: bool = True,
         shows_result: bool = True,
     ) -> None:
+        """Prepare to follow a submitted cell.
+
+        Args:
+            cluster: The cluster that runs the cell.
+            results: The results of the submission, which also receive the ranks' output.
+            view: Where to show the output.
+            shows_error: Whether the display shows the error; False if `wait` raises it.
+            shows_result: Whether to show the value of the last expression.
+        """
         from speedlab_notebook.magics.transcript import Transcript
 
         self._cluster = cluster
@@ -305,11 +381,20 @@ class RanksCell:
         self._thread = threading.Thread(target=self._follow, name="speedlab-ranks-cell", daemon=True)
 
     def start(self) -> None:
+        """Start the thread that follows the cell."""
         self._thread.start()
 
     def wait(self, door: DebugServer | None) -> None:
-        """Wait until the ranks are done and everything is shown, and serve `door` meanwhile, where there is one. Raises
-        RankError; a KeyboardInterrupt interrupts the ranks, too."""
+        """Wait until the ranks are done and all output is shown.
+
+        A KeyboardInterrupt of the user also interrupts the ranks.
+
+        Args:
+            door: The debugger's server, served meanwhile; None for a cell that cannot ask the user.
+
+        Raises:
+            RankError: A rank failed.
+        """
         try:
             while self._thread.is_alive():
                 if door is None:
@@ -347,8 +432,9 @@ class RanksCell:
                 came = self._transcript.drain(now)
                 if came or begun != self._begun:
                     size = self._view.update(self._transcript, came, f"{name_ranks(self._results.ranks)} running")
+                    # Each update sends the whole output again: limit the traffic to _BYTES_PER_SECOND.
                     update_at = now + UPDATE_SECONDS + size / _BYTES_PER_SECOND
-        while not self._done.wait(_CHECK_SECONDS):  # The answers come on another channel than the last output.
+        while not self._done.wait(_CHECK_SECONDS):  # Results use another channel than output, and may arrive later.
             self._check()
 
     def _hear(self, rank: int, kind: str, content: Mapping[str, Any]) -> None:
@@ -361,12 +447,13 @@ class RanksCell:
             self._transcript.feed(rank, kind, content, time.monotonic())
 
     def _check(self) -> None:
+        """End the cell if the cluster's controller is gone."""
         from speedlab.cluster import ClusterError
 
         try:
             self._cluster.check_controller()
         except ClusterError as error:
-            # The results may belong to a connection that is no more; then nobody else ends them.
+            # The results may belong to a closed connection, and then nothing else would end them.
             self._results.abandon(str(error))
 
     def _error(self) -> RankError | None:

@@ -1,4 +1,7 @@
-"""The `%speedlab` line magic: what each subcommand does. `commands.py` holds their words."""
+"""The `%speedlab` line magic: one function for each subcommand. `commands.py` holds the table of options.
+
+The file also registers `%%ranks`, and the completion of both magics.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 _MATCHER = "speedlab_notebook"
 SAY_AFTER_SECONDS = 1.0
-"""What takes longer than this says what it is doing."""
+"""An action that takes longer than this prints what it does."""
 
 _RANKS_HELP = """Run a cell on ranks, or on all: %%ranks [0,2-3] [--live] [--wait]
 
@@ -40,14 +43,18 @@ waits for it to pause or to end, but with --live.
 
 
 class CommandError(RuntimeError):
-    """`%speedlab` cannot do what was asked. Shown without a traceback: the message says what to do."""
+    """`%speedlab` cannot do what the line asks for. Shown without a traceback: the message says what to do."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
 def register(shell: InteractiveShell) -> None:
-    """Register both magics and their completion in `shell`."""
+    """Register both magics and their completion; replace an earlier registration.
+
+    Args:
+        shell: The IPython shell of the kernel.
+    """
 
     def speedlab(line: str) -> None:
         run_line(shell, line)
@@ -65,14 +72,18 @@ def register(shell: InteractiveShell) -> None:
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Take both magics and their completion out of `shell`."""
+    """Remove both magics and their completion.
+
+    Args:
+        shell: The IPython shell of the kernel.
+    """
     shell.magics_manager.magics["line"].pop("speedlab", None)
     shell.magics_manager.magics["cell"].pop("ranks", None)
     _remove_matcher(shell)
 
 
 def _matcher(shell: InteractiveShell) -> Any:
-    """What completes lines of both magics; where it knows words, it is the only one to offer any."""
+    """Return the completer of both magics. If it knows words for a line, it suppresses all other completers."""
     from IPython.core.completer import CompletionContext, SimpleCompletion, context_matcher
 
     @context_matcher(identifier=_MATCHER, priority=1000)
@@ -97,7 +108,16 @@ def _remove_matcher(shell: InteractiveShell) -> None:
 
 
 def run_line(shell: InteractiveShell, line: str) -> None:
-    """Carry out one line of `%speedlab`. Raises UsageError for the line, CommandError for what cannot be done."""
+    """Run one line of `%speedlab`.
+
+    Args:
+        shell: The IPython shell; some subcommands set `cluster` and `run` in its namespace.
+        line: The line after the magic's name.
+
+    Raises:
+        UsageError: The line cannot be parsed.
+        CommandError: The command failed for a reason that the user can fix.
+    """
     command, arguments = commands.parse(line)
     if command is None or arguments.pop("help", False):
         print(commands.help_text() if command is None else command.help())
@@ -108,7 +128,7 @@ def run_line(shell: InteractiveShell, line: str) -> None:
 
 @contextmanager
 def _short_errors() -> Iterator[None]:
-    """What a person can set right is shown without the frames that found it."""
+    """Convert errors that the user can fix into CommandError, which shows no traceback."""
     from speedlab.cluster.errors import ClusterError
     from speedlab.cluster.known_runs import RunError
     from speedlab.config import ConfigError
@@ -139,7 +159,7 @@ def _short_errors() -> Iterator[None]:
 
 @contextmanager
 def _telling(text: str) -> Iterator[None]:
-    """Print `text` once this has taken SAY_AFTER_SECONDS."""
+    """Print `text` if the body takes longer than SAY_AFTER_SECONDS."""
     timer = threading.Timer(SAY_AFTER_SECONDS, print, [text], {"flush": True})
     timer.daemon = True
     timer.start()
@@ -205,7 +225,7 @@ def _panel(shell: InteractiveShell, run: str | None = None) -> None:
     from speedlab_notebook.panel.panel import show as show_panel
 
     if run is None and not _names_running():
-        show_panel(None, held_run(shell))  # It predicts without engines, and says how to start them.
+        show_panel(None, held_run(shell))  # The panel predicts without engines, and its Train button starts them.
         return
     cluster = cluster_at_hand(shell)
     wanted = run is not None or held_run(shell) is not None or bool(active_runs(cluster))
@@ -394,6 +414,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "guide": _guide,
     "trace": _trace,
 }
+# Every subcommand of the table has a function, and every function an entry in the table.
 assert _ACTIONS.keys() == commands.COMMANDS.keys()
 
 
@@ -404,7 +425,7 @@ def _names_running() -> list[str]:
 
 
 def _described(cluster: Cluster) -> str:
-    """'cluster 'default': 4 engines on cpu 0-1, cpu 2-3'; also over which link, where they pretend one."""
+    """Return for example "cluster 'default': 4 engines on cpu 0-1, cpu 2-3", plus the simulated link if any."""
     import speedlab.cluster.simulated_link as pretended
 
     devices = cluster.devices
@@ -414,7 +435,7 @@ def _described(cluster: Cluster) -> str:
 
 
 def _link(path: Path) -> str:
-    """A link that opens in the notebook's own browser, where the file lies at or below the notebook; else its path."""
+    """Return a link for the notebook's browser if the file is in or below the notebook's folder, else its path."""
     shown = escape(str(path))
     relative = os.path.relpath(path)
     if relative.startswith(os.pardir):

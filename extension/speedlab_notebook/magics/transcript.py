@@ -1,4 +1,4 @@
-"""What ranks printed and displayed, in order, with what is equal on several ranks folded: as text and as HTML. Pure."""
+"""Output of ranks in order, with equal output of several ranks folded; as text and as HTML. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from speedlab.cluster.errors import name_ranks
 from speedlab.cluster.output_folding import LineFolder
 
 MOST_LINES = 1000
-"""Lines kept for a cell; the oldest are left out beyond that, and the display says how many."""
+"""Lines kept for a cell. Older lines are dropped, and the display says how many."""
 MOST_DISPLAYS = 50
+"""Displays kept for a cell."""
 
 _DISPLAY, _CLEAR = "display", "clear"
 _PLAIN = "text/plain"
@@ -38,26 +39,37 @@ class _TranscriptEntry:
 
 
 class Transcript:
-    """Feed it what each rank says; read it as `text()` or `html()`. The clock is an argument.
+    """The output of a cell's ranks. `feed` adds messages, `text` and `html` return them. The clock is an argument.
 
-    A display travels through the same LineFolder as a line of JSON. So it keeps its place among the lines, and the same
-    display on several ranks is one. So does `clear_output`, which takes away what its rank has said before it.
+    A display passes through the LineFolder as one line of JSON: it keeps its position among the lines, and the same
+    display on several ranks is shown once. `clear_output` passes through the LineFolder too, and removes the earlier
+    output of its rank.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
+        """Start an empty transcript.
+
+        Args:
+            ranks: The ranks that run the cell.
+        """
         self._folder = LineFolder(ranks)
         self._entries: list[_TranscriptEntry] = []
         self._left_out = 0
         self._printed: dict[int, str] = {}
         self._to_clear: set[int] = set()
-        """Ranks whose output goes as soon as they say something else."""
+        """Ranks whose output is removed at their next output (`clear_output(wait=True)`)."""
 
     def feed(self, rank: int, kind: str, content: Mapping[str, Any], now: float) -> None:
-        """Take the `content` of one message of a rank: a stream, a display, its update, the cell's result, or that what
-        it has said is to be cleared.
+        """Add one message of a rank, in Jupyter's protocol.
 
-        The engine prints the text of a result as well. A result that is text only is left to that; of one that is more
-        (a table, a plot) the printed text is left out.
+        The engine also prints the text of a result. A result that is only text is therefore ignored here; for a result
+        with more (a table, a plot) the printed text is removed.
+
+        Args:
+            rank: The rank that sent the message.
+            kind: 'stream', 'execute_result', 'display_data', 'update_display_data' or 'clear_output'.
+            content: The `content` of the message.
+            now: The time in seconds, for folding.
         """
         if kind == "stream":
             text = self._without_result(rank, content["text"]) if content["name"] == "stdout" else content["text"]
@@ -85,7 +97,7 @@ class Transcript:
         self._folder.feed(rank, _DISPLAY, json.dumps(message, sort_keys=True) + "\n", now)
 
     def _without_result(self, rank: int, text: str) -> str:
-        """`text` without what is still to come of the printed text of a result."""
+        """Return `text` without the printed text of a result that is still expected."""
         expected = self._printed.pop(rank, "")
         if expected.startswith(text):
             if left := expected[len(text) :]:
@@ -94,11 +106,20 @@ class Transcript:
         return text.removeprefix(expected)
 
     def drain(self, now: float, *, everything: bool = False) -> list[tuple[list[int], str]]:
-        """Take over what is due. Returns it as (ranks, text), for a terminal."""
+        """Move folded output into the transcript.
+
+        Args:
+            now: The time in seconds; output that may still fold with other ranks stays until it is due.
+            everything: Whether to take all output, due or not.
+
+        Returns:
+            The new output as (ranks, text), for a terminal.
+        """
         came = []
         for ranks, stream, text in self._folder.drain(now, everything=everything):
             if stream == _CLEAR:
                 self._to_clear.update(ranks)
+                # `text` has the `wait` flag of each call as JSON; one call without wait clears at once.
                 if "false" in text:
                     self._clear(ranks)
                 continue
@@ -113,7 +134,7 @@ class Transcript:
         return came
 
     def text(self) -> str:
-        """Every line with its ranks in front."""
+        """Return every line with its ranks in front."""
         lines = [f"… {self._left_out:,} lines left out"] if self._left_out else []
         for entry in self._entries:
             label = f"{name_ranks(entry.ranks)}: "
@@ -122,7 +143,7 @@ class Transcript:
         return "\n".join(lines)
 
     def html(self) -> str:
-        """The same as HTML; text is escaped, and HTML that a rank displayed stands as it is."""
+        """Return the output as HTML. Text is escaped; HTML that a rank displayed is inserted unchanged."""
         rows = []
         if self._left_out:
             rows.append(f'<div style="{_LABEL}">… {self._left_out:,} lines left out</div>')
@@ -134,7 +155,7 @@ class Transcript:
         return "".join(rows)
 
     def _clear(self, ranks: Iterable[int]) -> None:
-        """Take away what these ranks have said; what others said as well stays theirs."""
+        """Remove the output of these ranks. Output shared with other ranks stays for those."""
         cleared = set(ranks)
         self._to_clear -= cleared
         for entry in self._entries:
@@ -148,7 +169,7 @@ class Transcript:
             self._entries.append(last)
         for line in text.replace("\r\n", "\n").splitlines(keepends=True):
             if last.lines and last.lines[-1].endswith("\r"):
-                last.lines[-1] = line  # As a terminal does: what follows a carriage return overwrites the line.
+                last.lines[-1] = line  # As in a terminal: text after a carriage return overwrites the line.
             else:
                 last.lines.append(line)
 
@@ -163,7 +184,7 @@ class Transcript:
         return _plain(data) + "\n"
 
     def _forget(self) -> None:
-        """Leave out the oldest, so that a cell that prints for hours stays small in the notebook."""
+        """Drop the oldest output, so that a cell that prints for hours stays small in the notebook."""
         displays = sum(entry.kind == _DISPLAY for entry in self._entries)
         lines = sum(len(entry.lines) for entry in self._entries)
         while lines > MOST_LINES or displays > MOST_DISPLAYS:
@@ -190,7 +211,7 @@ def _lines_html(entry: _TranscriptEntry) -> str:
 
 
 def _bundle_html(entry: _TranscriptEntry) -> str:
-    """The richest of what a rank gave: HTML, else a picture, else its text."""
+    """Return the richest form of a display: HTML, else a picture, else its text."""
     if isinstance(fragment := entry.data.get("text/html"), str):
         return f'<div style="flex:1 1 auto;overflow-x:auto">{fragment}</div>'
     for kind in _IMAGES:
