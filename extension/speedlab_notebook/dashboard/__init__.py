@@ -1,1 +1,1 @@
-"""The dashboard of a run: the widget and the picture that stays in the notebook."""
+"""The dashboard of a run: the live widget, and the static picture in the saved notebook."""

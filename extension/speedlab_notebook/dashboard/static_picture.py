@@ -1,4 +1,4 @@
-"""What stays of a dashboard in a saved notebook: a picture and a table, in the output that also shows it live."""
+"""The static part of a dashboard in a saved notebook: a picture and a table, in the output of the live view."""
 
 from __future__ import annotations
 
@@ -27,9 +27,15 @@ _CONFIG = {"displaylogo": False, "showSendToCloud": False, "modeBarButtonsToRemo
 
 
 class StaticPicture:
-    """An output with the run as a page draws it, and the plots as they were when the run last came to rest."""
+    """The output of a dashboard: the id of the run for the live view, and the plots of the last time the run rested."""
 
     def __init__(self, feed: Feed | Comparison, devices: Sequence[Device] = ()) -> None:
+        """Prepare the output; `place` displays it.
+
+        Args:
+            feed: The run, or several runs side by side.
+            devices: One device for each rank, for the capacities in the picture.
+        """
         self._feed: Any = feed
         self._devices = devices
         self._id = uuid.uuid4().hex
@@ -39,7 +45,11 @@ class StaticPicture:
         self._lock = threading.Lock()
 
     def place(self, widget: DOMWidget) -> None:
-        """Display the output in the present cell, with `widget` for places whose server does not draw."""
+        """Display the output in the present cell.
+
+        Args:
+            widget: The live view for pages whose server does not draw.
+        """
         from IPython.display import display
 
         view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
@@ -49,15 +59,23 @@ class StaticPicture:
             self._placed = True
 
     def names(self) -> dict[str, object]:
-        """What names it to pages whose server draws."""
+        """Return the id of the run, for pages whose server draws."""
         return run_data(self._feed.folder.path)
 
     def bundle(self, history: History) -> dict[str, Any]:
-        """What stays: MIME types for where nothing runs."""
+        """Return the static MIME types, which need no kernel and no server.
+
+        Args:
+            history: The step records and events of the run.
+        """
         return picture_bundle(self._feed, history, self._devices)
 
     def show(self, history: History) -> None:
-        """Put the plots as they are now into the output."""
+        """Put the present plots into the output.
+
+        Args:
+            history: The step records and events of the run.
+        """
         from IPython.display import update_display
 
         kept = self.bundle(history)
@@ -68,8 +86,11 @@ class StaticPicture:
 
 
 def show_figure(figure: Figure) -> None:
-    """Display a figure, as `telemetry` and the planner give them, as an output that stays in a saved notebook, with a
-    drawing of it for places without plotly."""
+    """Display a figure that stays in a saved notebook, with an SVG for pages without plotly.
+
+    Args:
+        figure: A figure of `telemetry` or of the planner.
+    """
     from IPython.display import display
 
     title = (figure["layout"].get("title") or {}).get("text", "")
@@ -80,7 +101,16 @@ def show_figure(figure: Figure) -> None:
 
 
 def picture_bundle(feed: Feed, history: History, devices: Sequence[Device] = ()) -> dict[str, Any]:
-    """The output's MIME types for where nothing runs: the headline, a picture, and the picture with a table."""
+    """Return the static MIME types of a dashboard: the headline as text, a picture, and the picture with a table.
+
+    Args:
+        feed: The run.
+        history: The step records and events of the run.
+        devices: One device for each rank.
+
+    Returns:
+        MIME type -> content; only text if the run has no record yet.
+    """
     head = header(history, name=feed.folder.name, status=feed.status)
     title = f"{head.text} · {head.mark} {head.state}"
     if not history.latest:

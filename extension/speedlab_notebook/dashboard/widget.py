@@ -1,14 +1,14 @@
-"""The dashboard: what it displays is drawn by the Jupyter server where that has our extension, else by this kernel.
+"""The dashboard of one run, or of several runs side by side.
 
-An output has several faces, of which a place shows the first it knows: the run's id, which JupyterLab and Notebook draw
-through their server (extension/lab/src/dashboard); a widget of the same view, fed by a thread of this kernel, for the
-others; and a picture with a table, for where nothing runs (static_picture.py). What is sent is in
-telemetry/figures/deltas.py.
+One output has three forms, and a page shows the first form it knows:
 
-The thread polls the run's feed ten times a second while somebody looks. Where the server draws, it reads the run's
-state alone, until a widget has spoken; it always leaves the picture when the run comes to rest.
+1. the id of the run: JupyterLab and Notebook draw it through their server's extension (extension/lab/src/dashboard);
+2. a widget with the same view, fed by a thread of this kernel, for pages whose server does not draw;
+3. a picture with a table, for pages without kernel and server (static_picture.py).
 
-Runs side by side in a notebook: what is displayed is drawn as the dashboard of one run is (dashboard.py).
+The thread polls the run's feed ten times a second while a view is watching. If the server draws, the thread reads only
+the run's state until a widget sends a message. The thread always leaves the picture when the run comes to rest.
+telemetry/figures/deltas.py defines the messages.
 """
 
 from __future__ import annotations
@@ -51,26 +51,28 @@ log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.1
 SILENT_TICK_SECONDS = 1.0
-"""How often the header line is looked at when nothing comes: it tells how long a run has been silent."""
+"""Interval for updates of the header line without new records, because it shows how long a run has been silent."""
 RESTING_TICK_SECONDS = 0.5
-"""A run that rests may be resumed by anybody; its state alone is read so often, too."""
+"""Poll interval for a run that rests, which another kernel may resume, and for a dashboard without viewers."""
 FIRST_KEYFRAME_SECONDS = 1.0
 LAST_KEYFRAME_SECONDS = 16.0
-"""Keyframes come by themselves at intervals that double between these two. A page that missed a tick catches up with
-the next one, even while a cell keeps the kernel from answering."""
+"""The interval between automatic keyframes doubles from FIRST_KEYFRAME_SECONDS to this.
+
+A page that missed a tick catches up at the next keyframe, even while a cell keeps the kernel from answering.
+"""
 SILENCE_SECONDS = 90.0
-"""A page that has said nothing for so long, though the kernel would have heard it, was closed."""
+"""A view that sent nothing for this long, while the kernel could receive, counts as closed."""
 JOIN_SECONDS = 5.0
-"""How long closing waits for the thread, which a slow disk may hold. The thread then ends by itself."""
+"""Longest wait for the thread at closing; a slow disk may delay it. The thread then ends by itself."""
 
 
 class Dashboard(anywidget.AnyWidget):
-    """A run, live. `show(run)` makes one and displays it."""
+    """The live view of a run; `show` makes one and displays it."""
 
     bundle = traitlets.Instance(PlotlyBundle, allow_none=True).tag(sync=True, **widget_serialization)
-    """None until a view has spoken, where the server draws."""
+    """None until a view has sent a message, if the server draws."""
     keyframe = traitlets.Dict().tag(sync=True)
-    """{"message": the last Keyframe, "buffers": [as `as_text` gives them, …]}; empty where the server draws."""
+    """{"message": the last Keyframe, "buffers": [base64 text, …]}; empty if the server draws."""
 
     def __init__(
         self,
@@ -81,6 +83,15 @@ class Dashboard(anywidget.AnyWidget):
         picture: StaticPicture | None = None,
         owns_feed: bool = False,
     ) -> None:
+        """Read the run and start the thread.
+
+        Args:
+            feed: The run, or several runs side by side.
+            name: The title of the dashboard.
+            devices: One device for each rank.
+            picture: The static picture to update when the run rests; None for none.
+            owns_feed: Whether closing the dashboard also closes `feed`.
+        """
         self._feed: Any = feed
         self._owns_feed = owns_feed
         self._history = History()
@@ -88,18 +99,19 @@ class Dashboard(anywidget.AnyWidget):
         self._known_events = -1
         self._drawing = self.new_drawing(feed, name, devices)
         self._own: dict[str, Drawing] = {}
-        """By view, of those that smooth by a share of their own: what they are sent, and nobody else."""
+        """Views with their own smoothing -> the drawing that only this view receives."""
         self._steps: dict[str, int] = {}
-        """By view, the step whose pipeline a person points at there: the last one counts for all of the others."""
+        """View -> the step whose pipeline the user points at in this view; the last entry counts for the others."""
         self._picture = picture
         self._version = -1
         self._rewritten = False
         self._trouble = ""
-        """Why the page cannot be told what is new; "" while it is."""
+        """Why the page cannot be updated; "" if it can."""
+        # If the server draws, no view of this widget is visible until one says so; else (None) one may be visible.
         self._watching: set[str] | None = set() if os.environ.get(SERVED) else None
         self._heard = time.monotonic()
         self._spoke: dict[str, float] = {}
-        """When each view has spoken last."""
+        """View -> the time of its last message."""
         self._loop = _running_loop()
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -108,7 +120,7 @@ class Dashboard(anywidget.AnyWidget):
         feed.poll(files=True)
         self._take_news()
         self._pictured = self._feed.status.state
-        """How the run was when the picture was left: each state at rest has its own."""
+        """The run's state when the picture was last updated; each state at rest gets its own picture."""
         self._look_again = 0.0
         self._esm, self._css = (built(name).read_text() for name in ("dashboard.js", "dashboard.css"))
         first: dict[str, Any] = {}
@@ -116,23 +128,34 @@ class Dashboard(anywidget.AnyWidget):
             first = {"bundle": PlotlyBundle.shared(), "keyframe": _packed(self._drawing.keyframe(feed.status))}
         super().__init__(**first)
         self.on_msg(self._on_message)
-        atexit.register(self._end)  # While all that the thread uses is still there.
+        atexit.register(self._end)  # Ends the thread while the interpreter still has what the thread uses.
         if self._picture is not None:
             self._picture.show(self._history)
         self._start()
 
     def new_drawing(self, feed: Any, name: str, devices: Sequence[Device]) -> Drawing:
-        """What says what a page is sent next."""
+        """Return the drawing that computes what the page receives next.
+
+        Args:
+            feed: The run.
+            name: The title.
+            devices: One device for each rank.
+        """
         return Drawing(self._history, name=name, devices=devices)
 
     def send(self, content: Any, buffers: Sequence[bytes] | None = None) -> None:
-        """Tell the page."""
+        """Send a message to the page.
+
+        Args:
+            content: The message.
+            buffers: Binary buffers; sent as base64 text, because some gateways fail at binary messages.
+        """
         super().send({**content, "buffers_as_text": list(map(as_text, buffers))} if buffers else content)
 
-    # What the page says
+    # Messages of the page
 
     def _on_message(self, _: Any, content: dict[str, Any], buffers: Sequence[Any]) -> None:
-        """A Draw or a Segment of a view (speedlab_server/schema/__init__.py)."""
+        """Handle a Draw or a Segment message of a view (speedlab_server/schema)."""
         if content.get("type") == "Segment":
             self._tell_tensors(content)
         if not self.hear(content):
@@ -152,15 +175,17 @@ class Dashboard(anywidget.AnyWidget):
             self._point()
 
     def _point(self) -> None:
-        """Show the step of the pipeline at which a view points, the last one that does. Called with the lock."""
+        """Show the pipeline of the step that a view points at, the latest of several. Called with the lock."""
         pointed = next(reversed(self._steps.values()), None)
         changed, self._drawing.pipeline_step = pointed != self._drawing.pipeline_step, pointed
         if changed and (message := self._drawing.tick(self._feed.status)) is not None:
             self.send(message[0], buffers=message[1])
 
     def _draw_for(self, view: str, share: float, step: int | None, *, keyframe: bool) -> None:
-        """How a view smooths is its own choice: the other views of this widget, and the picture that a new one begins
-        with, keep the usual way."""
+        """Give a view its own smoothing.
+
+        Other views, and the first picture of a new view, keep the default smoothing.
+        """
         if keyframe or view not in self._own:
             self._own[view] = Drawing(self._history, name=self._name, devices=self._devices)
         self._own[view].smooth(share)
@@ -173,7 +198,7 @@ class Dashboard(anywidget.AnyWidget):
             self.send({"type": "OwnDrawing", "view": view, "drawn": message[0]}, buffers=message[1])
 
     def _tell_tensors(self, asked: dict[str, Any]) -> None:
-        """What is in the segment that a person has chosen."""
+        """Send the tensors of the memory segment that the user selected."""
         rank, category, place = (asked.get(name) for name in ("rank", "category", "place"))
         try:
             told = tensors_in(
@@ -188,7 +213,14 @@ class Dashboard(anywidget.AnyWidget):
         self.send(told)
 
     def hear(self, content: dict[str, Any]) -> bool:
-        """What any view says in a Draw: whether it is watching, and that it has missed something. False for others."""
+        """Handle a Draw message: whether the view is watching, and whether it missed something.
+
+        Args:
+            content: A message of a view.
+
+        Returns:
+            Whether the message was a Draw.
+        """
         self._heard = time.monotonic()
         if content.get("type") != "Draw":
             return False
@@ -199,7 +231,7 @@ class Dashboard(anywidget.AnyWidget):
         return True
 
     def _set_watching(self, view: str, on: bool) -> None:
-        """Start when the first view comes into sight, stop when the last one has gone."""
+        """Start the thread when the first view becomes visible; wake it to rest after the last view is gone."""
         if self._watching is None:
             self._watching = set()
         known = view in self._watching
@@ -217,14 +249,14 @@ class Dashboard(anywidget.AnyWidget):
 
     @property
     def watched(self) -> bool:
-        """Whether somebody may be looking: until the first view has spoken, somebody may, where no server draws."""
+        """Whether a view may be visible. If no server draws, this is assumed until the first view sends a message."""
         return self._watching is None or bool(self._watching)
 
     # The thread
 
     @property
     def running(self) -> bool:
-        """Whether the thread that polls is at work."""
+        """Whether the thread that polls is alive."""
         return self._thread is not None and self._thread.is_alive()
 
     def _start(self) -> None:
@@ -252,11 +284,11 @@ class Dashboard(anywidget.AnyWidget):
         self._let_go()
 
     def _forget_silent(self) -> None:
-        """Views that have said nothing for long are gone, as those of a page that was reloaded: they tell nobody."""
+        """Drop views that were silent for long. A view of a reloaded page does not report that it is gone."""
         if not any(map(_is_silent, [self._heard, *self._spoke.values()])) or not self._kernel_listens():
             return
         with self._lock:
-            if _is_silent(self._heard):  # Also where none has spoken yet.
+            if _is_silent(self._heard):  # Also if no view has sent a message yet.
                 self._watching = set()
             for view in [view for view, heard in self._spoke.items() if _is_silent(heard)]:
                 del self._spoke[view]
@@ -270,8 +302,8 @@ class Dashboard(anywidget.AnyWidget):
         self._wake.clear()
 
     def _look_for_rest(self) -> None:
-        """Nobody looks: only the run's state is read, until there is a picture to be left."""
-        with contextlib.suppress(RunFolderError, OSError):  # It may be read next time.
+        """Without viewers, read only the run's state, and leave a picture when the run comes to rest."""
+        with contextlib.suppress(RunFolderError, OSError):  # Retried at the next poll.
             state = self._feed.folder.read_status().state
             if state in RESTING and state != self._pictured:
                 self._feed.poll(files=True)
@@ -281,8 +313,10 @@ class Dashboard(anywidget.AnyWidget):
             self._pictured = state
 
     def _kernel_listens(self) -> bool:
-        """Whether the kernel's loop is free, so that a living page would have been heard. While a cell keeps it, it is
-        not, and silence says nothing."""
+        """Return whether the kernel's loop answers within 1 second.
+
+        While a cell blocks the loop, messages of living pages are not received, so silence means nothing.
+        """
         if self._loop is None or self._loop.is_closed():
             return False
         answered = threading.Event()
@@ -290,14 +324,16 @@ class Dashboard(anywidget.AnyWidget):
         return answered.wait(1.0)
 
     def _look(self, *, keyframe: bool) -> None:
-        """`update`, and a keyframe where one is due. What keeps it from that is told on the page, which would stand
-        still as if nothing had come."""
+        """Call `update`, and send a keyframe if one is due.
+
+        An error is shown on the page, which would otherwise stop without a reason.
+        """
         trouble = ""
         try:
             self.update()
             if keyframe:
                 self._send_keyframe()
-        except Exception as error:  # A record or an event that nobody foresaw, a folder that was damaged.
+        except Exception as error:  # For example an unexpected record, or a damaged folder: keep the thread alive.
             self._version = -1
             trouble = f"This view cannot read the run, and tries again: {type(error).__name__}: {error}"
             if trouble != self._trouble:
@@ -307,7 +343,7 @@ class Dashboard(anywidget.AnyWidget):
             self.send({"type": "Problem", "text": trouble})
 
     def update(self) -> None:
-        """Look at the feed and send what is new."""
+        """Poll the feed and send new data to the page; update the picture if the run came to rest."""
         self._feed.poll()
         if self._feed.version == self._version and time.monotonic() < self._look_again:
             return
@@ -331,13 +367,13 @@ class Dashboard(anywidget.AnyWidget):
             self._leave_picture()
 
     def _leave_picture(self) -> None:
-        """Put the plots into the notebook as they are."""
+        """Put the present plots into the notebook."""
         if self._picture is not None:
             self._picture.show(self._history)
 
     def _take_news(self) -> None:
         self._version = self._feed.version
-        if len(self._feed.events) != self._known_events:  # They tell of a start and of changes of shape.
+        if len(self._feed.events) != self._known_events:  # A start or a new layout changes it.
             self._known_events = len(self._feed.events)
             self._history.predicted = prediction_of(self._feed.folder.config, self._feed.events, self._devices)
         self._rewritten |= self._history.update(self._feed.records, self._feed.events)
@@ -351,16 +387,16 @@ class Dashboard(anywidget.AnyWidget):
         return self._feed.status.state in RESTING
 
     def _end(self) -> None:
-        """Let the thread end, and wait for it; none is started any more."""
+        """End the thread and wait for it; no new thread starts afterwards."""
         self._closed.set()
         self._wake.set()
-        with self._lock:  # Whoever is starting one has started it.
+        with self._lock:  # A `_start` in another thread has finished when we hold the lock.
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(JOIN_SECONDS)
 
     def close(self) -> None:
-        """Stop and take the view from the page; the static picture stays."""
+        """Stop and remove the view from the page; the static picture stays."""
         self._end()
         atexit.unregister(self._end)
         if not self.running:
@@ -368,23 +404,33 @@ class Dashboard(anywidget.AnyWidget):
         super().close()
 
     def _let_go(self) -> None:
-        """Leave the feed: the thread does, so that nobody waits for what it reads, or who finds it ended."""
+        """Close the feed if the dashboard owns it.
+
+        The thread does this at its end, so that `close` never waits for a slow read. Without a thread `close` does it.
+        """
         if self._owns_feed:
             self._feed.close()
 
 
 def _packed(message: Message) -> dict[str, Any]:
-    """As a trait has it."""
+    """Return a message as the `keyframe` trait holds it."""
     return {"message": message[0], "buffers": list(map(as_text, message[1]))}
 
 
 def show(run: Run | RunFolder | str | Path) -> Dashboard:
-    """Display the dashboard of a run, given as its handle or its folder, and in the same output the picture that stays.
+    """Display the dashboard of a run, with the static picture in the same output.
 
-    Raises RunFolderError when there is no such run.
+    Args:
+        run: A run's handle, folder or path.
+
+    Returns:
+        The displayed dashboard.
+
+    Raises:
+        RunFolderError: There is no such run.
     """
     feed, devices = _feed_of(run)
-    with contextlib.suppress(OSError):  # The server then knows it by its id; where it cannot, the widget draws.
+    with contextlib.suppress(OSError):  # The server finds the run by its id; if this fails, the widget draws.
         root().mkdir(mode=0o700, parents=True, exist_ok=True)
         note_seen(root(), feed.folder.path)
     picture = StaticPicture(feed, devices)
@@ -402,13 +448,13 @@ def _feed_of(run: Any) -> tuple[Feed, Sequence[Device]]:
     if run.cluster is not None:
         from speedlab.cluster import ClusterError
 
-        with contextlib.suppress(ClusterError):  # The engines have gone since: the run can still be looked at.
+        with contextlib.suppress(ClusterError):  # The engines are gone; the run can still be shown.
             devices = run.cluster.devices
     return feed, devices
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
-    """The kernel's loop; None outside one."""
+    """Return the kernel's event loop; None outside of one."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -420,39 +466,68 @@ def _is_silent(heard: float) -> bool:
 
 
 class _Drawing:
-    """A ComparedDrawing as a dashboard asks its own."""
+    """Adapter: a ComparedDrawing with the methods of Drawing that a dashboard calls."""
 
     def __init__(self, comparison: Comparison) -> None:
         self._comparison = comparison
         self._drawn = ComparedDrawing()
 
     def keyframe(self, status: Status) -> Message:
+        """Return a keyframe of all runs.
+
+        Args:
+            status: Ignored; each run has its own status.
+        """
         return self._drawn.keyframe(self._comparison.looks)
 
     def next(self, status: Status, *, rewritten: bool = False) -> Message | None:
+        """Return the next message, or None.
+
+        Args:
+            status: Ignored; each run has its own status.
+            rewritten: Ignored.
+        """
         return self._drawn.next(self._comparison.looks)
 
 
 class ComparedPicture(StaticPicture):
-    """An output with the runs as a page draws them, and their plots as they were when all had come to rest."""
+    """The output of several runs: their ids for the live view, and their plots of the last time all rested."""
 
     def __init__(self, comparison: Comparison) -> None:
+        """Prepare the output.
+
+        Args:
+            comparison: The runs.
+        """
         super().__init__(comparison)
         self._comparison = comparison
 
     def names(self) -> dict[str, object]:
+        """Return the ids of the runs, for pages whose server draws."""
         return self._comparison.run_data
 
     def bundle(self, history: History) -> dict[str, Any]:
+        """Return the static MIME types.
+
+        Args:
+            history: Ignored; the comparison has the histories of its runs.
+        """
         return self._comparison.kept()
 
 
 class ComparedDashboard(Dashboard):
-    """Several runs, live. `show(comparison)` makes one and displays it."""
+    """The live view of several runs; `show_comparison` makes one and displays it."""
 
     compares = traitlets.Bool(True).tag(sync=True)
 
     def new_drawing(self, feed: Any, name: str, devices: Sequence[Any]) -> Any:
+        """Return the drawing of the comparison.
+
+        Args:
+            feed: The comparison.
+            name: Ignored.
+            devices: Ignored.
+        """
         return _Drawing(feed)
 
     def _on_message(self, _: Any, content: dict[str, Any], buffers: Sequence[Any]) -> None:
@@ -463,7 +538,14 @@ class ComparedDashboard(Dashboard):
 
 
 def show_comparison(comparison: Comparison) -> ComparedDashboard:
-    """Display the runs side by side, and in the same output the picture that stays."""
+    """Display several runs side by side, with the static picture in the same output.
+
+    Args:
+        comparison: The runs.
+
+    Returns:
+        The displayed dashboard.
+    """
     comparison.make_known()
     picture = ComparedPicture(comparison)
     dashboard = ComparedDashboard(comparison, name=comparison.name, picture=picture, owns_feed=True)
