@@ -1,6 +1,6 @@
 """SpeedLab in a notebook: magics, panel, dashboard, displays.
 
-Loading registers names only. What they need (ipyparallel, widgets, plots) is imported when one of them is first used.
+Loading the extension only registers names. ipyparallel, widgets and plots are imported at first use.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ if TYPE_CHECKING:
 
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
-    """Register `%speedlab`, `%%ranks`, their completion and the displays; doing it again changes nothing."""
+    """Register `%speedlab`, `%%ranks`, their completion and the displays. A second call changes nothing.
+
+    Args:
+        ipython: The IPython shell of the kernel.
+    """
     from speedlab_notebook import displays
     from speedlab_notebook.magics import speedlab_magic
 
@@ -21,7 +25,11 @@ def load_ipython_extension(ipython: InteractiveShell) -> None:
 
 
 def unload_ipython_extension(ipython: InteractiveShell) -> None:
-    """Take everything back that loading registered. Clusters and runs go on."""
+    """Remove everything that loading registered. Clusters and runs continue.
+
+    Args:
+        ipython: The IPython shell of the kernel.
+    """
     from speedlab_notebook import displays
     from speedlab_notebook.magics import speedlab_magic
 

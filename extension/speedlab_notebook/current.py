@@ -1,7 +1,8 @@
-"""The cluster and the run that a magic means when it names none.
+"""The current cluster and run, which a magic uses if its line names none.
 
-`cluster` and `run` in the user's namespace, as `%speedlab start` and `%speedlab attach` set them; else what is running
-is looked up and these names are set, unless the user has given them to something else.
+1. `cluster` and `run` in the user's namespace, as `%speedlab start` and `%speedlab attach` set them.
+2. If these are missing or have ended, a running cluster or a run is looked up, and the names are set. A lookup of a
+   cluster alone does not replace a `cluster` that the user has bound to another object.
 """
 
 from __future__ import annotations
@@ -17,12 +18,20 @@ if TYPE_CHECKING:
 
 
 def cluster_at_hand(shell: InteractiveShell, name: str | None = None) -> Cluster:
-    """The cluster of the namespace if it runs (and has the name asked for), else one that runs. Raises ClusterError."""
+    """Return the cluster of the namespace if it runs, else another running cluster.
+
+    Args:
+        shell: The IPython shell; `cluster` is set in its namespace.
+        name: The cluster's name; None accepts any.
+
+    Raises:
+        ClusterError: No such cluster runs.
+    """
     from speedlab.cluster import Cluster
 
     held: Any = shell.user_ns.get("cluster")
     if isinstance(held, Cluster) and name in (None, held.name) and held.running:
-        held.start()  # Connects anew, where another kernel has stopped and started it; else it does nothing.
+        held.start()  # Reconnects if another kernel restarted the cluster; otherwise does nothing.
         return held
     cluster = Cluster.attach(name)
     if held is None or isinstance(held, Cluster):
@@ -31,7 +40,11 @@ def cluster_at_hand(shell: InteractiveShell, name: str | None = None) -> Cluster
 
 
 def held_run(shell: InteractiveShell) -> Run | None:
-    """The run of the user's namespace."""
+    """Return the run of the user's namespace; None if `run` is missing or another object.
+
+    Args:
+        shell: The IPython shell.
+    """
     from speedlab.cluster import Run
 
     held: Any = shell.user_ns.get("run")
@@ -39,10 +52,21 @@ def held_run(shell: InteractiveShell) -> Run | None:
 
 
 def run_at_hand(shell: InteractiveShell, name: str | None = None) -> Run:
-    """The run of this name or folder; without one the namespace's, or, once that has ended, the one that is under way;
-    else the newest in ./runs, to be looked at.
+    """Return the run that a magic means, and set `run` in the user's namespace.
 
-    Raises RunError or ClusterError when there is none.
+    Without a name:
+
+    1. the namespace's run, if it has not ended or its engines do not run;
+    2. after that run has ended, the newest active run on the cluster, else the ended run;
+    3. without a run in the namespace, the run that can be attached, else the newest in ./runs.
+
+    Args:
+        shell: The IPython shell.
+        name: The name or folder of a run.
+
+    Raises:
+        RunError: There is no such run.
+        ClusterError: There is no cluster and no run.
     """
     from speedlab.cluster import ClusterError, attach
     from speedlab.cluster.known_runs import RunError
@@ -72,12 +96,21 @@ def run_at_hand(shell: InteractiveShell, name: str | None = None) -> Run:
 
 
 def push_run(shell: InteractiveShell, run: Run) -> None:
-    """Set `run`, and `cluster` when the run has engines here, in the user's namespace."""
+    """Set `run` in the user's namespace, and `cluster` if the run has engines here.
+
+    Args:
+        shell: The IPython shell.
+        run: The run.
+    """
     shell.push({"run": run} if run.cluster is None else {"run": run, "cluster": run.cluster})
 
 
 def active_runs(cluster: Cluster) -> list[RunFolder]:
-    """Runs on these engines that have not ended, so that something would be lost with the engines; oldest first."""
+    """Return the runs on these engines that have not ended, oldest first. They lose unsaved steps if the engines end.
+
+    Args:
+        cluster: A running cluster.
+    """
     from speedlab.cluster.known_runs import known_folders, runs_here
 
     found = []
@@ -88,7 +121,11 @@ def active_runs(cluster: Cluster) -> list[RunFolder]:
 
 
 def training_run(cluster: Cluster) -> RunFolder | None:
-    """The run that keeps these engines busy now."""
+    """Return the run that keeps the engines busy now; None if no run computes.
+
+    Args:
+        cluster: A running cluster.
+    """
     from speedlab.telemetry.records import RESTING
 
     running = [folder for folder in active_runs(cluster) if folder.read_status().state not in RESTING]
@@ -96,16 +133,24 @@ def training_run(cluster: Cluster) -> RunFolder | None:
 
 
 def standing(folder: RunFolder) -> str:
-    """'run 'quickstart' is paused at step 12 of 200'."""
+    """Return the state of a run as text: "run 'quickstart' is paused at step 12 of 200".
+
+    Args:
+        folder: The run's folder.
+    """
     from speedlab.telemetry.record_store import last_recorded
 
     status = folder.read_status()
-    step = max(status.step, last_recorded(folder.path, 0) or 0)  # The status is written when the state changes alone.
+    step = max(status.step, last_recorded(folder.path, 0) or 0)  # The status is written only when the state changes.
     return f"run {folder.name!r} is {status.state} at step {step:,} of {status.steps:,}"
 
 
 def run_names(shell: InteractiveShell) -> set[str]:
-    """Names for completion: the runs in ./runs and those the namespace's cluster was given."""
+    """Return names for completion: the runs in ./runs, and the runs that the namespace's cluster remembers.
+
+    Args:
+        shell: The IPython shell.
+    """
     from speedlab.cluster import Cluster
     from speedlab.cluster.known_runs import remembered_runs
     from speedlab.telemetry.run_folder import find_runs
@@ -122,6 +167,10 @@ def _ended() -> frozenset[Any]:
 
 
 def can_ask(shell: InteractiveShell) -> bool:
-    """Whether somebody can be asked for a line: not where a notebook runs by itself (nbconvert, papermill)."""
+    """Return whether the user can be asked for input; False if a program runs the notebook (nbconvert, papermill).
+
+    Args:
+        shell: The IPython shell.
+    """
     kernel = getattr(shell, "kernel", None)
     return bool(getattr(kernel, "_allow_stdin", True))

@@ -1,7 +1,7 @@
-"""How SpeedLab's objects look in IPython: short texts and small tables.
+"""Text and HTML forms of SpeedLab's objects in IPython.
 
-The engine's rooms know no HTML, so the formatters are registered here, by name: no module is imported before one of its
-objects is shown.
+`speedlab` itself has no HTML for these types, so their formatters are registered here by module and class name. No
+module is imported before one of its objects is displayed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,13 @@ _WORDS = "text-align:left"
 
 
 def table_html(head: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str] = ()) -> str:
-    """A small table of escaped texts; columns named in `words` are aligned left, as words are."""
+    """Return a small HTML table.
+
+    Args:
+        head: The column names.
+        rows: The cells as text; escaped here.
+        words: Names of the columns that are aligned left; the others are aligned right.
+    """
     styles = [_WORDS if name in words else _NUMBER for name in head]
 
     def line(tag: str, cells: Sequence[str]) -> str:
@@ -42,7 +48,13 @@ def table_html(head: Sequence[str], rows: Sequence[Sequence[str]], *, words: Seq
 
 
 def table_text(head: Sequence[str], rows: Sequence[Sequence[str]], *, words: Sequence[str] = ()) -> str:
-    """The same as lines of text, columns two spaces apart."""
+    """Return a table as lines of text, with two spaces between columns.
+
+    Args:
+        head: The column names.
+        rows: The cells as text.
+        words: Names of the columns that are aligned left; the others are aligned right.
+    """
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     lines = []
     for row in (head, *rows):
@@ -75,7 +87,13 @@ def _engine_rows(engines: Sequence[EngineStatus]) -> list[tuple[str, ...]]:
 
 
 def engines_bundle(title: str, engines: Sequence[EngineStatus], notes: Sequence[str]) -> dict[str, str]:
-    """What `%speedlab status` displays: a title, a row for each engine, and lines below."""
+    """Return the output of `%speedlab status` as MIME types: a title, a row for each engine, and notes.
+
+    Args:
+        title: The line above the table.
+        engines: The state of each engine.
+        notes: Lines below the table.
+    """
     rows = _engine_rows(engines)
     page = [
         f"<b>{escape(title)}</b>",
@@ -89,11 +107,15 @@ def engines_bundle(title: str, engines: Sequence[EngineStatus], notes: Sequence[
 # One object
 
 _TEXT_WIDTH = 140
-"""Letters of a line of a configuration's text, unless one field is longer."""
+"""Maximum letters in a line of a configuration's text; a single longer field exceeds it."""
 
 
 def run_config_text(config: RunConfig) -> str:
-    """Each part on a line of its own, or more where it is long; what differs from the defaults is marked."""
+    """Return a configuration as text, each section on one or more lines; '*' marks values that differ from the default.
+
+    Args:
+        config: The configuration.
+    """
     width = max(len(name) for name, _ in _parts(config))
     lines = ["RunConfig (* differs from the default)"]
     for name, fields in _parts(config):
@@ -108,7 +130,13 @@ def run_config_text(config: RunConfig) -> str:
 
 
 def run_config_html(config: RunConfig) -> str:
-    """A row for each part; descriptions on hover, what differs from the defaults in bold."""
+    """Return a configuration as an HTML table.
+
+    A row for each section: descriptions on hover, values that differ from the default in bold.
+
+    Args:
+        config: The configuration.
+    """
     rows = []
     for name, fields in _parts(config):
         cells = []
@@ -127,7 +155,7 @@ _Field = tuple[str, str, str, bool]
 
 
 def _parts(config: RunConfig) -> list[tuple[str, list[_Field]]]:
-    """The run's own fields, then each part's, which are followed by those of the parts inside."""
+    """Return the fields of the run itself, then of each section, followed by the sections inside that section."""
     return _with_inner("run", config, type(config)())
 
 
@@ -166,8 +194,15 @@ def _value(value: Any) -> str:
 
 
 def ledger_text(ledger: Ledger) -> str:
-    """'Ledger 1.4 GiB of 16 GiB: parameters 312 MiB · gradients …', a line more for each other place; what is 0 is left
-    out."""
+    """Return the memory of a rank as text.
+
+    Args:
+        ledger: The bytes by category and place.
+
+    Returns:
+        For example 'Ledger 1.4 GiB of 16 GiB: parameters 312 MiB · gradients …', and a line for each other place.
+        Categories with 0 bytes are left out.
+    """
     from speedlab.display.formatting import bytes_text
 
     parts = [f"{name} {bytes_text(count)}" for name, count in _categories(ledger) if count]
@@ -180,7 +215,11 @@ def ledger_text(ledger: Ledger) -> str:
 
 
 def ledger_html(ledger: Ledger) -> str:
-    """A row for each category, in the order in which they are stacked."""
+    """Return the memory of a rank as an HTML table, with a row for each category in the order of the stacked plots.
+
+    Args:
+        ledger: The bytes by category and place.
+    """
     from speedlab.display.formatting import bytes_text
 
     rows = [(name, bytes_text(count)) for name, count in _categories(ledger)]
@@ -192,7 +231,7 @@ def ledger_html(ledger: Ledger) -> str:
 
 
 def _away(ledger: Ledger) -> list[tuple[str, dict[str, int]]]:
-    """(place, bytes by category) of what lies elsewhere than on the device."""
+    """Return (place, bytes by category) of states outside the device."""
     return [(place, held) for place, held in ledger.by_place().items() if place != "device"]
 
 
@@ -209,6 +248,11 @@ def _categories(ledger: Ledger) -> list[tuple[str, int]]:
 
 
 def step_record_text(record: StepRecord) -> str:
+    """Return a step record as one line.
+
+    Args:
+        record: One rank's record of a step.
+    """
     from speedlab.display.formatting import bytes_text, count_text, seconds_text
 
     heldout = f" (held-out {record.heldout_loss:.4f})" if record.heldout_loss is not None else ""
@@ -220,10 +264,20 @@ def step_record_text(record: StepRecord) -> str:
 
 
 def event_text(event: Event) -> str:
+    """Return an event as one line.
+
+    Args:
+        event: An event of a run.
+    """
     return f"<{event.kind} at step {event.step:,}{f': {event.text}' if event.text else ''}>"
 
 
 def engine_status_text(engine: EngineStatus) -> str:
+    """Return the status of an engine as one line.
+
+    Args:
+        engine: The rank, device, state and memory of an engine.
+    """
     from speedlab.display.formatting import bytes_text
 
     memory = bytes_text(engine.rss_bytes)
@@ -231,6 +285,11 @@ def engine_status_text(engine: EngineStatus) -> str:
 
 
 def device_text(device: Device) -> str:
+    """Return a device as one line.
+
+    Args:
+        device: The device, with its free memory and capacity in bytes.
+    """
     from speedlab.display.formatting import bytes_text
 
     return (
@@ -240,6 +299,11 @@ def device_text(device: Device) -> str:
 
 
 def status_text(status: Status) -> str:
+    """Return the status of a run as one line.
+
+    Args:
+        status: The state and the step of a run.
+    """
     text = f": {status.told}" if status.told else ""
     return f"<{status.state} at step {status.step:,} of {status.steps:,}{text}>"
 
@@ -266,7 +330,11 @@ _PAGES: dict[tuple[str, str], Callable[[Any], str]] = {
 
 
 def register(shell: InteractiveShell) -> None:
-    """Let IPython show SpeedLab's types by these functions."""
+    """Register the text and HTML formatters.
+
+    Args:
+        shell: The IPython shell.
+    """
     texts, pages = _formatters(shell)
     for (module, name), function in _TEXTS.items():
         texts.for_type_by_name(module, name, _printer(function))
@@ -275,7 +343,11 @@ def register(shell: InteractiveShell) -> None:
 
 
 def unregister(shell: InteractiveShell) -> None:
-    """Show them as Python does."""
+    """Remove the formatters, so that Python's `repr` is shown.
+
+    Args:
+        shell: The IPython shell.
+    """
     texts, pages = _formatters(shell)
     for formatter, known in ((texts, _TEXTS), (pages, _PAGES)):
         for module, name in known:
@@ -288,7 +360,10 @@ def _formatters(shell: InteractiveShell) -> tuple[Any, Any]:
 
 
 def _printer(function: Callable[[Any], str]) -> Callable[[Any, Any, bool], None]:
-    """As IPython's text formatter calls it: what is written counts lines, so a list of many breaks between them."""
+    """Return a function that IPython's text formatter calls.
+
+    Lines are written one by one, because the formatter counts them and breaks long lists between them.
+    """
 
     def write(value: Any, printer: Any, cycle: bool) -> None:
         for number, line in enumerate(function(value).splitlines()):

@@ -72,6 +72,7 @@ class Choice(anywidget.AnyWidget):
         if list(values) != self._values:
             self._values = list(values)
             with self.hold_sync():
+                # One message: the page must not see the old index with the new options.
                 self.options, self.index = [str(value) for value in values], self._values.index(self.value)
         self.reasons = [reasons.get(value, "") for value in self._values]
 

@@ -150,7 +150,7 @@ class Edits:
             case "copied":
                 self._panel.tell("copied")
 
-    # What follows
+    # Buttons and open tab
 
     @property
     def offered(self) -> dict[str, bool]:

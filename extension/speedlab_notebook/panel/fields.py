@@ -180,6 +180,7 @@ class Field:
         Args:
             shown: The value, in the type of the control (text for a text box).
         """
+        # Python has True == 1 and 1 == 1.0, but these are different values of a control.
         if shown == self.value and type(shown) is type(self.value):
             return
         self.value = shown

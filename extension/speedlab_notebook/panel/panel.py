@@ -91,6 +91,7 @@ class Panel(widgets.VBox):
         self._disk = DiskMeasurer(self)
         self._view = PanelView(len(self.devices), self._on_change, self._handlers())
         self._edits = Edits(self, self._view)
+        # Not fields of RunConfig, so neither the form nor the undo history handles them.
         for box in (self._view.engines, self._view.hosts):
             box.observe(self._on_engines, "value")
         super().__init__(self._view.arranged(self._edits.tools), layout=self._view.looks.plain)
