@@ -1,4 +1,4 @@
-"""Which blocks of keys each block of queries attends to: made by patterns, joined by `|`, printed as a grid."""
+"""`BlockLayout`: the key blocks that each query block attends to. Patterns build a layout, `|` joins two of them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from cuda_ops.torch_compat import uncompiled
 
 BLOCK = 64
-"""Tokens of a block, where nobody says otherwise: the size for which the CPU kernels are compiled best."""
+"""Default tokens per block: the size for which the CPU kernels are compiled best."""
 
 
 @dataclass(frozen=True, eq=False)
 class BlockLayout:
-    """A layout of attention in blocks of `block` tokens.
+    """A layout of attention in blocks of `block` tokens. Layouts are compared by identity.
 
-    `mask` (Q, K) bool, on the CPU: block q of queries sees block k of keys. With `causal` no query sees a later key:
-    blocks above the diagonal are taken out, and blocks on it are cut along it. With a `window` besides, no query sees a
-    key that many tokens before itself, or more. Layouts are compared by identity.
+    Attributes:
+        mask: (Q, K) bool, on the CPU: query block q sees key block k.
+        causal: No query sees a later key. Blocks above the diagonal are removed, and blocks on it are masked along it.
+        block: Tokens per block.
+        window: With `causal`: no query sees a key that is this many tokens or more before it.
+        places: Only for a `part`: the indices (Q, K) of its query and key blocks in the whole layout. They give the
+            order and the distance of tokens.
 
-    A `part` of a layout has `places` (Q, K) besides: where each block of queries, and of keys, was in the whole, which
-    tells what is later, and how far away.
-
-    Raises ValueError for a mask of another kind, a block size that is no multiple of 16, a causal mask that is not
-    square though it is whole, places for other blocks, or a window of no tokens or without `causal`.
+    Raises:
+        ValueError: A mask of another kind, a block size that is no multiple of 16, a whole causal mask that is not
+            square, places of another length, a window below 1 or without `causal`.
     """
 
     mask: Tensor
@@ -39,13 +41,13 @@ class BlockLayout:
     window: int | None = None
     places: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     offsets: Tensor = field(init=False, repr=False)
-    """(Q + 1,) int64: where each block of queries starts in `columns`."""
+    """(Q + 1,) int64: where the list of each query block starts in `columns`."""
     columns: Tensor = field(init=False, repr=False)
-    """The key blocks that it sees, ascending, int64."""
+    """The visible key blocks of each query block, ascending, int64."""
     distances: Tensor = field(init=False, repr=False)
-    """For each of `columns`: tokens from its first key to the first query of the block that sees it, int64."""
+    """For each of `columns`: tokens from the first key of that block to the first query of its query block, int64."""
     limit: int = field(init=False, repr=False)
-    """The window; where there is none, more tokens than lie between any query and a key that it sees."""
+    """The window; without one, more tokens than between any query and a key that it sees."""
 
     def __post_init__(self) -> None:
         if self.mask.dtype is not torch.bool or self.mask.ndim != 2 or not self.mask.is_cpu:
@@ -76,34 +78,64 @@ class BlockLayout:
         farthest = int(distances.max()) if len(distances) else 0
         made["limit"] = farthest + self.block if self.window is None else self.window
         for name, value in made.items():
-            object.__setattr__(self, name, value)  # Frozen from here on.
+            object.__setattr__(self, name, value)  # The dataclass is frozen.
 
     def block_places(self) -> tuple[Tensor, Tensor]:
-        """(Q,) and (K,) int64: the places of the blocks of queries and of keys in the whole."""
+        """Return (Q,) and (K,) int64: the indices of the query and key blocks in the whole layout."""
         if self.places is None:
             return torch.arange(self.mask.shape[0]), torch.arange(self.mask.shape[1])
         rows, columns = (torch.tensor(each, dtype=torch.int64) for each in self.places)
         return rows, columns
 
     def part(self, rows: Sequence[int], columns: Sequence[int]) -> Self:
-        """Of this whole layout what these blocks of queries see of these blocks of keys, in the orders given."""
+        """Return the layout of some query blocks and some key blocks of this whole layout.
+
+        Args:
+            rows: Query blocks, in the order of the part.
+            columns: Key blocks, in the order of the part.
+        """
         mask = self.mask[list(rows)][:, list(columns)]
         return type(self)(mask, self.causal, self.block, self.window, (tuple(rows), tuple(columns)))
 
     @classmethod
     def from_mask(cls, mask: Tensor, *, causal: bool = False, block: int = BLOCK, window: int | None = None) -> Self:
-        """The layout of `mask` (Q, K) bool."""
+        """Return the layout of a mask.
+
+        Args:
+            mask: (Q, K) bool.
+            causal: No query sees a later key.
+            block: Tokens per block.
+            window: See `BlockLayout`.
+
+        Raises:
+            ValueError: See `BlockLayout`.
+        """
         return cls(mask, causal, block, window)
 
     @classmethod
     def local(cls, length: int, window: int, *, causal: bool = False, block: int = BLOCK) -> Self:
-        """Each block of `length` tokens sees those fewer than `window` blocks away, itself included."""
+        """Return a layout in which each block sees the blocks that are fewer than `window` blocks away, itself
+        included.
+
+        Args:
+            length: Number of tokens.
+            window: Blocks.
+            causal: No query sees a later key.
+            block: Tokens per block.
+        """
         _check_positive(window=window)
         return cls(_distances(length, block).abs() < window, causal, block)
 
     @classmethod
     def global_(cls, length: int, count: int = 1, *, causal: bool = False, block: int = BLOCK) -> Self:
-        """The first `count` blocks are seen by all, and see all."""
+        """Return a layout in which the first `count` blocks see all blocks and are seen by all.
+
+        Args:
+            length: Number of tokens.
+            count: Blocks.
+            causal: No query sees a later key.
+            block: Tokens per block.
+        """
         _check_positive(count=count)
         mask = torch.zeros_like(_distances(length, block), dtype=torch.bool)
         mask[:count] = True
@@ -112,7 +144,14 @@ class BlockLayout:
 
     @classmethod
     def strided(cls, length: int, stride: int, *, causal: bool = False, block: int = BLOCK) -> Self:
-        """Each block sees every `stride`-th one, counted from itself (arXiv:1904.10509)."""
+        """Return a layout in which each block sees every `stride`-th block, counted from itself (arXiv:1904.10509).
+
+        Args:
+            length: Number of tokens.
+            stride: Blocks.
+            causal: No query sees a later key.
+            block: Tokens per block.
+        """
         _check_positive(stride=stride)
         return cls(_distances(length, block) % stride == 0, causal, block)
 
@@ -128,8 +167,17 @@ class BlockLayout:
         causal: bool = False,
         block: int = BLOCK,
     ) -> Self:
-        """A local window, global blocks, and for each block of queries `random_blocks` drawn from those that it may see
-        (arXiv:2007.14062). The same `seed` gives the same layout."""
+        """Return a layout with a local window, global blocks and random blocks (arXiv:2007.14062).
+
+        Args:
+            length: Number of tokens.
+            seed: The same seed gives the same layout.
+            window: Blocks of the local window.
+            global_blocks: First blocks that see all blocks and are seen by all.
+            random_blocks: Random key blocks per query block.
+            causal: No query sees a later key.
+            block: Tokens per block.
+        """
         joined = cls.local(length, window, causal=causal, block=block)
         if global_blocks:
             joined = joined | cls.global_(length, global_blocks, causal=causal, block=block)
@@ -141,8 +189,11 @@ class BlockLayout:
         return cls(mask.scatter_(1, chosen, True), causal, block)
 
     def __or__(self, other: BlockLayout) -> Self:
-        """The blocks of either layout. Raises ValueError unless they have the same size, block, causality, window and
-        places."""
+        """Return the blocks of either layout.
+
+        Raises:
+            ValueError: The layouts differ in size, block, causality, window or places.
+        """
         mine, others = (
             (tuple(each.mask.shape), each.causal, each.block, each.window, each.places) for each in (self, other)
         )
@@ -152,27 +203,37 @@ class BlockLayout:
 
     @property
     def density(self) -> float:
-        """Blocks over those of dense attention, causal or not as this layout is: what share of its work is left."""
+        """Number of blocks as a share of dense attention, causal or not like this layout: the share of the work that
+        remains.
+        """
         rows, columns = self.block_places()
         dense = int((rows[:, None] >= columns).sum()) if self.causal else self.mask.numel()
         return int(self.mask.sum()) / dense if dense else 0.0
 
     def __str__(self) -> str:
-        """A grid: a line for each block of queries, ■ for a block of keys that it sees."""
+        """Return a grid: a line per query block, with ■ for each key block that it sees."""
         name = f"{'causal' if self.causal else 'two-way'}, blocks of {self.block}, density {self.density:.3f}"
         return "\n".join([name, *("".join("■" if seen else "·" for seen in row) for row in self.mask.tolist())])
 
 
 @contextmanager
 def as_usual() -> Iterator[None]:
-    """For layouts that are kept: also for those who come with real tensors, and train, whoever made them."""
+    """Create cached layouts under normal conditions: real tensors on the CPU, usable in training, whatever the caller's
+    mode.
+    """
     with unset_fake_temporarily(), torch.inference_mode(False), torch.device("cpu"):
         yield
 
 
-@uncompiled  # It would be traced past its cache.
+@uncompiled  # A trace would bypass the cache.
 def whole_layout(queries: int, keys: int, *, causal: bool) -> BlockLayout:
-    """All blocks of attention of so many tokens; the same object for as many blocks."""
+    """Return a layout of all blocks. Cached: equal numbers of blocks give the same object.
+
+    Args:
+        queries: Number of queries.
+        keys: Number of keys.
+        causal: No query sees a later key.
+    """
     return _whole(-(-queries // BLOCK), -(-keys // BLOCK), causal)
 
 
@@ -183,7 +244,7 @@ def _whole(rows: int, columns: int, causal: bool) -> BlockLayout:
 
 
 def _distances(length: int, block: int) -> Tensor:
-    """(n, n): the block of queries minus the block of keys, for as many blocks as `length` tokens need."""
+    """Return (n, n): query block index minus key block index, for the n blocks of `length` tokens."""
     _check_positive(length=length, block=block)
     place = torch.arange(-(-length // block))
     return place[:, None] - place

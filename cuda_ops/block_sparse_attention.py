@@ -1,18 +1,13 @@
-"""Attention over the blocks of a `BlockLayout` alone: time and memory in proportion to its density.
+"""Block-sparse attention: compute only the blocks of a `BlockLayout`, so that time and memory follow its density.
 
-On CPUs a pair of kernels (`block_sparse_kernels.py`), on CUDA devices FlexAttention with the same blocks
-(`block_sparse_flex.py`). The choice is made by the device alone.
+1. On CPUs, `forward` and `backward` are Numba kernels after FlashAttention-2 (arXiv:2307.08691). They work on
+   transposed scores, (keys, queries), of one block each. The softmax then runs along rows, for all queries at once in
+   vector registers, and every product has the form c += a b, whose innermost loop vectorises. Arithmetic is float32
+   for all dtypes.
+2. On CUDA devices, FlexAttention (torch.nn.attention) computes the same blocks. The device alone decides.
 
-Where several documents stand in one sequence, `starts` says of each query which key is the first that it may see: that
-of its own document. Blocks of keys before those of all queries of a block cost nothing.
-
-Block-sparse attention on CUDA devices: FlexAttention (torch.nn.attention) with the blocks of a `BlockLayout`.
-
-The CPU kernels of block-sparse attention, after FlashAttention-2 (arXiv:2307.08691).
-
-They work on transposed scores, (keys, queries), of one block of each: then the softmax runs along rows, all queries at
-once in vector registers, and every product has the form c += a b, whose innermost loop vectorises. Arithmetic is
-float32 for all dtypes.
+If a sequence contains several documents, `starts` gives the first key that each query may see: that of its own
+document. Key blocks before the starts of all queries of a block are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +36,16 @@ from cuda_ops.threads import share
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, starts: Tensor | None) -> Tensor:
-    """`block_sparse_attention` of checked arguments, compiled once for a layout."""
+    """Compute `block_sparse_attention` of checked arguments with FlexAttention, compiled once per layout.
+
+    Args:
+        q: (B, H, T, D).
+        k: (B, H, S, D).
+        v: (B, H, S, D).
+        layout: The blocks.
+        scale: Factor of the scores.
+        starts: (B, T) int32, or None.
+    """
     blocks = flex_blocks(layout, q.shape[2], k.shape[2], q.device)
     blocks = blocks if starts is None else documents_of(blocks, starts)
     return _compiled_flex()(q, k, v, block_mask=blocks, scale=scale)
@@ -49,14 +53,23 @@ def attend_flex(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: flo
 
 @cache
 def _compiled_flex() -> Any:
-    return torch.compile(flex_attention)  # Uncompiled, it computes all scores.
+    return torch.compile(flex_attention)  # Without compilation, it computes all scores.
 
 
 @lru_cache(maxsize=64)
 def flex_blocks(layout: BlockLayout, queries: int, keys: int, device: torch.device) -> BlockMask:
-    """`layout` for FlexAttention: blocks of which it needs to look at every score (on the diagonal of a causal layout,
-    at the far end of a window, or partial ones at the end of the keys), and the others."""
-    with unset_fake_temporarily():  # It is kept: also for those who come with real tensors.
+    """Return `layout` for FlexAttention.
+
+    FlexAttention masks single scores only in partial blocks: on the diagonal of a causal layout, at the far end of a
+    window, or at the end of the keys.
+
+    Args:
+        layout: The blocks.
+        queries: Number of queries.
+        keys: Number of keys.
+        device: Device of the result.
+    """
+    with unset_fake_temporarily():  # The result is cached, so it must hold real tensors.
         return _flex_blocks(layout, queries, keys, device)
 
 
@@ -66,10 +79,11 @@ def _flex_blocks(layout: BlockLayout, queries: int, keys: int, device: torch.dev
     rows, columns = layout.block_places()
     if causal:
         distance = (rows[:, None] - columns) * block
-        partial |= (distance == 0) | (distance + block > window)  # From the last query of a block to its first key.
+        # Distance from the block's last query to its first key.
+        partial |= (distance == 0) | (distance + block > window)
     if keys % block:
         partial[:, -1] = True
-    # Of a part: how far each block is from where it stands here.
+    # For a part of a layout: tokens between a block's place in the whole and its place here.
     shifts = None if layout.places is None else [(each - torch.arange(len(each))) * block for each in (rows, columns)]
     of_rows, of_columns = (each.to(device) for each in shifts) if shifts is not None else (None, None)
 
@@ -83,17 +97,22 @@ def _flex_blocks(layout: BlockLayout, queries: int, keys: int, device: torch.dev
 
     lists = []
     for mask in (layout.mask & partial, layout.mask & ~partial):
-        order = mask.int().argsort(dim=1, descending=True, stable=True)  # The blocks seen come first, ascending.
+        order = mask.int().argsort(dim=1, descending=True, stable=True)  # Visible blocks first, ascending.
         lists += [each[None, None].int().to(device) for each in (mask.sum(1), order)]
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=layout.block, mask_mod=seen, seq_lengths=(queries, keys))
 
 
 def documents_of(blocks: BlockMask, starts: Tensor) -> BlockMask:
-    """`blocks` for queries that see no key before their `starts` (B, T) int32: in each block every score is looked at,
-    and blocks before all starts of their queries are left out. Made on the device, for which nobody waits.
+    """Restrict `blocks` to keys from `starts` on. Built on the device, without a synchronisation.
 
-    Not run on a GPU yet: there, FlexAttention's compiled kernels take the lists; on CPUs tests compare them and the
-    mask with the definition.
+    FlexAttention then masks every score of each block, and skips blocks that end before all starts of their queries.
+
+    Not tested on a GPU yet: there, FlexAttention's compiled kernels use the lists. On CPUs, tests compare the lists
+    and the mask with the definition.
+
+    Args:
+        blocks: Result of `flex_blocks`.
+        starts: (B, T) int32, the first key that each query may see.
     """
     queries, keys = blocks.seq_lengths
     size, _ = blocks.BLOCK_SIZE
@@ -109,7 +128,7 @@ def documents_of(blocks: BlockMask, starts: Tensor) -> BlockMask:
     order = seen.int().argsort(dim=-1, descending=True, stable=True)
 
     def own(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # A block that is padded asks for queries behind the last one, too.
+        # Clamp: padded blocks also evaluate queries after the last one.
         return within(batch, head, query, key) & (key >= starts[batch, query.clamp(max=queries - 1)])
 
     return BlockMask.from_kv_blocks(
@@ -118,21 +137,23 @@ def documents_of(blocks: BlockMask, starts: Tensor) -> BlockMask:
 
 
 def _listed(counts: Tensor, indices: Tensor) -> Tensor:
-    """Which blocks of keys are in lists (1, 1, Q, K) of which the first `counts` (1, 1, Q) count: (1, 1, Q, K) bool."""
+    """Return (1, 1, Q, K) bool: the key blocks in the first `counts` (1, 1, Q) entries of each list of `indices`."""
     places = torch.arange(indices.shape[-1], device=indices.device)
     return torch.zeros_like(indices, dtype=torch.bool).scatter_(-1, indices.long(), places < counts[..., None])
 
 
 _LOWEST = np.float32(-1e30)
-"""Less than any score, but finite: its difference from a masked score is still -inf, not NaN."""
+"""Less than any score, but finite: its difference from a masked score is -inf, not NaN."""
 
 _UNSEEN = np.float32(-np.inf)
-"""The score of a key that is masked, of the scores' own type: a wider constant would widen the loop."""
+"""Score of a masked key, in the scores' own type: a wider constant would make the loop wider."""
 
 
 def _rows(source: Any, low: int, scratch: Any) -> Any:
-    """Rows from `low` on of `source` (T, D), as many as `scratch` (block, D) float32 has, zeros after the last: a part
-    of `source` where that will do, else written to `scratch`."""
+    """Return `scratch.shape[0]` rows of `source` (T, D) from `low` on, as float32, with zeros after the end.
+
+    The result is a view of `source` if possible, else a copy in `scratch` (block, D).
+    """
     raise NotImplementedError("only inside kernels")
 
 
@@ -160,18 +181,21 @@ def _rows_of(source: Any, low: Any, scratch: Any) -> Any:
 
 @kernel()
 def _transposed(rows: Any, factor: float, out: Any) -> None:
-    """out (D, block) = rows (block, D)ᵀ · factor."""
+    """Set out (D, block) = rows (block, D)ᵀ · factor."""
     for d in range(out.shape[0]):
         line = out[d]
         for i in range(line.shape[0]):
             line[i] = rows[i, d] * factor
 
 
-@register_jitable(inline="always")  # Else LLVM calls it, and does not know a width that is constant.
+@register_jitable(inline="always")  # Inline, so that LLVM knows a constant width.
 def _add_tile(a: Any, b: Any, c: Any, width: int) -> None:
-    """c (4, width) += a (4, 4) b (4, width): `a` in registers, and a vector of `b` or `c` that is read serves 4
-    multiplications. The rows of `b` are parts of one array, and so those of `c`: of single rows, LLVM would check at
-    run time that none overlaps another, which takes as long as the loop."""
+    """Add c (4, width) += a (4, 4) b (4, width).
+
+    `a` stays in registers, and each loaded vector of `b` or `c` serves 4 multiplications. The rows of `b` are views of
+    one array, and so are those of `c`. For separate rows, LLVM would check at run time that no row overlaps another,
+    which takes as long as the loop.
+    """
     w0, w1, w2, w3 = a[0, 0], a[0, 1], a[0, 2], a[0, 3]
     x0, x1, x2, x3 = a[1, 0], a[1, 1], a[1, 2], a[1, 3]
     y0, y1, y2, y3 = a[2, 0], a[2, 1], a[2, 2], a[2, 3]
@@ -186,11 +210,11 @@ def _add_tile(a: Any, b: Any, c: Any, width: int) -> None:
 
 @kernel()
 def _add_product(a: Any, b: Any, c: Any) -> None:
-    """c (m, n) += a (m, k) b (k, n), for m and k that are multiples of 4."""
+    """Add c (m, n) += a (m, k) b (k, n). m and k must be multiples of 4."""
     for r in range(0, c.shape[0], 4):
         rows, target = a[r : r + 4], c[r : r + 4]
         for k in range(0, b.shape[0], 4):
-            if c.shape[1] == 64:  # The usual size: a sixth faster where the compiler knows it.
+            if c.shape[1] == 64:  # The usual size: a sixth faster with a constant.
                 _add_tile(rows[:, k : k + 4], b[k : k + 4], target, 64)
             else:
                 _add_tile(rows[:, k : k + 4], b[k : k + 4], target, c.shape[1])
@@ -200,10 +224,16 @@ def _add_product(a: Any, b: Any, c: Any) -> None:
 def _scores(
     keys: Any, queries: Any, count: int, diagonal: bool, reach: int, first: int, starts: Any, latest: int, out: Any
 ) -> None:
-    """out (block, block) = keys (block, D) queries (D, block), -inf for keys from `count` on, where the key is later
-    than the query if this is a block on the `diagonal`, where the query's place in its block is `reach` or more after
-    the key's, and for keys, of which these are the `first` and its followers, before their query's `starts` (block),
-    of which none is after `latest`."""
+    """Set out (block, block) = keys (block, D) queries (D, block), with -inf for masked scores.
+
+    These scores are masked:
+
+    1. keys from `count` on;
+    2. on a `diagonal` block, keys after the query;
+    3. keys that are `reach` or more places before the query, within their blocks;
+    4. keys before the query's `starts` (block). `first` is the number of the first key, and no start is after
+       `latest`.
+    """
     out[:] = 0
     _add_product(keys, queries, out)
     out[count:] = -np.inf
@@ -220,7 +250,7 @@ def _scores(
 
 @kernel()
 def _starts_of(starts: Any, low: int, out: Any) -> tuple[int, int]:
-    """`out` (block) = what `starts` (T) has from `low` on, and no start behind its end. Returns (earliest, latest)."""
+    """Copy `starts` (T) from `low` on to `out` (block), with 0 after the end. Return (earliest, latest)."""
     count = min(out.shape[0], starts.shape[0] - low)
     out[:] = 0
     out[:count] = starts[low : low + count]
@@ -232,8 +262,10 @@ def _starts_of(starts: Any, low: int, out: Any) -> tuple[int, int]:
 
 @kernel()
 def _softmax_step(scores: Any, greatest: Any, total: Any, out: Any) -> None:
-    """One step of the online softmax: `scores` (block, block) become exponentials; the `greatest` score (block), the
-    `total` (block) of exponentials and the sums `out` (D, block) so far are brought up to date."""
+    """Do one step of the online softmax: replace `scores` (block, block) by exponentials and update the sums so far.
+
+    Updated are the `greatest` score (block), the `total` (block) of exponentials, and the sums `out` (D, block).
+    """
     before = np.empty_like(greatest)
     before[:] = greatest
     for j in range(scores.shape[0]):
@@ -272,8 +304,25 @@ def forward(
     out: Any,
     lse: Any,
 ) -> None:
-    """Blocks of queries [start, stop), counted over all heads: `out` (heads, T, D), and `lse` (heads, T) float32, the
-    logarithm to base 2 of the sum of exponentials, +inf where there is none. `starts` (B, T): of each sequence's heads.
+    """Compute the query blocks [start, stop), counted over all heads.
+
+    Args:
+        start: First block.
+        stop: End of the blocks.
+        q: (B · H, T, D).
+        k: (B · H, S, D).
+        v: (B · H, S, D).
+        offsets: (Q + 1,) int64, see `BlockLayout`.
+        columns: int64, see `BlockLayout`.
+        distances: int64, see `BlockLayout`.
+        starts: (B, T) int32, the first key that each query may see.
+        block: Tokens per block.
+        causal: Mask later keys.
+        window: Mask keys that are this many tokens or more before the query.
+        scale: Factor of the scores.
+        out: (B · H, T, D); overwritten.
+        lse: (B · H, T) float32, base-2 logarithm of the sum of exponentials, +inf for queries without keys;
+            overwritten.
     """
     length, depth = q.shape[1], q.shape[2]
     heads = q.shape[0] // max(1, starts.shape[0])
@@ -311,7 +360,7 @@ def forward(
 
 @kernel()
 def _gradient_of_scores(scores: Any, products: Any, lse: Any, delta: Any) -> None:
-    """`scores` (block, block) become probabilities p, `products` become p · (products - delta)."""
+    """Replace `scores` (block, block) by probabilities p, and `products` by p · (products - delta)."""
     for j in range(scores.shape[0]):
         p, line = scores[j], products[j]
         for i in range(p.shape[0]):
@@ -322,7 +371,7 @@ def _gradient_of_scores(scores: Any, products: Any, lse: Any, delta: Any) -> Non
 
 @kernel()
 def _store_rows(sums: Any, factor: Any, out: Any) -> None:
-    """The first rows of `sums` times `factor` are those of `out`."""
+    """Set `out` to the first rows of `sums` times `factor`."""
     for j in range(out.shape[0]):
         line = out[j]
         for d in range(out.shape[1]):
@@ -351,7 +400,31 @@ def backward(
     grad_k: Any,
     grad_v: Any,
 ) -> None:
-    """Heads [start, stop). A head is one thread's, which adds up its gradients of keys and values in a fixed order."""
+    """Compute the gradients of the heads [start, stop).
+
+    One thread computes a whole head, so that the gradients of keys and values are summed in a fixed order.
+
+    Args:
+        start: First head.
+        stop: End of the heads.
+        grad: (B · H, T, D), the gradient of `out`.
+        q: (B · H, T, D).
+        k: (B · H, S, D).
+        v: (B · H, S, D).
+        out: (B · H, T, D), from `forward`.
+        lse: (B · H, T) float32, from `forward`.
+        offsets: As in `forward`.
+        columns: As in `forward`.
+        distances: As in `forward`.
+        starts: As in `forward`.
+        block: Tokens per block.
+        causal: Mask later keys.
+        window: Mask keys that are this many tokens or more before the query.
+        scale: Factor of the scores.
+        grad_q: (B · H, T, D); overwritten.
+        grad_k: (B · H, S, D); overwritten.
+        grad_v: (B · H, S, D); overwritten.
+    """
     length, depth = q.shape[1], q.shape[2]
     blocks = offsets.shape[0] - 1
     heads = q.shape[0] // max(1, starts.shape[0])
@@ -405,7 +478,11 @@ _LN_2 = math.log(2)
 
 
 def takes_heads(size: int) -> bool:
-    """Whether the kernels take heads of `size` elements."""
+    """Return whether the kernels support heads of `size` elements.
+
+    Args:
+        size: Elements per head.
+    """
     return size % 8 == 0 and 16 <= size <= 256
 
 
@@ -418,7 +495,16 @@ def block_sparse_attention_reference(
     scale: float | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """The definition, in torch: dense attention in float32 with a mask; a query that sees no key gives zeros."""
+    """Return dense attention in float32 with a mask, computed with torch. This defines `block_sparse_attention`.
+
+    Args:
+        q: (B, H, T, D).
+        k: (B, H, S, D).
+        v: (B, H, S, D).
+        layout: The blocks.
+        scale: Factor of the scores; 1 / √D if None.
+        starts: (B, T) int32, or None.
+    """
     mask = token_mask(layout, q.shape[2], k.shape[2]).to(q.device)
     if starts is not None:
         mask = mask & (torch.arange(k.shape[2], device=q.device) >= starts[:, None, :, None])  # (B, 1, T, S)
@@ -430,7 +516,13 @@ def block_sparse_attention_reference(
 
 
 def token_mask(layout: BlockLayout, queries: int, keys: int) -> Tensor:
-    """(queries, keys) bool: which query sees which key."""
+    """Return (queries, keys) bool: the keys that each query sees.
+
+    Args:
+        layout: The blocks.
+        queries: Number of queries.
+        keys: Number of keys.
+    """
     block, (rows, columns) = layout.block, layout.block_places()
     mask = layout.mask.repeat_interleave(block, 0).repeat_interleave(block, 1)[:queries, :keys]
     places = [(each[:, None] * block + torch.arange(block)).flatten() for each in (rows, columns)]
@@ -448,18 +540,21 @@ def block_sparse_attention(
     scale: float | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q kᵀ scale) v over the blocks of `layout`: (B, H, T, D) of q's dtype, differentiable once.
+    """Return softmax(q kᵀ scale) v over the blocks of `layout`: (B, H, T, D) of q's dtype, differentiable once.
+
+    A query that sees no key gives zeros.
 
     Args:
-        q: (B, H, T, D) float32, bfloat16 or float16; D a multiple of 8 from 16 to 256. On CPUs in any order of memory,
-            of which the kernels make copies for as long as they work; the result has that of q.
-        k, v: (B, H, S, D) of the same dtype.
-        layout: of as many blocks as T and S need; where they are no multiples of the block, the last ones are partial.
-        scale: 1 / √D when left out.
-        starts: (B, T) int32, the first key that each query may see, in all heads; every one when left out.
+        q: (B, H, T, D) float32, bfloat16 or float16; D a multiple of 8 from 16 to 256. On CPUs any memory order works:
+            the kernels use temporary copies, and the result has the memory order of q.
+        k: (B, H, S, D) of the same dtype.
+        v: (B, H, S, D) of the same dtype.
+        layout: As many blocks as T and S need. The last blocks are partial if T or S is no multiple of the block.
+        scale: Factor of the scores; 1 / √D if None.
+        starts: (B, T) int32, the first key that each query may see, in all heads; None for no limit.
 
-    A query that sees no key gives zeros. Raises ValueError for wrong dtypes, shapes, strides, devices, or a layout of
-    another size.
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides, devices, or a layout of another size.
     """
     _check(q, k, v, layout.mask.shape, layout.block, starts, strided=q.device.type == "cpu")
     factor = q.shape[3] ** -0.5 if scale is None else scale
@@ -471,9 +566,23 @@ def block_sparse_attention(
 def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, *, scale: float, starts: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`block_sparse_attention` to some of the keys that there are, and what joins it with that to the others: (output,
-    natural logarithm (B, H, T) float32 of the sum of exponentials, -inf where a query sees no key). `starts` are places
-    among these keys. On CPUs, in any order of memory; without gradients."""
+    """Return attention to a part of the keys, with the logarithms that are needed to combine parts. CPU only, no
+    gradients.
+
+    Args:
+        q: (B, H, T, D), in any memory order.
+        k: (B, H, S, D), in any memory order.
+        v: (B, H, S, D), in any memory order.
+        layout: The blocks.
+        scale: Factor of the scores.
+        starts: (B, T) int32, as indices into these keys.
+
+    Returns:
+        (output, natural logarithm (B, H, T) float32 of the sum of exponentials, -inf for queries without keys).
+
+    Raises:
+        ValueError: As for `block_sparse_attention`.
+    """
     _check(q, k, v, layout.mask.shape, layout.block, starts, strided=True)
     out, lse = _attend(q, k, v, *_arguments(layout, starts), scale)
     return out, (lse * _LN_2).masked_fill_(lse == math.inf, -math.inf)
@@ -491,8 +600,22 @@ def partial_gradients(
     scale: float,
     starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of `partial_attention`, where `grad`, `out` and `logarithm` are those of attention to all
-    keys together."""
+    """Return the gradients of q, k and v of `partial_attention`.
+
+    Args:
+        grad: Gradient of the attention to all keys together.
+        q: (B, H, T, D).
+        k: (B, H, S, D), a part of the keys.
+        v: (B, H, S, D), the same part of the values.
+        out: Output of the attention to all keys together.
+        logarithm: (B, H, T) float32, natural logarithm of the sum of exponentials over all keys.
+        layout: The blocks.
+        scale: Factor of the scores.
+        starts: (B, T) int32, as indices into these keys.
+
+    Raises:
+        ValueError: As for `block_sparse_attention`.
+    """
     _check(q, k, v, layout.mask.shape, layout.block, starts, strided=True)
     lse = (logarithm / _LN_2).masked_fill_(logarithm == -math.inf, math.inf)
     return _gradients(grad, q, k, v, out, lse, *_arguments(layout, starts), scale)
@@ -501,7 +624,7 @@ def partial_gradients(
 def _arguments(
     layout: BlockLayout, starts: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int, bool, int]:
-    """What kernels take of `layout` and of documents."""
+    """Return the kernel arguments that describe `layout` and the documents."""
     return layout.offsets, layout.columns, layout.distances, starts, layout.block, layout.causal, layout.limit
 
 
@@ -531,12 +654,12 @@ def _check(
 
 
 def _heads(tensor: Tensor) -> np.ndarray:
-    """(B, H, …) → (B · H, …), as kernels see it: a copy where heads do not lie one after the other."""
+    """Return (B, H, …) as (B · H, …) for the kernels; a copy if the heads are not contiguous."""
     return array(tensor.flatten(0, 1).contiguous())
 
 
 def _blocks(q: Tensor, lists: Sequence[Tensor], starts: Tensor | None) -> tuple[np.ndarray, ...]:
-    """What kernels know of the blocks, by `lists`, and of documents: without `starts`, every one begins at 0."""
+    """Return the arrays that describe the blocks and the documents. Without `starts`, every document begins at 0."""
     starts = q.new_zeros(q.shape[0], q.shape[2], dtype=torch.int32) if starts is None else starts
     return (*map(array, lists), array(starts))
 
@@ -608,7 +731,7 @@ def _gradients_cpu(
 
 
 def _laid_as(found: Tensor, given: Tensor) -> Tensor:
-    """`found`, contiguous, in the order of memory of `given`."""
+    """Return `found`, which is contiguous, in the memory order of `given`."""
     return found if given.is_contiguous() else torch.empty_like(given).copy_(found)
 
 
@@ -654,6 +777,10 @@ register_autograd("block_sparse_attention_backward", _refuse_twice, lambda ctx, 
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compile what a run that computes in `dtype` needs."""
+    """Compile the kernels for a run that computes in `dtype`.
+
+    Args:
+        dtype: The dtype of the run's activations.
+    """
     q, k, v = (torch.zeros(1, 1, 1, 16, dtype=dtype, requires_grad=True) for _ in range(3))
     block_sparse_attention(q, k, v, BlockLayout.local(1, 1)).sum().backward()

@@ -1,22 +1,22 @@
-"""States in eight bits: a code an element, and a scale for each block of 256 (8-bit optimizers, arXiv:2110.02861).
+"""8-bit optimizer states: one code per element and one scale per block of 256 (8-bit optimizers, arXiv:2110.02861).
 
-Both maps are the paper's dynamic tree. The magnitude of an element, as a share of the largest of its block, lies in a
-decade i, which has 2**i bins of one width: bin 2**i + j of decade i is
+Both maps are the paper's dynamic tree. The magnitude of an element, divided by the largest of its block, falls into a
+decade i. Decade i has 2**i bins of equal width. Bin 2**i + j of decade i is
 
     10**(i - top) * (0.1 + 0.9 * (j .. j + 1) / 2**i),    j < 2**i,    i <= top,
 
-so that large magnitudes are told apart finely, and seven (eight) powers of ten are told apart at all. A code is the
-number of a bin, and stands for its middle; the map is stretched so that the last one's middle is 1, and the largest
-magnitude comes back as it was.
+so that large magnitudes have a fine resolution, and the map covers seven (eight) powers of ten. A code is the number
+of a bin and decodes to the middle of the bin. The map is scaled so that the middle of the last bin is 1: the largest
+magnitude is exact.
 
-- Signed, for the first moment: top = 6, bins 0 to 127, the sign in bit 7. Bin 0 lies around 0, and code 0 is 0.
-- Unsigned, for the second moment: top = 7, bins 0 to 255. Bin 0 reaches from 0 to 1e-8, and its middle is not 0: a
-  second moment that became 0 beside a first one that did not would make an update as large as 1 / eps allows
-  (arXiv:2309.01507 leaves 0 out of its map for that reason).
+- Signed, for the first moment: top = 6, bins 0 to 127, the sign in bit 7. Bin 0 surrounds 0, and code 0 decodes to 0.
+- Unsigned, for the second moment: top = 7, bins 0 to 255. Bin 0 covers 0 to 1e-8, and its middle is not 0. If a second
+  moment became 0 while the first did not, the update would be as large as 1 / eps (arXiv:2309.01507 leaves 0 out of
+  its map for that reason).
 
-Where a magnitude lies in its decade's bins is a line, and each decade's line is half as steep or less than the line
-before, so that of all lines the lowest one counts: a code is the minimum of eight lines, and what it stands for is the
-maximum of eight. That needs no table, no search and no branch, so it goes through vector registers.
+Within a decade, the bin number is a linear function of the magnitude. Each line is at most half as steep as the
+previous one, so the lowest line is the valid one: a code is the minimum of eight lines, and a decoded value the
+maximum of eight. This needs no table, no search and no branch, so that LLVM vectorises the loop.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from cuda_ops.threads import share
 cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 BLOCK = 256
-"""Elements that share a scale; the first block begins where the tensor does."""
+"""Elements that share a scale. The first block begins at the start of the tensor."""
 
 SMALLEST_SCALE = 2.0**-100
-"""Blocks whose largest magnitude is smaller become zeros: below, what codes stand for would be denormal."""
+"""Blocks whose largest magnitude is smaller become zeros, because their decoded values would be denormal."""
 
 _INFINITY_BITS = np.uint32(0x7F800000)
 _SIGN = np.uint32(0x80000000)
@@ -52,30 +52,32 @@ _SIGN = np.uint32(0x80000000)
 _LINES = 8
 _FRACTION_BITS = 12
 _UNIT = 2.0 ** (23 - _FRACTION_BITS)
-"""Added to a bin's number, it leaves the number with twelve binary places in a float's last twenty bits."""
+"""Added to a bin number, it puts the number with twelve binary places into the last twenty bits of a float."""
 
 Lines = tuple[np.float32, ...]
-"""(slope, offset) of eight lines, one after the other."""
+"""(slope, offset) of eight lines, flattened."""
 
 
 def _middles(decades: int) -> list[float]:
-    """What the bins stand for, in double precision, before the map is stretched."""
+    """Return the middle of each bin in double precision, before the map is scaled."""
     tree = [10.0 ** (i + 1 - decades) * (0.1 + 0.9 * (j + 0.5) / 2**i) for i in range(decades) for j in range(2**i)]
     return [0.5 * 10.0**-decades if decades == _LINES else 0.0, *tree]
 
 
 def _lines(decades: int) -> tuple[Lines, Lines]:
-    """The lines from magnitudes to numbers of bins (whole and binary places, plus `_UNIT`), and from these to
-    magnitudes. A map of fewer decades than eight has its last line several times."""
+    """Return the lines from magnitudes to bin numbers (with binary places, plus `_UNIT`), and from these to magnitudes.
+
+    A map with fewer than eight decades repeats its last line.
+    """
     middles, last = _middles(decades), _middles(decades)[-1]
     to_bins: list[float] = []
     to_values: list[float] = []
     for i in (min(line, decades - 1) for line in range(_LINES)):
         to_bins += [2**i * 10.0 ** (decades - 1 - i) / 0.9 * last, 2**i * 0.8 / 0.9 + _UNIT]
-        # Of the first decade, which has one bin, and bin 0 beside it; of each other, its first bin and its last.
+        # The first decade has one bin: use bins 0 and 1. For the other decades use the first and the last bin.
         low, high = (0, 1) if i == 0 else (2**i, 2 ** (i + 1) - 1)
         slope = float(np.float32((middles[high] - middles[low]) / (high - low) / last))
-        through = 0 if i == 0 else high  # So that bin 0 is exactly what it should be, and the last one exactly 1.
+        through = 0 if i == 0 else high  # Makes bin 0 exact and the last bin exactly 1.
         to_values += [slope, middles[through] / last - slope * through]
     return tuple(map(np.float32, to_bins)), tuple(map(np.float32, to_values))
 
@@ -85,17 +87,26 @@ UNSIGNED, UNSIGNED_VALUES = _lines(8)
 
 
 def dynamic_map(*, signed: bool) -> Tensor:
-    """(256,) float32: what each code stands for, as a share of its block's scale. Signed code 128 is -0."""
+    """Return (256,) float32: the decoded value of each code, as a share of the scale. Signed code 128 is -0.
+
+    Args:
+        signed: The map of the first moment; otherwise that of the second.
+    """
     codes = torch.arange(256)
     numbers = codes & 127 if signed else codes
     lines = np.array(SIGNED_VALUES if signed else UNSIGNED_VALUES, dtype=np.float64).reshape(_LINES, 2)
-    # In double precision products are exact, so that what is rounded is the sum, as in a fused multiply-add.
+    # In double precision the products are exact, so that only the sum is rounded, as in a fused multiply-add.
     values = torch.stack([(numbers.double() * slope + offset).float() for slope, offset in lines]).amax(0)
     return torch.where(codes < 128, values, -values) if signed else values
 
 
 def blockwise8_encode_reference(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """The definition, in torch."""
+    """Return (codes, scales), computed with torch. This defines `blockwise8_encode`.
+
+    Args:
+        values: (n,) floats.
+        signed: The map of the first moment; otherwise that of the second.
+    """
     size = values.shape[0]
     blocks = torch.nn.functional.pad(values.float(), (0, -size % BLOCK)).view(-1, BLOCK)
     scales = blocks.abs().amax(dim=1)
@@ -111,47 +122,75 @@ def blockwise8_encode_reference(values: Tensor, *, signed: bool) -> tuple[Tensor
 
 
 def blockwise8_decode_reference(codes: Tensor, scales: Tensor, out: Tensor, *, signed: bool) -> None:
-    """The definition, in torch."""
+    """Decode into `out`, computed with torch. This defines `blockwise8_decode`.
+
+    Args:
+        codes: (n,) uint8.
+        scales: (ceil(n / 256),) float32.
+        out: (n,) floats.
+        signed: The map of the first moment; otherwise that of the second.
+    """
     values = dynamic_map(signed=signed).to(codes.device)[codes.long()]
     out.copy_(values * scales.repeat_interleave(BLOCK)[: codes.shape[0]])
 
 
 def blockwise8_encode(values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool) -> None:
-    """`codes` and `scales` = `values` (n,) float32, bfloat16 or float16 in blocks of 256.
+    """Encode `values` into `codes` and `scales`, in blocks of 256.
+
+    Encoding the result of `blockwise8_decode` again gives the same codes and scales. A block with a NaN or an infinity
+    gets the scale NaN and codes 0, so that it decodes to NaN. A block whose magnitudes are all below 2**-100 becomes
+    zeros.
 
     Args:
-        codes: (n,) uint8.
-        scales: (ceil(n / 256),) float32, the largest magnitude of each block.
-        signed: which of the two maps; the unsigned one takes magnitudes.
+        values: (n,) float32, bfloat16 or float16.
+        codes: (n,) uint8; overwritten.
+        scales: (ceil(n / 256),) float32, the largest magnitude of each block; overwritten.
+        signed: The map of the first moment; otherwise that of the second, which encodes magnitudes.
 
-    What `blockwise8_decode` makes of them, encoded again, gives the same codes and scales. A block with a NaN or an
-    infinity has the scale NaN and codes 0: all of it comes out NaN. A block without a magnitude of 2**-100 or more
-    becomes zeros. Raises ValueError for wrong dtypes, shapes, strides or devices.
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices.
     """
     _encode(values, codes, scales, signed)
 
 
 def blockwise8_decode(codes: Tensor, scales: Tensor, out: Tensor, *, signed: bool) -> None:
-    """`out` (n,) float32, bfloat16 or float16 = what the codes stand for, times scales, as `blockwise8_encode` wrote
-    them.
+    """Decode codes that `blockwise8_encode` wrote.
 
-    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    Args:
+        codes: (n,) uint8.
+        scales: (ceil(n / 256),) float32.
+        out: (n,) float32, bfloat16 or float16; overwritten.
+        signed: As in `blockwise8_encode`.
+
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices.
     """
     _decode(codes, scales, out, signed)
 
 
 @register_jitable(forceinline=True)
 def line(x: Any, slope: Any, offset: Any) -> Any:
-    """The bits of a line at `x`."""
+    """Return the bits of a line at `x`.
+
+    Args:
+        x: float32.
+        slope: float32.
+        offset: float32.
+    """
     return bits_of_float(np.float32(x * slope + offset))
 
 
 @register_jitable(forceinline=True)
 def code_of(value: Any, factor: Any, lines: Any) -> Any:
-    """The number of the bin of `value`, whose block has the inverse scale `factor`: uint32, some number for NaN.
+    """Return the bin number of `value` as uint32; an arbitrary number for NaN.
 
-    All lines are positive here, so that their bits are in the order of their values; and unlike floats the minimum of
-    integers vectorises.
+    All lines are positive here, so that their bits have the order of their values. Unlike the minimum of floats, the
+    minimum of integers vectorises.
+
+    Args:
+        value: float32.
+        factor: Inverse scale of the block.
+        lines: Lines from magnitudes to bin numbers.
     """
     x = float_of_bits(magnitude_bits(np.float32(value * factor)))
     lowest = min(line(x, lines[0], lines[1]), line(x, lines[2], lines[3]))
@@ -166,7 +205,14 @@ def code_of(value: Any, factor: Any, lines: Any) -> Any:
 
 @register_jitable(forceinline=True)
 def share_of(number: Any, lines: Any) -> Any:
-    """What bin `number` stands for. One line at least is not negative, and such bits are the greatest as integers."""
+    """Return the decoded value of a bin, as a share of the scale.
+
+    At least one line is not negative, and its bits are the greatest as integers.
+
+    Args:
+        number: Bin number.
+        lines: Lines from bin numbers to magnitudes.
+    """
     x = np.float32(np.int32(number))
     highest = max(np.int32(line(x, lines[0], lines[1])), np.int32(line(x, lines[2], lines[3])))
     highest = max(highest, np.int32(line(x, lines[4], lines[5])))
@@ -180,33 +226,55 @@ def share_of(number: Any, lines: Any) -> Any:
 
 @register_jitable(forceinline=True)
 def signed_code(value: Any, factor: Any) -> Any:
-    """The code of an element of the first moment, as uint32."""
+    """Return the code of an element of the first moment, as uint32.
+
+    Args:
+        value: float32.
+        factor: Inverse scale of the block.
+    """
     sign = np.uint32(np.uint32(bits_of_float(value) & _SIGN) >> np.uint32(24))
     return np.uint32(code_of(value, factor, SIGNED) | sign)
 
 
 @register_jitable(forceinline=True)
 def unsigned_code(value: Any, factor: Any) -> Any:
-    """The code of an element of the second moment, as uint32."""
+    """Return the code of an element of the second moment, as uint32.
+
+    Args:
+        value: float32.
+        factor: Inverse scale of the block.
+    """
     return code_of(value, factor, UNSIGNED)
 
 
 @register_jitable(forceinline=True)
 def signed_share(code: Any) -> Any:
-    """What a code (uint32) of the first moment stands for."""
+    """Return the decoded value of a code of the first moment, as a share of the scale.
+
+    Args:
+        code: uint32.
+    """
     value = bits_of_float(share_of(np.uint32(code & np.uint32(127)), SIGNED_VALUES))
     return float_of_bits(np.uint32(value | np.uint32(np.uint32(code & np.uint32(128)) << np.uint32(24))))
 
 
 @register_jitable(forceinline=True)
 def unsigned_share(code: Any) -> Any:
-    """What a code (uint32) of the second moment stands for."""
+    """Return the decoded value of a code of the second moment, as a share of the scale.
+
+    Args:
+        code: uint32.
+    """
     return share_of(code, UNSIGNED_VALUES)
 
 
 @register_jitable
 def scale_of(largest: Any) -> tuple[Any, Any]:
-    """The scale of a block and what elements are multiplied by, from the bits of its largest magnitude."""
+    """Return the scale of a block and the factor for its elements.
+
+    Args:
+        largest: Bits of the largest magnitude, uint32.
+    """
     if largest >= _INFINITY_BITS:
         return np.float32(np.nan), np.float32(0)
     scale = float_of_bits(largest)
@@ -217,7 +285,9 @@ def scale_of(largest: Any) -> tuple[Any, Any]:
 
 @register_jitable
 def _block_scale(values: Any) -> tuple[Any, Any, Any]:
-    """A block's scale, the factor of its elements, and a mask that makes codes 0 where there is no number."""
+    """Return a block's scale, the factor of its elements, and a mask that sets codes to 0 if the scale is not
+    finite.
+    """
     largest = np.uint32(0)
     for i in range(values.shape[0]):
         largest = max(largest, magnitude_bits(load(values, i)))
@@ -227,7 +297,12 @@ def _block_scale(values: Any) -> tuple[Any, Any, Any]:
 
 @register_jitable
 def encode_signed(values: Any, codes: Any) -> Any:
-    """Write the codes of a block (at most 256 elements) and return its scale."""
+    """Write the codes of a block of the first moment and return its scale.
+
+    Args:
+        values: At most 256 floats.
+        codes: As many uint8.
+    """
     scale, factor, mask = _block_scale(values)
     for i in range(values.shape[0]):
         codes[i] = np.uint8(signed_code(load(values, i), factor) & mask)
@@ -236,7 +311,12 @@ def encode_signed(values: Any, codes: Any) -> Any:
 
 @register_jitable
 def encode_unsigned(values: Any, codes: Any) -> Any:
-    """Write the codes of a block (at most 256 elements) and return its scale."""
+    """Write the codes of a block of the second moment and return its scale.
+
+    Args:
+        values: At most 256 floats.
+        codes: As many uint8.
+    """
     scale, factor, mask = _block_scale(values)
     for i in range(values.shape[0]):
         codes[i] = np.uint8(unsigned_code(load(values, i), factor) & mask)
@@ -245,14 +325,26 @@ def encode_unsigned(values: Any, codes: Any) -> Any:
 
 @register_jitable
 def decode_signed(codes: Any, scale: Any, out: Any) -> None:
-    """Write what a block's codes stand for."""
+    """Write the decoded values of a block of the first moment.
+
+    Args:
+        codes: At most 256 uint8.
+        scale: Scale of the block.
+        out: As many floats.
+    """
     for i in range(codes.shape[0]):
         store(out, i, signed_share(np.uint32(codes[i])) * scale)
 
 
 @register_jitable
 def decode_unsigned(codes: Any, scale: Any, out: Any) -> None:
-    """Write what a block's codes stand for."""
+    """Write the decoded values of a block of the second moment.
+
+    Args:
+        codes: At most 256 uint8.
+        scale: Scale of the block.
+        out: As many floats.
+    """
     for i in range(codes.shape[0]):
         store(out, i, unsigned_share(np.uint32(codes[i])) * scale)
 
@@ -278,7 +370,7 @@ def _decode_blocks(start: int, stop: int, codes: Any, scales: Any, out: Any, sig
 
 
 def _encode_cuda(values: Any, codes: Any, scales: Any, signed: bool) -> None:
-    """A thread for each element, and a block of threads for each block of elements."""
+    """Encode with one thread per element and one block of threads per block of elements."""
     t = cuda.threadIdx.x
     i = np.int64(cuda.blockIdx.x) * THREADS + t
     inside = i < values.shape[0]
@@ -307,17 +399,23 @@ def _encode_cuda(values: Any, codes: Any, scales: Any, signed: bool) -> None:
 
 
 def _decode_cuda(codes: Any, scales: Any, out: Any, signed: bool) -> None:
-    """A thread for each element."""
+    """Decode with one thread per element."""
     if cuda.grid(1) >= out.shape[0]:
         return
-    i = np.uint64(cuda.grid(1))  # Unsigned: a signed index might count from the end, which Numba would look at.
+    i = np.uint64(cuda.grid(1))  # Unsigned: for a signed index, Numba adds a check for negative values.
     code = np.uint32(codes[i])
     value = signed_share(code) if signed else unsigned_share(code)
     store(out, i, value * scales[i // np.uint64(BLOCK)])
 
 
 def check_codes(codes: Tensor, scales: Tensor, *, like: Tensor) -> None:
-    """Raise ValueError unless these are codes and scales for the elements of `like`, where it is."""
+    """Raise ValueError unless dtypes, shapes and devices fit the elements of `like`.
+
+    Args:
+        codes: (n,) uint8.
+        scales: (ceil(n / 256),) float32.
+        like: (n,) tensor of the elements.
+    """
     check("codes", codes, dtypes=[torch.uint8], shape=like.shape, like=like)
     check("scales", scales, dtypes=[torch.float32], shape=[-(-like.shape[0] // BLOCK)], like=like)
 
@@ -372,7 +470,11 @@ _decode = register(
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compile what a run that keeps states in eight bits needs: in whatever `dtype` it computes, they are float32."""
+    """Compile the kernels that a run with 8-bit states needs.
+
+    Args:
+        dtype: Ignored: the states are float32 in every run.
+    """
     codes, scales, values = torch.zeros(1, dtype=torch.uint8), torch.zeros(1), torch.zeros(1)
     blockwise8_encode(values, codes, scales, signed=True)
     blockwise8_decode(codes, scales, values, signed=True)

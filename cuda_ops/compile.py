@@ -1,7 +1,7 @@
-"""Compiling kernels for CPUs: serial, without the GIL, and kept on disk.
+"""Compile kernels for CPUs: serial, without the GIL, and cached on disk.
 
-Numba looks at a kernel's own file to see whether its machine code is stale, not at the files of the functions that it
-calls. So the folder's name carries a digest of all sources here: another version of anything has a folder of its own.
+Numba checks only a kernel's own file for changes, not the files of the functions that it calls. The name of the cache
+folder therefore contains a digest of all source files here, so that each version has its own folder.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ import numba
 from llvmlite import binding
 
 EXACT = frozenset({"contract", "nsz"})
-"""Every element gets the same bits wherever it stands in its array, and NaN and infinities stay what they are."""
+"""fastmath flags with which an element gets the same bits at every position in its array; NaN and infinities
+are kept.
+"""
 
 REORDERED = frozenset({"contract", "nsz", "reassoc"})
-"""Sums may be taken in another order, which lets them use vector registers. NaN and infinities stay what they are."""
+"""fastmath flags that also allow sums in another order, for vector registers. NaN and infinities are kept."""
 
 
 @cache
 def cache_folder() -> Path:
-    """Where machine code is kept: a folder for each version of these kernels, of Numba, and kind of processor.
+    """Return the folder of the machine code: one per version of these kernels, version of Numba and kind of processor.
 
-    NUMBA_CACHE_DIR, where it is set, or the user's cache folder.
+    Its parent is NUMBA_CACHE_DIR if set, otherwise a folder in the user's cache folder.
     """
     sources = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
@@ -39,18 +41,22 @@ def cache_folder() -> Path:
 
 
 def kernel(*, fastmath: frozenset[str] = EXACT) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function for CPUs, when it is first called with new types.
+    """Return a decorator that compiles a function for CPUs at its first call with new types.
 
-    Serial, because threads are shared out by `threads.share`: a kernel then runs on any number of Python threads at
-    once, and Numba's threading layers, of which one aborts the process when two threads enter it, are never loaded.
+    Kernels are serial, because `threads.share` splits the work: a kernel then runs in any number of Python threads at
+    once. Numba's threading layers are never loaded, because one of them aborts the process if two threads enter it.
+
+    Args:
+        fastmath: LLVM flags, EXACT or REORDERED.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
-        # numpy's rules for division: Python's would put a branch into every loop.
+        # Use numpy's rules for division: Python's would add a branch to every loop.
         compiled = numba.njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(function)
         settings: Any = numba.config
         before = settings.CACHE_DIR
-        settings.CACHE_DIR = str(cache_folder())  # Read once, here: the user's own functions keep their place.
+        # Numba reads the setting once, here. Restored below, so that user functions keep their folder.
+        settings.CACHE_DIR = str(cache_folder())
         try:
             compiled.enable_caching()
         finally:

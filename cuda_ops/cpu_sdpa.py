@@ -1,8 +1,8 @@
-"""torch's attention on CPUs by the kernels for blocks, which see all of them, where that is faster.
+"""Replace torch's CPU attention by the block kernels, with all blocks visible, if that is faster.
 
-`torch.nn.functional.scaled_dot_product_attention` ends in one operation of torch there, and another one in backward.
-Within `under_way` these take our kernels: the graph, what it saves, and what may be done with it stay torch's. Either
-side's backward takes what the other's forward has saved.
+`torch.nn.functional.scaled_dot_product_attention` ends in one torch operation on CPUs, with another one in backward.
+Within `under_way`, these two call our kernels. The autograd graph and the saved tensors stay torch's. Each backward
+accepts the saved tensors of either forward.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from cuda_ops.block_sparse_attention import partial_attention, partial_gradients
 from cuda_ops.cpu_info import has_avx512, has_matrix_units
 
 Choice = Literal["auto", "torch"]
-"""Of the processor's, or torch's own kernels anyway."""
+""""auto" chooses by the processor; "torch" keeps torch's own kernels."""
 
 WORTH = {torch.float32: (128, 1.2), torch.bfloat16: (64, 1.7), torch.float16: (64, 4.0)}
-"""By dtype: tokens from which on they are faster, and how many scores there may be in whole blocks for one that is
-asked for. torch is slow with 16 bits, and slowest with float16."""
+"""By dtype: the minimum number of tokens, and the maximum ratio of scores in whole blocks to requested scores. torch is
+slow with 16 bits, and slowest with float16.
+"""
 
 MOST_TOKENS = 1 << 16
-"""With more, the list of blocks takes megabytes."""
+"""Maximum number of tokens: with more, the list of blocks takes megabytes."""
 
 _FORWARD, _BACKWARD = (f"aten::_scaled_dot_product_flash_attention_for_cpu{suffix}" for suffix in ("", "_backward"))
 
 
 class _Thread(threading.local):
-    """Whether attention that a thread computes is our kernels'."""
+    """Whether attention in this thread uses our kernels."""
 
     ours = False
 
@@ -43,23 +44,31 @@ class _Thread(threading.local):
 _thread = _Thread()
 _lock = threading.Lock()
 _libraries: list[torch.library.Library] = []
-"""What holds our kernels in torch's places: from the first `install` on, since others may have asked torch for what
-stands there."""
+"""Keeps our kernels registered, from the first `install` on. Never undone, because other code may hold the registered
+kernel.
+"""
 
 
 def in_use(device: torch.device, choice: Choice) -> str:
-    """Whose attention on `device` this `choice` means: "blocks", our kernels', or "torch", torch's own."""
+    """Return the kernels that compute attention: "blocks" for ours, "torch" for torch's own.
+
+    Args:
+        device: Device of the tensors.
+        choice: "auto" or "torch".
+    """
     return "blocks" if device.type == "cpu" and choice == "auto" and is_faster() else "torch"
 
 
 def is_faster() -> bool:
-    """Whether our kernels are faster than torch's on this processor: one with AVX-512, unless torch has matrix units
-    there. Not where this torch does not give its own kernels out."""
+    """Return whether our kernels are faster on this processor: with AVX-512 and without matrix units, which torch uses.
+
+    False if this torch version has no `torch.library.get_kernel`.
+    """
     return has_avx512() and not has_matrix_units() and hasattr(torch.library, "get_kernel")
 
 
 def install() -> None:
-    """Put our kernels in torch's places, where they do nothing but within `under_way`."""
+    """Register our kernels in place of torch's. They call torch's kernels outside `under_way`."""
     with _lock:
         if not _libraries:
             _libraries.append(_registered())
@@ -67,7 +76,11 @@ def install() -> None:
 
 @contextmanager
 def under_way(ours: bool = True) -> Iterator[None]:
-    """Attention that this thread computes within is our kernels', forward and backward; or torch's."""
+    """Compute attention of this thread with our kernels inside the context, forward and backward.
+
+    Args:
+        ours: False for torch's kernels.
+    """
     before = _thread.ours
     try:
         _thread.ours = ours
@@ -79,9 +92,9 @@ def under_way(ours: bool = True) -> Iterator[None]:
 def _registered() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     for name, own in ((_FORWARD, _attend), (_BACKWARD, _gradients)):
-        kernel = torch.library.get_kernel(name, "CPU")  # Before it has another one.
+        kernel = torch.library.get_kernel(name, "CPU")  # torch's own kernel, before ours replaces it.
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*verrid", category=UserWarning)  # It is meant.
+            warnings.filterwarnings("ignore", message=".*verrid", category=UserWarning)  # Intended.
             library.impl(name, partial(own, kernel), "CPU", with_keyset=True)
     return library
 
@@ -146,13 +159,13 @@ def _gradients(
 
 
 def _for_each(query: Tensor, given: Tensor) -> Tensor:
-    """`given` (B, G, S, D), where several heads of `query` (B, H, T, D) share one, once for each of them."""
+    """Return `given` (B, G, S, D) repeated for each head of `query` (B, H, T, D), if several heads share one."""
     shared = query.shape[1] // given.shape[1]
     return given if shared == 1 else given.repeat_interleave(shared, 1)
 
 
 def _summed(gradient: Tensor, given: Tensor) -> Tensor:
-    """`gradient` (B, H, S, D) over the heads that share one of `given` (B, G, S, D)."""
+    """Sum `gradient` (B, H, S, D) over the heads that share one of `given` (B, G, S, D)."""
     if gradient.shape == given.shape:
         return gradient
     return gradient.unflatten(1, (given.shape[1], -1)).sum(2, dtype=torch.float32).to(given.dtype)
@@ -167,5 +180,5 @@ def _factor(query: Tensor, scale: float | None) -> float:
 
 
 def _tokens_first(given: Tensor) -> Tensor:
-    """`given` (B, H, T, …) in the order of memory (B, T, H, …), in which torch's kernels leave it."""
+    """Return `given` (B, H, T, …) with the memory order (B, T, H, …), as torch's kernels return it."""
     return given.transpose(1, 2).contiguous().transpose(1, 2)

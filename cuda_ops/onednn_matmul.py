@@ -1,13 +1,15 @@
-"""Products of float32 matrices on CPUs, by oneDNN where that is faster than what torch calls.
+"""float32 matrix products on AMD CPUs with oneDNN, if oneDNN is faster than torch's default.
 
-torch multiplies float32 with MKL, which takes its AVX2 kernels on processors of AMD: half of what those with AVX-512
-can do. oneDNN, which torch brings along, asks the processor what it can. torch calls it where float32 may be multiplied
-as bfloat16 (`torch.backends.mkldnn.matmul.fp32_precision`), of which oneDNN makes use where there are matrix units for
-it (AMX); without them its products are float32's. `faster` tries whether they are.
+torch multiplies float32 with MKL. On AMD processors MKL uses its AVX2 kernels, with half the speed of AVX-512. oneDNN,
+which is part of torch, chooses its kernels by the processor's features.
 
-That setting is the process's. Here it holds only while a product is under way: small ones, as attention's, are slower
-that way, and `torch.get_float32_matmul_precision` raises an error while it differs from other settings. Where a caller
-has set it, it stays as it is.
+torch calls oneDNN if float32 may be multiplied as bfloat16 (`torch.backends.mkldnn.matmul.fp32_precision`). oneDNN
+rounds to bfloat16 only if the processor has matrix units for it (AMX); otherwise its products are full float32.
+`faster` checks this by a trial.
+
+The setting is global for the process. It is set only during a product, for two reasons: small products, as in
+attention, are slower with oneDNN, and `torch.get_float32_matmul_precision` raises an error while the setting differs
+from other settings. A setting made by the caller is never changed.
 """
 
 from __future__ import annotations
@@ -28,30 +30,39 @@ from cuda_ops.cpu_info import has_avx512, is_amd
 from cuda_ops.torch_compat import Nothing
 
 Choice = Literal["auto", "torch"]
-"""Of the processor's, or what torch calls anyway."""
+""""auto" chooses by the processor; "torch" keeps torch's default."""
 
 _UNSET, _OTHER = "none", "bf16"
-"""The setting as it is where nobody has set it, and the one with which oneDNN multiplies."""
+"""The default of the setting, and the value with which torch calls oneDNN."""
 
 _PRODUCTS = frozenset({"MmBackward0", "AddmmBackward0", "BmmBackward0"})
 _LONGEST_WAY = 8
-"""Nodes of the graph between what a layer gives and its product: views, an added bias, exchanges between ranks."""
+"""Maximum number of graph nodes between a layer's output and its product: views, an added bias, exchanges
+between ranks.
+"""
 
 LEAST_ROWS, LEAST_ELEMENTS = 8, 1 << 13
-"""Of what is multiplied by a matrix: with fewer, torch's own products are as fast or faster."""
+"""Minimum size of the left matrix: below it, torch's own products are as fast or faster."""
 
 MOST_SHAPES = 128
-"""Of products of one engine that are oneDNN's: it keeps a tenth of a megabyte of machine code for each."""
+"""Maximum number of oneDNN shapes per engine: oneDNN keeps a tenth of a megabyte of machine code for each."""
 
 _TRIED = ((256, 384, 256), (33, 77, 65), (512, 64, 1536), (1, 512, 512))
 _EXACT = 2e-5
-"""Shapes whose products are tried, and the greatest error in them, as a share of the greatest element. Factors that are
-rounded to bfloat16 give some 1e-3."""
+"""Shapes of the trial products, and the maximum error as a share of the greatest element. Factors rounded to bfloat16
+would give about 1e-3.
+"""
 
 
 class Products:
-    """By whom an engine multiplies float32, and the shapes that are oneDNN's, which are counted for each engine: the
-    bits of a run must not depend on how many shapes others have multiplied in this process."""
+    """The choice of an engine, and the shapes that it multiplies with oneDNN.
+
+    Shapes are counted per engine: the bits of a run must not depend on how many shapes other engines in this process
+    have used.
+
+    Args:
+        choice: "auto" or "torch".
+    """
 
     def __init__(self, choice: Choice = "auto") -> None:
         self.choice = choice
@@ -59,7 +70,7 @@ class Products:
 
 
 class _Process:
-    """Whose products kernels make now, and whether torch's setting is changed, by us."""
+    """The current `Products` of the kernels, and whether this module has changed torch's setting."""
 
     def __init__(self) -> None:
         self.products = Products()
@@ -72,7 +83,11 @@ _process = _Process()
 
 @contextmanager
 def within(products: Products) -> Iterator[None]:
-    """Inside, kernels (`mm`, `addmm_`) multiply float32 as `products` says. Layers that have `hook` do so anyway."""
+    """Use `products` for the kernels `mm` and `addmm_` inside the context. Layers with `hook` use theirs anyway.
+
+    Args:
+        products: The engine's products.
+    """
     before, _process.products = _process.products, products
     try:
         yield
@@ -81,18 +96,24 @@ def within(products: Products) -> Iterator[None]:
 
 
 def in_use(device: torch.device, dtype: torch.dtype, choice: Choice) -> str:
-    """Whose products of `dtype` on `device` this `choice` means: "oneDNN", or "torch", what torch calls of itself."""
+    """Return the library that multiplies: "oneDNN" or "torch".
+
+    Args:
+        device: Device of the matrices.
+        dtype: dtype of the matrices.
+        choice: The engine's choice.
+    """
     float32 = device.type == "cpu" and dtype is torch.float32
     return "oneDNN" if float32 and choice == "auto" and faster() else "torch"
 
 
 @cache
 def faster() -> bool:
-    """Whether oneDNN's products of float32 are faster than torch's own on this processor, and as exact."""
+    """Return whether oneDNN's float32 products are faster than torch's own on this processor, and as exact."""
     if not (is_amd() and has_avx512() and torch.backends.mkl.is_available() and _can_be_set()):
         return False
     if any(f"{name}_MAX_CPU_ISA" in os.environ for name in ("ONEDNN", "DNNL")):
-        return False  # Somebody keeps it from taking AVX-512.
+        return False  # The user may have disabled AVX-512 for oneDNN.
     with unset_fake_temporarily(), torch.no_grad(), torch.autocast("cpu", enabled=False):
         return _is_exact()
 
@@ -103,7 +124,7 @@ def _can_be_set() -> bool:
 
 def _is_exact() -> bool:
     random = torch.Generator().manual_seed(0)
-    kind: Any = {"generator": random, "dtype": torch.float32, "device": "cpu"}  # Whatever the caller's defaults are.
+    kind: Any = {"generator": random, "dtype": torch.float32, "device": "cpu"}  # Ignore the caller's defaults.
     before = _setting()
     try:
         for rows, inner, columns in _TRIED:
@@ -128,7 +149,7 @@ def _set(value: str) -> None:
 
 
 def begin() -> None:
-    """The next products of float32 are oneDNN's, where that is faster and nobody has set anything."""
+    """Switch the following float32 products to oneDNN, if that is faster and the setting has its default."""
     if faster():
         with _process.lock:
             if _setting() == _UNSET:
@@ -137,7 +158,9 @@ def begin() -> None:
 
 
 def end() -> None:
-    """What follows is torch's again. Of no effect where nothing has begun, or somebody has set something since."""
+    """Switch back to torch's default. Does nothing without a `begin`, or if other code has changed the setting
+    since.
+    """
     with _process.lock:
         if _process.changed and _setting() == _OTHER:
             _set(_UNSET)
@@ -146,7 +169,7 @@ def end() -> None:
 
 @contextmanager
 def _under_way(left: Tensor, right: Tensor) -> Iterator[None]:
-    """While a kernel multiplies these."""
+    """Use oneDNN for the product of these matrices, if it is chosen."""
     products = _process.products
     if products.choice == "auto" and _is_wanted(left, right.shape[-1], products):
         begin()
@@ -157,22 +180,42 @@ def _under_way(left: Tensor, right: Tensor) -> Iterator[None]:
 
 
 def mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
-    """`torch.mm`, not differentiable, of matrices of any dtype on any device."""
+    """Compute `torch.mm` into `out`. Not differentiable.
+
+    Args:
+        left: (m, k), any dtype and device.
+        right: (k, n).
+        out: (m, n); overwritten.
+    """
     with _under_way(left, right):
         return torch.mm(left, right, out=out)
 
 
 def addmm_(total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1) -> Tensor:
-    """`torch.Tensor.addmm_`, likewise."""
+    """Compute `total.addmm_(left, right, beta=beta)`. Not differentiable.
+
+    Args:
+        total: (m, n); updated in place.
+        left: (m, k), any dtype and device.
+        right: (k, n).
+        beta: Factor of `total`.
+    """
     with _under_way(left, right):
         return total.addmm_(left, right, beta=beta)
 
 
 class Product(nn.Module):
-    """x (…, C) times the transpose of a weight (V, C) that is another module's: a place for hooks, as a layer is."""
+    """The product of x (…, C) and the transpose of another module's weight (V, C), as a module, so that it can have
+    hooks.
+    """
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-        """(…, V)."""
+        """Return (…, V).
+
+        Args:
+            x: (…, C).
+            weight: (V, C).
+        """
         return nn.functional.linear(x, weight)
 
 
@@ -180,9 +223,17 @@ class Product(nn.Module):
 
 
 def hook(modules: Iterable[nn.Module], products: Products | None = None) -> list[RemovableHandle]:
-    """Let the linear layers among `modules` multiply float32 by oneDNN, forward and backward, until the handles are
-    removed; shapes count among those of `products`. Their graph, and so what may be done with it, stays torch's; copies
-    of them are as they were."""
+    """Let linear layers multiply float32 with oneDNN, forward and backward.
+
+    The autograd graph stays torch's. Copies of the modules do not get the hooks.
+
+    Args:
+        modules: Modules; only linear layers are used.
+        products: Counts the shapes; a new object if None.
+
+    Returns:
+        Handles that remove the hooks.
+    """
     products = products or Products()
     handles = []
     for layer in filter(_is_linear, modules):
@@ -194,13 +245,13 @@ def hook(modules: Iterable[nn.Module], products: Products | None = None) -> list
 
 
 class _Hook:
-    """A hook that copies of its module have not."""
+    """A hook that copies of its module do not get."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self.function = function
 
     def __call__(self, *args: Any) -> None:
-        if not torch.compiler.is_compiling():  # Else the compiler makes the products.
+        if not torch.compiler.is_compiling():  # While compiling, the compiler chooses the product.
             self.function(*args)
 
     def __reduce__(self) -> Any:
@@ -208,12 +259,12 @@ class _Hook:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    # Conv1D is how GPT-2 has its linear layers in transformers, which is not imported for that.
+    # Conv1D is the linear layer of GPT-2 in transformers. Compare the name, to avoid the import.
     return isinstance(module, nn.Linear | Product) or type(module).__name__ == "Conv1D"
 
 
 def _outputs(layer: nn.Module) -> int:
-    """Of a layer, as it was made; 0 where it does not say."""
+    """Return the number of outputs of a layer; 0 if unknown."""
     return getattr(layer, "out_features", 0) or getattr(layer, "nf", 0)
 
 
@@ -239,8 +290,10 @@ def _after_forward(products: Products, layer: nn.Module, inputs: tuple[Any, ...]
 
 
 def _is_wanted(x: Any, columns: int, products: Products) -> bool:
-    """Whether the product of `x` and a matrix of so many `columns` is oneDNN's, by what it is. Not that of fake tensors
-    and the like, nor of a shape that came when there were many of these `products`."""
+    """Return whether to multiply `x` by a matrix with this number of `columns` with oneDNN.
+
+    Not for fake tensors and the like, and not for a new shape after MOST_SHAPES shapes.
+    """
     if not (
         type(x) in (Tensor, nn.Parameter)
         and x.dtype is torch.float32

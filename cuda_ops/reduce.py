@@ -1,6 +1,6 @@
-"""The sum of n buffers into one, in their order: what a reduction between ranks computes. CPU only; NCCL has its own.
+"""Sum n buffers into one in a fixed order: the arithmetic of a reduction between ranks. CPU only; NCCL has its own.
 
-Sums of 16-bit floats are taken in float32 and rounded once; float64 is summed and divided in float64.
+Sums of 16-bit floats are computed in float32 and rounded once; float64 is summed and divided in float64.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cuda_ops.tensor_checks import FLOATS, array, check
 from cuda_ops.threads import share
 
 _BLOCK = 2048
-"""Elements summed at a time, in the first-level cache."""
+"""Elements summed at a time, so that they stay in the first-level cache."""
 
 _SUMMED = (*FLOATS, torch.float64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -29,7 +29,14 @@ _SUMMED = (*FLOATS, torch.float64, torch.int64, torch.int32, torch.int16, torch.
 def reduce_reference(
     sources: Sequence[Tensor], out: Tensor, *, average: bool = False, accumulate: bool = False
 ) -> None:
-    """The definition, in torch."""
+    """Reduce with torch. This defines `reduce`.
+
+    Args:
+        sources: (n,) tensors of one dtype.
+        out: (n,); overwritten or updated.
+        average: Divide by the number of sources.
+        accumulate: Add to `out`.
+    """
     wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
     total = out.to(wide) if accumulate else torch.zeros_like(out, dtype=wide)
     term = sources[0].to(wide).clone()
@@ -41,11 +48,18 @@ def reduce_reference(
 
 
 def reduce(sources: Sequence[Tensor], out: Tensor, *, average: bool = False, accumulate: bool = False) -> None:
-    """`out` = the sum (or mean) of `sources`, each (n,) and of one dtype, added in their order; `accumulate` adds it to
-    what `out` (n,) holds.
+    """Set `out` to the sum or mean of `sources`, added in their order.
 
-    `out` may be one of the sources, and may be float32 where they are 16-bit floats. Integers wrap around; their mean
-    is rounded down. Raises ValueError for wrong dtypes, shapes, strides or devices.
+    Integers wrap around; their mean is rounded down.
+
+    Args:
+        sources: (n,) tensors of one dtype.
+        out: (n,), of the same dtype, or float32 for 16-bit floats. May be one of the sources.
+        average: Divide by the number of sources.
+        accumulate: Add the result to `out`.
+
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices.
     """
     _reduce(list(sources), out, average, accumulate)
 
@@ -54,10 +68,18 @@ def reduce(sources: Sequence[Tensor], out: Tensor, *, average: bool = False, acc
 def sum_floats(
     start: int, stop: int, addresses: Any, like: Any, out: Any, divisor: float, accumulate: bool, direct: bool
 ) -> None:
-    """out[start:stop] = the sum of arrays of `like`'s dtype, whose element 0 stands at `addresses`, over `divisor`.
+    """Set out[start:stop] to the sum of float arrays, divided by `divisor`.
 
-    `direct`: there are two of them, neither is `out`, and nothing else is to be done: one loop does it. (Where memory
-    overlaps, LLVM runs a loop without vectors.)
+    Args:
+        start: First element.
+        stop: End of the elements.
+        addresses: (n,) int64, the address of element 0 of each array.
+        like: An array of their dtype.
+        out: The result.
+        divisor: Divisor of the sum.
+        accumulate: Add to `out`.
+        direct: There are exactly two arrays, neither is `out`, and nothing is divided or accumulated. One loop is
+            enough then; if memory overlapped, LLVM would not vectorise the loop.
     """
     number = addresses.shape[0]
     total = sums_like(like, _BLOCK)
@@ -82,7 +104,7 @@ def sum_floats(
                 total[i] += load(other, i)
         if divisor != 1:
             for i in range(width):
-                total[i] /= np.float32(divisor)  # Exact in float32, so that float64 stays what it is.
+                total[i] /= np.float32(divisor)  # The divisor is exact in float32, and a float64 sum stays float64.
         if accumulate:
             for i in range(width):
                 total[i] += load(target, i)
@@ -92,7 +114,17 @@ def sum_floats(
 
 @kernel()
 def sum_integers(start: int, stop: int, addresses: Any, like: Any, out: Any, divisor: int, accumulate: bool) -> None:
-    """As `sum_floats`; integers wrap around, and a mean is rounded down."""
+    """Set out[start:stop] to the sum of integer arrays. Integers wrap around, and a mean is rounded down.
+
+    Args:
+        start: First element.
+        stop: End of the elements.
+        addresses: (n,) int64, the address of element 0 of each array.
+        like: An array of their dtype.
+        out: The result.
+        divisor: Divisor of the sum.
+        accumulate: Add to `out`.
+    """
     number = addresses.shape[0]
     for i in range(start, stop):
         total = np.int64(0)
@@ -108,8 +140,16 @@ def sum_integers(start: int, stop: int, addresses: Any, like: Any, out: Any, div
 def sum_at(
     addresses: np.ndarray, like: np.ndarray, out: np.ndarray, *, divisor: int, accumulate: bool, floating: bool
 ) -> None:
-    """The kernels, on memory that need not belong to tensors: `addresses` (n,) int64 of arrays of `like`'s dtype, each
-    at least as long as `out`. 16-bit floats come as their bits (`tensors.array`); nothing is checked here."""
+    """Run the kernels on memory that need not belong to tensors. Nothing is checked.
+
+    Args:
+        addresses: (n,) int64, the addresses of arrays at least as long as `out`.
+        like: An array of their dtype. 16-bit floats are given as bits (`tensor_checks.array`).
+        out: The result.
+        divisor: Divisor of the sum.
+        accumulate: Add to `out`.
+        floating: The elements are floats.
+    """
     if floating:
         apart = out.ctypes.data not in addresses
         direct = apart and len(addresses) == 2 and divisor == 1 and not accumulate
@@ -153,7 +193,11 @@ _reduce = register(
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compile what a run that computes in `dtype` needs: sums into its own dtype and into float32."""
+    """Compile the kernels for a run that computes in `dtype`: sums into `dtype` and into float32.
+
+    Args:
+        dtype: The dtype of the run.
+    """
     for target in {dtype, torch.float32}:
         sources = [torch.zeros(1, dtype=dtype) for _ in range(2)]
         reduce(sources, torch.zeros(1, dtype=target))

@@ -1,4 +1,4 @@
-"""Sharing a kernel's range out to threads: as many as torch uses in this process (`torch.set_num_threads`)."""
+"""Split a kernel's range among threads: as many as torch uses in this process (`torch.set_num_threads`)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,29 @@ from typing import Any
 import torch
 
 _WORTH_A_THREAD = 1 << 17
-"""Elements below which handing work to another thread (about 30 µs) costs more than it saves."""
+"""Minimum elements per piece: below, handing work to another thread (about 30 µs) costs more than it saves."""
 
 _TURNS = 16
-"""Pieces for each thread, if they are worth it."""
+"""Maximum pieces per thread."""
 
 
 def share(
     kernel: Callable[..., Any], count: int, *arguments: Any, multiple: int = 16, worth: int = _WORTH_A_THREAD
 ) -> list[Any]:
-    """Call `kernel(start, stop, *arguments)` over [0, count), cut at multiples of `multiple` into pieces of at least
-    `worth`, several for each thread. Returns what the calls returned, in order; the calling thread takes part.
+    """Call `kernel(start, stop, *arguments)` on pieces of [0, count), in several threads including the calling one.
 
-    Threads take pieces as they come to them: one that the system keeps from its core then holds nobody up.
+    Threads take the next piece when they are free, so that a thread that the system suspends does not delay the others
+    much.
+
+    Args:
+        kernel: The kernel; it must release the GIL.
+        count: Number of elements.
+        *arguments: Further arguments of the kernel.
+        multiple: Pieces begin at multiples of this.
+        worth: Minimum elements per piece.
+
+    Returns:
+        The results of the calls, in the order of the pieces.
     """
     threads = max(1, min(torch.get_num_threads(), count // worth))
     if threads == 1:
@@ -40,11 +50,11 @@ def share(
     others = [_pool(threads - 1).submit(work) for _ in range(threads - 1)]
     try:
         work()
-    except BaseException:  # Ctrl-C, say: what the others write to may serve somebody else soon.
+    except BaseException:  # For example Ctrl-C: stop the other threads, because their output memory may be reused soon.
         broken = True
         raise
     finally:
-        # What no thread has begun is not needed any more; another caller's kernel may keep them for a while.
+        # Cancel tasks that have not begun: another caller's kernel may occupy their threads for a while.
         begun = [other for other in others if not other.cancel()]
         wait(begun)
     for other in begun:

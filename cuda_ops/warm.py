@@ -1,7 +1,7 @@
 """Compile the CPU kernels of a training run once for this machine: `python -m cuda_ops.warm`.
 
-Whoever comes first compiles, under a lock; whoever comes meanwhile waits, and everybody after that finds the machine
-code on disk.
+The first process compiles and holds a lock. Other processes wait for the lock. Later processes find the machine code
+on disk.
 """
 
 from __future__ import annotations
@@ -40,20 +40,23 @@ EVERY_RUN: Steps = (
     sgd_momentum.warm,
     linear_cross_entropy.warm,
 )
-"""What every run uses. Other kernels are compiled by their first call, or ahead by whoever knows that a run needs them:
-`COMPACT`, `SPARSE`, `SIGNS`, `LAYERWISE`."""
+"""Kernels of every run. The first call of another kernel compiles it, unless a caller compiles `COMPACT`, `SPARSE`,
+`SIGNS` or `LAYERWISE` ahead.
+"""
 
 COMPACT: Steps = (blockwise8.warm, stochastic.warm)
-"""What a run with 8-bit moments or without float32 masters uses beside that."""
+"""Additional kernels of a run with 8-bit moments or without float32 master weights."""
 
 SPARSE: Steps = (block_sparse_attention.warm,)
-"""What a run with block-sparse attention, or separate documents, uses beside that; and dense attention on some CPUs."""
+"""Additional kernels of a run with block-sparse attention or separate documents; on some CPUs also of dense
+attention.
+"""
 
 SIGNS: Steps = (onebit.warm, onebit.warm_take, adam_frozen_variance.warm)
-"""What a run that sends signs uses beside that."""
+"""Additional kernels of a run that sends signs (1-bit optimizers)."""
 
 LAYERWISE: Steps = (lamb.warm, adam_frozen_variance.warm)
-"""What a run of LAMB uses beside that."""
+"""Additional kernels of a run with LAMB."""
 
 _SILENT_SECONDS = 1.0
 
@@ -63,9 +66,12 @@ def warm_up(
     steps: Steps = EVERY_RUN,
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16),
 ) -> None:
-    """Return when the kernels of `steps` are compiled for `dtypes`.
+    """Compile the kernels of `steps`, or wait until another process has done so.
 
-    `progress` gets a line once it has taken more than a second, and one at the end.
+    Args:
+        progress: Called with a line of text after the first second, and with one at the end.
+        steps: Functions that compile kernels for a dtype.
+        dtypes: The dtypes to compile for.
     """
     folder = cache_folder()
     names = [step.__module__ for step in steps if step not in EVERY_RUN]
@@ -76,7 +82,7 @@ def warm_up(
     with (folder / "warm.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not done.exists():
-            with torch.inference_mode(False), torch.enable_grad():  # Some kernels are found by a backward pass.
+            with torch.inference_mode(False), torch.enable_grad():  # Some kernels are compiled by a backward pass.
                 _compile(progress or (lambda line: None), steps, dtypes)
             done.touch()
 
