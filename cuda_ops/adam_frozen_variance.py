@@ -1,7 +1,7 @@
-"""Adam over a variance that stays as it is, as 1-bit Adam (arXiv:2102.02888) has it behind its warm-up: decay, update,
-the moment laid by, and the copy in low precision, in one pass over flats.
+"""Adam with a frozen variance, as in 1-bit Adam after its warm-up (arXiv:2102.02888).
 
-Bound by memory: 20 bytes an element in float32, of which nothing is read or written twice.
+One pass over flat tensors does the decay, the update, the copy of the moment and the low-precision copy. Memory-bound:
+20 bytes per element in float32, each read or written once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cuda_ops.threads import share
 cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 _BLOCK = 4096
-"""Elements that are updated before their copy is written, so that it is made from the first-level cache."""
+"""Elements that are updated before their copy is written, so that the copy reads the first-level cache."""
 
 
 def adam_frozen_reference(
@@ -39,7 +39,18 @@ def adam_frozen_reference(
     decay: float,
     eps: float,
 ) -> None:
-    """The definition, in torch."""
+    """Update with torch. This defines `adam_frozen`.
+
+    Args:
+        param: (n,) float32; updated in place.
+        moment: (n,) floats.
+        exp_avg: (n,) float32 or None; receives the moment.
+        variance: (n,) float32.
+        copy: (n,) floats or None; receives the updated parameter.
+        size: Step size.
+        decay: Weight decay of this step.
+        eps: Added to the root of the variance.
+    """
     if exp_avg is not None:
         exp_avg.copy_(moment)
     param.mul_(1 - decay).addcdiv_(moment.float(), variance.sqrt().add_(eps), value=-size)
@@ -58,22 +69,36 @@ def adam_frozen(
     decay: float,
     eps: float,
 ) -> None:
-    """`param` (n,) float32 = (1 - `decay`) param - `size` moment / (√variance + `eps`), in place.
+    """Set `param` = (1 - `decay`) param - `size` moment / (√variance + `eps`), in place.
 
     Args:
-        moment: (n,) float32, bfloat16 or float16: the mean of all ranks.
-        exp_avg: (n,) float32, takes the moment; None where it is that already.
-        variance: (n,) float32, is only read. Where it is infinite nothing but the decay changes a parameter.
-        copy: (n,) bfloat16, float16 or float32, takes the updated parameter; may be left out.
+        param: (n,) float32; updated in place.
+        moment: (n,) float32, bfloat16 or float16: the mean over all ranks.
+        exp_avg: (n,) float32, receives the moment; None if it is the same tensor already.
+        variance: (n,) float32, read only. For an infinite variance, only the decay changes the parameter.
+        copy: (n,) bfloat16, float16 or float32, receives the updated parameter; None for no copy.
+        size: Step size.
+        decay: Weight decay of this step.
+        eps: Added to the root of the variance.
 
-    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices.
     """
     _adam_frozen(param, moment, exp_avg, variance, copy, size, decay, eps)
 
 
 @register_jitable
 def update_one(param: Any, moment: Any, variance: Any, keep: Any, size: Any, eps: Any) -> Any:
-    """One element: the new parameter; `keep`: 1 - decay."""
+    """Return the new value of one parameter.
+
+    Args:
+        param: The parameter.
+        moment: Its moment.
+        variance: Its variance.
+        keep: 1 - decay.
+        size: Step size.
+        eps: Added to the root of the variance.
+    """
     return param * keep - size * moment / (math.sqrt(variance) + eps)
 
 
@@ -100,10 +125,10 @@ def _update(
 
 
 def _update_cuda(param: Any, moment: Any, exp_avg: Any, variance: Any, copy: Any, numbers: Any) -> None:
-    """A thread for each element. `exp_avg` or `copy` without elements: none is wanted."""
+    """Update with one thread per element. `exp_avg` or `copy` without elements means None."""
     if cuda.grid(1) >= param.shape[0]:
         return
-    i = np.uint64(cuda.grid(1))  # Unsigned: a signed index might count from the end, which Numba would look at.
+    i = np.uint64(cuda.grid(1))  # Unsigned: for a signed index, Numba adds a check for negative values.
     value = load(moment, i)
     p = update_one(param[i], value, variance[i], numbers[0], numbers[1], numbers[2])
     param[i] = p
@@ -179,7 +204,11 @@ _adam_frozen = register(
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compile what a run that computes in `dtype` needs."""
+    """Compile the kernels for a run that computes in `dtype`.
+
+    Args:
+        dtype: The dtype of the run.
+    """
     param, moment, exp_avg, variance = (torch.zeros(1) for _ in range(4))
     copy = None if dtype is torch.float32 else torch.zeros(1, dtype=dtype)
     for laid_by in (exp_avg, None):

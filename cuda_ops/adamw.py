@@ -1,6 +1,6 @@
-"""AdamW (arXiv:1711.05101) in one pass over flats: unscale, clip, decay, update, and the copy in low precision.
+"""AdamW (arXiv:1711.05101) in one pass over flat tensors: unscale, clip, decay, update, and the low-precision copy.
 
-Bound by memory: 28 bytes an element in float32, of which nothing is read or written twice.
+Memory-bound: 28 bytes per element in float32, each read or written once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from cuda_ops.threads import share
 cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 _BLOCK = 4096
-"""Elements that are updated before their copy is written, so that it is made from the first-level cache. (One loop over
-five arrays needs more checks for overlap than LLVM makes before it gives vectors up.)"""
+"""Elements that are updated before their copy is written, so that the copy reads the first-level cache. (One loop over
+five arrays needs more overlap checks than LLVM accepts, so that it would not vectorise.)
+"""
 
 
 def adamw_reference(
@@ -43,7 +44,7 @@ def adamw_reference(
     step: int,
     factor: float = 1.0,
 ) -> None:
-    """The definition, in torch."""
+    """Update with torch. This defines `adamw`, which documents the arguments."""
     grad = grad.float() * factor
     param.mul_(1 - lr * weight_decay)
     exp_avg.lerp_(grad, 1 - beta1)
@@ -69,15 +70,24 @@ def adamw(
     step: int,
     factor: float = 1.0,
 ) -> None:
-    """Update `param` (n,) float32 and its moments in place, as torch.optim.AdamW does.
+    """Update `param` and its moments in place, as torch.optim.AdamW does.
 
     Args:
-        grad: (n,) float32, bfloat16 or float16; multiplied by `factor` first (1 / loss scale, times clipping).
-        exp_avg, exp_avg_sq: (n,) float32.
-        copy: (n,) bfloat16, float16 or float32, takes the updated parameter; may be left out.
-        step: number of this update, from 1, for the bias corrections.
+        param: (n,) float32; updated in place.
+        grad: (n,) float32, bfloat16 or float16; multiplied by `factor` first.
+        exp_avg: (n,) float32, first moment; updated in place.
+        exp_avg_sq: (n,) float32, second moment; updated in place.
+        copy: (n,) bfloat16, float16 or float32, receives the updated parameter; None for no copy.
+        lr: Learning rate.
+        beta1: Decay rate of the first moment.
+        beta2: Decay rate of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+        step: Number of this update, from 1, for the bias corrections.
+        factor: 1 / loss scale, times the clipping factor.
 
-    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices, or a step below 1.
     """
     _adamw(param, grad, exp_avg, exp_avg_sq, copy, lr, beta1, beta2, eps, weight_decay, step, factor)
 
@@ -85,8 +95,19 @@ def adamw(
 def constants(
     lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, factor: float
 ) -> np.ndarray:
-    """The numbers of one update, (8,) float32: factor, decay, 1 - beta1, beta2, 1 - beta2, 1 / root of the second bias
-    correction, eps, step size."""
+    """Return the numbers of one update, (8,) float32.
+
+    They are: factor, decay, 1 - beta1, beta2, 1 - beta2, 1 / root of the second bias correction, eps, step size.
+
+    Args:
+        lr: Learning rate.
+        beta1: Decay rate of the first moment.
+        beta2: Decay rate of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Decoupled weight decay.
+        step: Number of this update, from 1.
+        factor: Factor of the gradient.
+    """
     second = 1 / math.sqrt(1 - beta2**step)
     size = lr / (1 - beta1**step)
     values = [factor, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, second, eps, size]
@@ -95,14 +116,29 @@ def constants(
 
 @register_jitable
 def moments_one(grad: Any, exp_avg: Any, exp_avg_sq: Any, numbers: Any) -> tuple[Any, Any]:
-    """One element's new moments. `numbers` as `constants` returns them."""
+    """Return the new moments of one element.
+
+    Args:
+        grad: Gradient.
+        exp_avg: First moment.
+        exp_avg_sq: Second moment.
+        numbers: Result of `constants`.
+    """
     scaled = grad * numbers[0]
     return exp_avg + (scaled - exp_avg) * numbers[2], exp_avg_sq * numbers[3] + scaled * scaled * numbers[4]
 
 
 @register_jitable
 def update_one(param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, numbers: Any) -> tuple[Any, Any, Any]:
-    """One element: the new parameter and moments. `numbers` as `constants` returns them."""
+    """Return the new parameter and moments of one element.
+
+    Args:
+        param: Parameter.
+        grad: Gradient.
+        exp_avg: First moment.
+        exp_avg_sq: Second moment.
+        numbers: Result of `constants`.
+    """
     decay, correction, eps, size = numbers[1], numbers[5], numbers[6], numbers[7]
     average, square = moments_one(grad, exp_avg, exp_avg_sq, numbers)
     return param * decay - size * average / (math.sqrt(square) * correction + eps), average, square
@@ -114,7 +150,7 @@ def _update(
 ) -> None:
     for low in range(start, stop, _BLOCK):
         high = min(low + _BLOCK, stop)
-        # Slices, so that indices start from 0: for others Numba allows negative ones, and no loop with them vectorises.
+        # Slice, so that indices start at 0: otherwise Numba handles negative indices, and the loop does not vectorise.
         p, g, m, v = param[low:high], grad[low:high], exp_avg[low:high], exp_avg_sq[low:high]
         for i in range(p.shape[0]):
             p[i], m[i], v[i] = update_one(p[i], load(g, i), m[i], v[i], numbers)
@@ -125,10 +161,10 @@ def _update(
 
 
 def _update_cuda(param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, copy: Any, numbers: Any) -> None:
-    """A thread for each element. `copy` without elements: none is wanted."""
+    """Update with one thread per element. `copy` without elements means None."""
     if cuda.grid(1) >= param.shape[0]:
         return
-    i = np.uint64(cuda.grid(1))  # Unsigned: a signed index might count from the end, which Numba would look at.
+    i = np.uint64(cuda.grid(1))  # Unsigned: for a signed index, Numba adds a check for negative values.
     p, m, v = update_one(param[i], load(grad, i), exp_avg[i], exp_avg_sq[i], numbers)
     param[i], exp_avg[i], exp_avg_sq[i] = p, m, v
     if copy.shape[0] > 0:
@@ -205,8 +241,8 @@ def _by_torch(
     step: int,
     factor: float,
 ) -> None:
-    """By torch's fused kernel."""
-    count = torch.full((), float(step), device=param.device)  # Where the kernel reads it.
+    """Update with torch's fused kernel."""
+    count = torch.full((), float(step), device=param.device)  # The kernel reads the step on its device.
     for p, g, m, v in gpu.pieces(param, grad, exp_avg, exp_avg_sq):
         torch._fused_adamw_(
             [p],
@@ -245,7 +281,11 @@ _adamw = register(
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compile what a run that computes in `dtype` needs."""
+    """Compile the kernels for a run that computes in `dtype`.
+
+    Args:
+        dtype: The dtype of the run.
+    """
     param, exp_avg, exp_avg_sq = (torch.zeros(1) for _ in range(3))
     numbers = {"lr": 0.0, "beta1": 0.9, "beta2": 0.9, "eps": 1.0, "weight_decay": 0.0, "step": 1}
     copy = None if dtype is torch.float32 else torch.zeros(1, dtype=dtype)

@@ -1,7 +1,8 @@
-"""Blocks of int8 or int4 with a scale each, for gathers and reductions that send a quarter or an eighth of the bytes.
+"""Quantize blocks to int8 or int4 with one scale each, for gathers and reductions with a quarter or an eighth of the
+bytes.
 
-Symmetric: an element is an integer of [-127, 127] or [-7, 7] times its block's scale, which is the block's largest
-magnitude over 127 or 7, as in ZeRO++ (arXiv:2306.10209) and 8-bit optimizers (arXiv:2110.02861).
+Symmetric: an element is an integer in [-127, 127] or [-7, 7] times the scale of its block. The scale is the block's
+largest magnitude divided by 127 or 7, as in ZeRO++ (arXiv:2306.10209) and 8-bit optimizers (arXiv:2110.02861).
 """
 
 from __future__ import annotations
@@ -25,24 +26,30 @@ from cuda_ops.threads import share
 cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 BLOCK = 256
-"""Elements that share a scale, unless the caller says otherwise."""
+"""Default elements per scale."""
 
 _LEVELS = {8: 127, 4: 7}
-"""Bits of an element -> its largest integer."""
+"""Bits per element -> largest integer."""
 
 _INFINITY_BITS = np.uint32(0x7F800000)
 _SMALLEST_SCALE = np.float32(2.0**-126)
-"""Below, scales are denormal and their inverses may be infinite."""
+"""Smaller scales are denormal, and their inverses may be infinite."""
 _ROUND = np.float32(1.5 * 2**23)
-"""Added to a small number, it leaves the nearest integer (ties to even) in the last bits."""
+"""Added to a small number, it puts the nearest integer (ties to even) into the last bits."""
 _ROUND_BITS = np.int32(_ROUND.view(np.int32))
 
 _LANES = 32
-"""Threads of a GPU that take a block together."""
+"""GPU threads per block of elements."""
 
 
 def block_quantize_reference(values: Tensor, *, bits: int = 8, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """The definition, in torch."""
+    """Return (quantized, scales), computed with torch. This defines `block_quantize`.
+
+    Args:
+        values: (n,) floats.
+        bits: 8 or 4.
+        block: Elements per scale.
+    """
     size, levels = values.shape[0], _LEVELS[bits]
     blocks = torch.nn.functional.pad(values.float(), (0, -size % block)).view(-1, block)
     scales = blocks.abs().amax(dim=1) / levels
@@ -50,7 +57,7 @@ def block_quantize_reference(values: Tensor, *, bits: int = 8, block: int = BLOC
     scales = torch.where(scales.isfinite(), scales, torch.nan)
     factors = torch.where(scales > 0, 1 / scales, 0.0)
     finite = scales.isfinite()[:, None]
-    # In double precision the product is exact: it is rounded once, as a fused multiply-add does.
+    # In double precision the product is exact, so that it is rounded once, as in a fused multiply-add.
     exact = blocks.double() * factors.double()[:, None]
     integers = torch.where(finite, exact, 0.0).round().to(torch.int8).flatten()[:size]
     if bits == 8:
@@ -62,7 +69,15 @@ def block_quantize_reference(values: Tensor, *, bits: int = 8, block: int = BLOC
 def block_dequantize_reference(
     quantized: Tensor, scales: Tensor, out: Tensor, *, block: int = BLOCK, average: bool = False
 ) -> None:
-    """The definition, in torch."""
+    """Dequantize and sum with torch. This defines `block_dequantize_sum`.
+
+    Args:
+        quantized: (ranks, n) int8 or (ranks, ceil(n / 2)) uint8.
+        scales: (ranks, ceil(n / block)) float32.
+        out: (n,); overwritten.
+        block: Elements per scale.
+        average: Divide by the number of ranks.
+    """
     integers = quantized
     if quantized.dtype is torch.uint8:
         nibbles = torch.stack([quantized & 15, quantized >> 4], dim=-1).flatten(1).to(torch.int8)
@@ -74,28 +89,38 @@ def block_dequantize_reference(
 
 
 def block_quantize(values: Tensor, *, bits: int = 8, block: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """The integers and scales of blocks of `values`.
+    """Return the integers and scales of blocks of `values`.
+
+    A block with a NaN or an infinity gets the scale NaN and integers 0, so that all of it becomes NaN. A block whose
+    scale would be denormal becomes zeros.
 
     Args:
         values: (n,) float32, bfloat16 or float16.
         bits: 8 or 4.
-        block: elements that share a scale: a power of two from 32 to 2048. The last block may be shorter.
+        block: Elements per scale, a power of two from 32 to 2048. The last block may be shorter.
 
     Returns:
         (n,) int8, or (ceil(n / 2),) uint8 with element 2i in the lower four bits of byte i (two's complement).
         (ceil(n / block),) float32: the scales.
 
-    A block with a NaN or an infinity has the scale NaN and integers 0: all of it comes out NaN at the other end. A
-    block whose scale would be denormal becomes zeros. Raises ValueError for wrong dtypes, shapes or strides.
+    Raises:
+        ValueError: Wrong dtypes, shapes or strides.
     """
     quantized, scales = _block_quantize(values, bits, block)
     return quantized, scales
 
 
 def block_dequantize(quantized: Tensor, scales: Tensor, out: Tensor, *, block: int = BLOCK) -> None:
-    """`out` (n,) float32, bfloat16 or float16 = integers times scales, as `block_quantize` returned them.
+    """Set `out` to integers times scales.
 
-    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    Args:
+        quantized: (n,) int8 or (ceil(n / 2),) uint8, from `block_quantize`.
+        scales: (ceil(n / block),) float32.
+        out: (n,) float32, bfloat16 or float16; overwritten.
+        block: Elements per scale.
+
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices.
     """
     _block_dequantize(quantized.unsqueeze(0), scales.unsqueeze(0), out, block, False)
 
@@ -103,21 +128,29 @@ def block_dequantize(quantized: Tensor, scales: Tensor, out: Tensor, *, block: i
 def block_dequantize_sum(
     quantized: Tensor, scales: Tensor, out: Tensor, *, block: int = BLOCK, average: bool = False
 ) -> None:
-    """`out` (n,) = the sum (or mean) over ranks of what they quantised, added in their order in float32.
+    """Set `out` to the sum or mean over ranks of their quantized values, added in the order of ranks in float32.
 
     Args:
         quantized: (ranks, n) int8 or (ranks, ceil(n / 2)) uint8.
         scales: (ranks, ceil(n / block)) float32.
-        out: (n,) float32, bfloat16 or float16.
+        out: (n,) float32, bfloat16 or float16; overwritten.
+        block: Elements per scale.
+        average: Divide by the number of ranks.
 
-    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices.
     """
     _block_dequantize(quantized, scales, out, block, average)
 
 
 @register_jitable
 def scale_of(largest: Any, levels: Any) -> tuple[Any, Any]:
-    """The scale of a block and what elements are multiplied by, from the bits of its largest magnitude."""
+    """Return the scale of a block and the factor for its elements.
+
+    Args:
+        largest: Bits of the largest magnitude, uint32.
+        levels: Largest integer, float32.
+    """
     if largest >= _INFINITY_BITS:
         return np.float32(np.nan), np.float32(0)
     scale = np.float32(float_of_bits(largest) / levels)
@@ -128,32 +161,51 @@ def scale_of(largest: Any, levels: Any) -> tuple[Any, Any]:
 
 @register_jitable
 def nearest(value: Any) -> Any:
-    """The nearest integer as int32, ties to even; of NaN and beyond 2**22, any integer."""
+    """Return the nearest integer as int32, ties to even; an arbitrary integer for NaN and beyond 2**22.
+
+    Args:
+        value: float32.
+    """
     return np.int32(np.int32(bits_of_float(np.float32(value + _ROUND))) - _ROUND_BITS)
 
 
 @register_jitable
 def magnitude_bits(value: Any) -> Any:
-    """Their order is that of magnitudes with infinity and then NaN on top, and unlike floats their maximum
-    vectorises."""
+    """Return the bits of |value|. Their order is that of magnitudes, with infinity and then NaN as the greatest.
+
+    Unlike the maximum of floats, the maximum of these integers vectorises.
+
+    Args:
+        value: float32.
+    """
     return np.uint32(bits_of_float(value) & np.uint32(0x7FFFFFFF))
 
 
 @register_jitable
 def low_nibble(byte: Any) -> Any:
-    """The lower four bits of a byte, with their sign, as float32."""
+    """Return the lower four bits of a byte, sign-extended, as float32.
+
+    Args:
+        byte: An integer.
+    """
     return np.float32(np.int32((np.int32(byte) & np.int32(15)) ^ np.int32(8)) - np.int32(8))
 
 
 @register_jitable
 def high_nibble(byte: Any) -> Any:
-    """The upper four bits of a byte, with their sign, as float32."""
+    """Return the upper four bits of a byte, sign-extended, as float32.
+
+    Args:
+        byte: An integer.
+    """
     return np.float32(np.int32((np.int32(byte) >> np.int32(4)) ^ np.int32(8)) - np.int32(8))
 
 
 @kernel()
 def _scale_block(values: Any, levels: Any) -> Any:
-    """A block's scale, the factor of its elements, and a mask that makes integers 0 where there is no number."""
+    """Return a block's scale, the factor of its elements, and a mask that sets integers to 0 if the scale is
+    not finite.
+    """
     largest = np.uint32(0)
     for i in range(values.shape[0]):
         largest = max(largest, magnitude_bits(load(values, i)))
@@ -195,7 +247,7 @@ def _dequantize_bytes(start: int, stop: int, quantized: Any, scales: Any, out: A
         high = min(low + block, stop)
         target = out[low:high]
         q, scale = quantized[0, low:high], np.float32(scales[0, low // block] / divisor)
-        if last == 0:  # By far the most frequent, and stores to `total` would wait behind those to memory.
+        if last == 0:  # The usual case. Skip `total`: its stores would queue after those to memory.
             for i in range(q.shape[0]):
                 store(target, i, np.float32(q[i]) * scale)
             continue
@@ -235,12 +287,14 @@ def _dequantize_nibbles(start: int, stop: int, quantized: Any, scales: Any, out:
 
 
 def _quantize_cuda(values: Any, quantized: Any, scales: Any, block: int, levels: Any) -> None:
-    """_LANES threads for each block; `quantized` has an element in a byte if `levels` is 127, two if it is 7."""
+    """Quantize with _LANES threads per block. A byte of `quantized` holds one element if `levels` is 127, two
+    if it is 7.
+    """
     t = cuda.threadIdx.x
     lane = t % _LANES
     number = np.int64(cuda.blockIdx.x) * (THREADS // _LANES) + t // _LANES
     low = number * block
-    width = min(block, values.shape[0] - low)  # Negative past the end: these threads only wait for the others.
+    width = min(block, values.shape[0] - low)  # Negative after the end: these threads only synchronise.
     largest = np.uint32(0)
     for i in range(lane, width, _LANES):
         largest = max(largest, magnitude_bits(load(values, np.uint64(low + i))))
@@ -272,10 +326,10 @@ def _quantize_cuda(values: Any, quantized: Any, scales: Any, block: int, levels:
 
 
 def _dequantize_cuda(quantized: Any, scales: Any, out: Any, shift: Any, divisor: Any, two_in_a_byte: bool) -> None:
-    """A thread for each element; a block is 1 << shift."""
+    """Dequantize with one thread per element. A block has 1 << shift elements."""
     if cuda.grid(1) >= out.shape[0]:
         return
-    i = np.uint64(cuda.grid(1))  # Unsigned: a signed index might count from the end, which Numba would look at.
+    i = np.uint64(cuda.grid(1))  # Unsigned: for a signed index, Numba adds a check for negative values.
     total = np.float32(0)
     for rank in range(quantized.shape[0]):
         scale = np.float32(scales[np.uint32(rank), i >> shift] / divisor)
@@ -382,7 +436,11 @@ _block_dequantize = register(
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compile what a run that computes in `dtype` needs."""
+    """Compile the kernels for a run that computes in `dtype`.
+
+    Args:
+        dtype: The dtype of the run.
+    """
     for values in {dtype, torch.float32}:
         for bits in _LEVELS:
             quantized, scales = block_quantize(torch.zeros(1, dtype=values), bits=bits)

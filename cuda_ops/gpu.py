@@ -1,9 +1,9 @@
-"""Kernels on NVIDIA GPUs: compiled when the first tensor on one comes, launched on torch's current stream.
+"""Launch kernels on NVIDIA GPUs: compiled at the first use, launched on torch's current stream.
 
-Without numba-cuda, which is an extra, what a training step needs goes through torch's fused kernels: `kernels_in_use`.
+Without numba-cuda, which is an extra, a training step uses torch's fused kernels (`kernels_in_use`).
 
-Nothing here is imported from numba.cuda before a launch, so that a machine without it pays nothing. A kernel is a plain
-function of its module that uses the module's name `cuda`, which the first launch fills in.
+numba.cuda is imported at the first launch, so that machines without a GPU do not pay for the import. A kernel is a
+plain function of its module that uses the module's name `cuda`. The first launch sets this name.
 """
 
 from __future__ import annotations
@@ -18,42 +18,62 @@ import torch
 from torch import Tensor
 
 THREADS = 256
-"""Threads of a block, unless a kernel says otherwise: a whole number of blocks fills every GPU since sm_80."""
+"""Default threads per block: a whole number of blocks fills every GPU since sm_80."""
 
 _PIECE = 1 << 24
-"""Elements of `pieces`: 64 MiB in float32."""
+"""Elements per piece in `pieces`: 64 MiB in float32."""
 
 _BITS = {torch.bfloat16: "<u2", torch.float16: "<i2", torch.float32: "<f4", torch.int8: "|i1", torch.uint8: "|u1"}
-"""Elements as kernels see them, as in `tensors.array`."""
+"""Array types that kernels see, as in `tensor_checks.array`."""
 
 
 @cache
 def available() -> bool:
-    """Whether the compiler for GPU kernels is installed."""
+    """Return whether the compiler for GPU kernels is installed."""
     return find_spec("numba_cuda") is not None
 
 
 def kernels_in_use(device: torch.device) -> str:
-    """By whose kernels `adamw`, `sgd_momentum` and `grad_stats` work on `device`: "numba cpu", "numba-cuda", or, where
-    that is not installed, "torch fused"."""
+    """Return the implementation of `adamw`, `sgd_momentum` and `grad_stats`: "numba cpu", "numba-cuda" or "torch
+    fused".
+
+    Args:
+        device: Device of the tensors. "torch fused" is for CUDA devices without numba-cuda.
+    """
     if device.type != "cuda":
         return "numba cpu"
     return "numba-cuda" if available() else "torch fused"
 
 
 def pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Flats of one length in pieces that are worth a kernel of torch's, and whose widened copies take little memory."""
+    """Split flat tensors of one length into pieces, large enough for torch's kernels, small enough for widened copies.
+
+    Args:
+        *tensors: (n,) tensors.
+    """
     return zip(*(tensor.split(_PIECE) for tensor in tensors), strict=True)
 
 
 def widened(grad: Tensor, factor: float) -> Tensor:
-    """`grad` · `factor` in float32, for kernels of torch's, which want parameters and gradients of one dtype."""
+    """Return `grad` · `factor` in float32, because torch's kernels need parameters and gradients of one dtype.
+
+    Args:
+        grad: (n,) floats.
+        factor: Factor of the gradient.
+    """
     return grad if grad.dtype is torch.float32 and factor == 1 else grad.float() * factor
 
 
 @cache
 def compiled(function: Callable[..., Any]) -> Any:
-    """The kernel of this function, which gets machine code for each new combination of dtypes."""
+    """Return the CUDA kernel of a function. It is compiled for each new combination of dtypes.
+
+    Args:
+        function: The kernel's function.
+
+    Raises:
+        RuntimeError: numba-cuda is not installed.
+    """
     if not available():
         raise RuntimeError("kernels for GPUs need numba-cuda; install it with: pip install 'speedlab[cuda]'")
     from numba import cuda
@@ -63,10 +83,18 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def launch(function: Callable[..., Any], blocks: int, *arguments: Any, device: torch.device, threads: int = THREADS):
-    """Run `function` on `blocks` blocks of `threads`, on torch's current stream of `device`, and do not wait for it.
+    """Launch `function` on torch's current stream of `device`, without waiting.
 
-    Tensors are contiguous and on `device`: their memory is used in place. Numbers are numpy float32, int or bool: a
-    Python float would bring arithmetic in float64.
+    Args:
+        function: The kernel's function.
+        blocks: Number of blocks.
+        *arguments: Contiguous tensors on `device`, used in place, and numpy float32, int or bool. A Python float would
+            lead to float64 arithmetic.
+        device: A CUDA device.
+        threads: Threads per block.
+
+    Raises:
+        RuntimeError: numba-cuda is not installed.
     """
     kernel = compiled(function)
     from numba import cuda
@@ -77,12 +105,21 @@ def launch(function: Callable[..., Any], blocks: int, *arguments: Any, device: t
 
 
 def blocks_for(count: int, each: int = THREADS) -> int:
-    """Blocks for `count` elements at `each` a block; at least one, since a launch of none is an error."""
+    """Return the number of blocks for `count` elements; at least one, because CUDA refuses a launch of none.
+
+    Args:
+        count: Number of elements.
+        each: Elements per block.
+    """
     return max(1, -(-count // each))
 
 
 def float32s(*numbers: float) -> tuple[np.float32, ...]:
-    """The numbers as arguments of a kernel."""
+    """Return numbers as float32 arguments of a kernel.
+
+    Args:
+        *numbers: The numbers.
+    """
     return tuple(np.float32(number) for number in numbers)
 
 

@@ -1,7 +1,7 @@
-"""The sum of squares of a gradient and how many of its elements are not finite, in one read of it.
+"""Sum of squares of a gradient and the number of its non-finite elements, in one read.
 
-What clipping and the overflow decision of mixed precision (arXiv:1710.03740) need. Bound by memory: the gradient is
-read once and nothing is written.
+Used for clipping and for the overflow check of mixed precision (arXiv:1710.03740). Memory-bound: the gradient is read
+once and nothing is written.
 """
 
 from __future__ import annotations
@@ -24,53 +24,62 @@ from cuda_ops.threads import share
 cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 _BLOCK = 1 << 18
-"""Elements between two places where threads may part, read as two streams: one alone does not keep memory busy."""
+"""Elements per block, the unit of work for threads. Each is read as two streams: one alone does not keep
+memory busy.
+"""
 
 _STRETCH = 2048
-"""Elements of a stream whose squares are summed in float32. All else is summed in float64 and in one order, so that
-neither the number of threads changes a bit nor that of elements costs accuracy."""
+"""Elements of a stream whose squares are summed in float32. All other sums are in float64 and in a fixed order, so that
+the number of threads changes no bit and the number of elements costs no accuracy.
+"""
 
 _MOST_BLOCKS = 1024
-"""Blocks of threads on a GPU: the same on all, so that sums are. It fills every GPU since sm_80."""
+"""Maximum number of GPU blocks: the same on all GPUs, so that the sums are the same. It fills every GPU since sm_80."""
 
 _TINY = 1e-30
-"""A block's sum below which squares may have fallen under the range of float32."""
+"""If a block's sum is smaller, squares may have underflowed in float32."""
 
 
 def grad_stats_reference(grad: Tensor) -> Tensor:
-    """The definition, in torch."""
+    """Return the result of `grad_stats`, computed with torch. This defines `grad_stats`.
+
+    Args:
+        grad: (n,) floats.
+    """
     wide = grad.double()
     return torch.stack([wide.square().sum(), (~wide.isfinite()).sum().double()])
 
 
 def grad_stats(grad: Tensor) -> Tensor:
-    """(2,) float64 on `grad`'s device: the sum of squares of `grad`, and how many of its elements are NaN or infinite.
+    """Return (2,) float64 on `grad`'s device: the sum of squares, and the number of elements that are NaN or infinite.
+
+    The relative error of the sum is about 1e-6 for any n. The sum is NaN or infinite if an element is. On CPUs, large
+    elements do not overflow the sum, and the bits do not depend on the number of threads.
 
     Args:
         grad: (n,) float32, bfloat16 or float16.
 
-    The sum is right to about 1e-6 of itself for any n, and NaN or infinite as soon as an element is. On CPUs large
-    elements do not overflow it, and the same gradient gives the same bits on any number of threads. Raises ValueError
-    for wrong dtypes, shapes or strides.
+    Raises:
+        ValueError: Wrong dtypes, shapes or strides.
     """
     return _grad_stats(grad)
 
 
 @kernel(fastmath=REORDERED)
 def _look_closer(g: Any) -> Any:
-    """The sum of squares of a block in float64, and how many of its elements are not finite."""
+    """Return the sum of squares of a block in float64, and the number of its non-finite elements."""
     total = np.float64(0)
     count = 0
     for i in range(g.shape[0]):
         value = load(g, i)
         total += np.float64(value) * np.float64(value)
-        count += not abs(value) < np.float32(np.inf)  # A NaN is not.
+        count += not abs(value) < np.float32(np.inf)  # True for NaN, too.
     return total, count
 
 
 @kernel(fastmath=REORDERED)
 def _sum_blocks(start: int, stop: int, grad: Any, squares: Any, not_finite: Any) -> None:
-    """squares[b], not_finite[b] (float64) of every block b of _BLOCK elements; `start` is a multiple of _BLOCK."""
+    """Compute squares[b], not_finite[b] (float64) of every block b. `start` must be a multiple of _BLOCK."""
     for low in range(start, stop, _BLOCK):
         g = grad[low : min(low + _BLOCK, stop)]
         half = g.shape[0] // 2
@@ -84,7 +93,7 @@ def _sum_blocks(start: int, stop: int, grad: Any, squares: Any, not_finite: Any)
             total += stretch
         if 2 * half < g.shape[0]:
             total += load(g, 2 * half) * load(g, 2 * half)
-        # No NaN or infinity can leave a sum of squares that is finite. The second look is rare, and from the cache.
+        # A finite sum of squares proves that all elements are finite. The second read is rare, and from the cache.
         if total > _TINY and total < np.inf:
             squares[low // _BLOCK], not_finite[low // _BLOCK] = total, 0
         else:
@@ -92,7 +101,7 @@ def _sum_blocks(start: int, stop: int, grad: Any, squares: Any, not_finite: Any)
 
 
 def _sum_cuda(grad: Any, squares: Any, not_finite: Any) -> None:
-    """squares[b], not_finite[b] (float32) of what the threads of block b read."""
+    """Write partial sums per GPU block: squares[b] and not_finite[b]."""
     t, step = cuda.threadIdx.x, THREADS * cuda.gridDim.x
     total, count = np.float32(0), np.float32(0)
     for i in range(np.uint64(cuda.grid(1)), np.uint64(grad.shape[0]), np.uint64(step)):
@@ -101,7 +110,7 @@ def _sum_cuda(grad: Any, squares: Any, not_finite: Any) -> None:
         if not abs(value) < np.float32(np.inf):
             count += np.float32(1)
     totals = cuda.shared.array(THREADS, np.float32)
-    counts = cuda.shared.array(THREADS, np.float32)  # On a line of its own: the simulator knows arrays by their lines.
+    counts = cuda.shared.array(THREADS, np.float32)  # Keep on its own line: the simulator identifies arrays by line.
     totals[t], counts[t] = total, count
     half = THREADS // 2
     while half > 0:
@@ -138,7 +147,7 @@ def _cuda(grad: Tensor) -> Tensor:
 
 
 def _by_torch(grad: Tensor) -> Tensor:
-    """In two reads of `grad`, a piece at a time."""
+    """Compute with torch, in two reads of `grad`, one piece at a time."""
     norms, counts = [], []
     for (piece,) in gpu.pieces(grad):
         norms.append(torch.linalg.vector_norm(piece, dtype=torch.float32))
@@ -155,6 +164,10 @@ _grad_stats = register("grad_stats(Tensor grad) -> Tensor", cpu=_cpu, cuda=_cuda
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compile what a run that computes in `dtype` needs."""
+    """Compile the kernels for a run that computes in `dtype`.
+
+    Args:
+        dtype: The dtype of the run.
+    """
     for gradient in {dtype, torch.float32}:
         grad_stats(torch.zeros(1, dtype=gradient))

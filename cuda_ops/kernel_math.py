@@ -1,11 +1,10 @@
-"""Elements of any floating-point dtype inside CPU kernels: read as float32 (float64 stays), written rounded to nearest.
+"""Arithmetic inside CPU kernels: load and store elements of any float dtype, bit casts, and a fast power of two.
 
-Numba has no 16-bit floats on CPUs, so a kernel sees the bits: uint16 for bfloat16, int16 for float16 (see
-`tensors.array`).
+Elements are read as float32 (float64 stays float64) and written rounded to nearest. Numba has no 16-bit floats on
+CPUs, so a kernel sees their bits: uint16 for bfloat16, int16 for float16 (see `tensor_checks.array`).
 
-Powers of two inside CPU kernels, in float32, in a form that vectorises (`np.exp` and `np.exp2` do not).
-
-e to the power of x is `exp2(x * LOG2_E)`; a kernel that subtracts before it multiplies both by `LOG2_E` first.
+`exp2` vectorises, which `np.exp` and `np.exp2` do not. e to the power of x is `exp2(x * LOG2_E)`. A kernel that
+computes a difference first multiplies both terms by `LOG2_E`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,17 @@ from numba.extending import overload
 
 from cuda_ops.compile import kernel
 
-intrinsic: Any = _intrinsic  # Callers leave out the typing context, which no type checker knows.
+intrinsic: Any = _intrinsic  # Any: callers omit the typing context, which type checkers do not know.
 
 
 @intrinsic
 def float_of_bits(typingctx: Any, bits: Any) -> Any:
-    """uint32 → the float32 that has these bits."""
+    """Return the float32 with the given uint32 bits.
+
+    Args:
+        typingctx: Passed by Numba.
+        bits: uint32.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -35,7 +39,12 @@ def float_of_bits(typingctx: Any, bits: Any) -> Any:
 
 @intrinsic
 def bits_of_float(typingctx: Any, value: Any) -> Any:
-    """float32 → its bits as uint32."""
+    """Return the bits of a float32 as uint32.
+
+    Args:
+        typingctx: Passed by Numba.
+        value: float32.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], ir.IntType(32))
@@ -61,7 +70,12 @@ def _narrow_half(typingctx: Any, value: Any) -> Any:
 
 @intrinsic
 def array_at(typingctx: Any, address: Any) -> Any:
-    """An integer address as the pointer that `numba.carray` takes."""
+    """Return an integer address as a pointer for `numba.carray`.
+
+    Args:
+        typingctx: Passed by Numba.
+        address: The address.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
@@ -70,7 +84,12 @@ def array_at(typingctx: Any, address: Any) -> Any:
 
 
 def load(array: Any, i: Any) -> Any:
-    """`array[i]` as float32; float64 as it is."""
+    """Return `array[i]` as float32; float64 stays float64. Only inside kernels.
+
+    Args:
+        array: An array of floats, or of the bits of 16-bit floats.
+        i: Index.
+    """
     raise NotImplementedError("only inside kernels")
 
 
@@ -86,7 +105,13 @@ def _load(array: Any, i: Any) -> Any:
 
 
 def store(array: Any, i: Any, value: Any) -> None:
-    """`array[i] = value`, rounded to nearest, ties to even."""
+    """Set `array[i] = value`, rounded to nearest, ties to even. Only inside kernels.
+
+    Args:
+        array: An array of floats, or of the bits of 16-bit floats.
+        i: Index.
+        value: A float.
+    """
     raise NotImplementedError("only inside kernels")
 
 
@@ -98,7 +123,7 @@ def _store(array: Any, i: Any, value: Any) -> Any:
             bits = bits_of_float(np.float32(value))
             odd = np.uint32((bits >> np.uint32(16)) & np.uint32(1))
             rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
-            # Rounding would carry a NaN's last bits into its sign.
+            # For a NaN, the rounding could overflow into the sign bit.
             is_nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
             array[i] = np.uint16(0x7FC0) if is_nan else np.uint16(rounded)
 
@@ -119,8 +144,12 @@ def _store(array: Any, i: Any, value: Any) -> Any:
 
 
 def sums_like(array: Any, count: int) -> Any:
-    """A new array of `count` elements in which elements of `array` are summed: float32, or its own dtype if that is
-    wider or an integer."""
+    """Return a new array for sums of elements of `array`: float64 for float64, otherwise float32. Only inside kernels.
+
+    Args:
+        array: An array of floats, or of the bits of 16-bit floats.
+        count: Number of elements.
+    """
     raise NotImplementedError("only inside kernels")
 
 
@@ -133,7 +162,7 @@ def _sums_like(array: Any, count: Any) -> Any:
 
 LOG2_E = np.float32(1.4426950408889634)
 
-_TO_INTEGER = np.float32(1.5 * 2**23)  # adding it rounds to an integer, which then stands in the last bits
+_TO_INTEGER = np.float32(1.5 * 2**23)  # adding it rounds to an integer in the last bits
 
 # 2ʳ = 1 + c₁ r + c₂ r² + …, fitted for the smallest relative error (9e-8) over |r| ≤ 1/2.
 _C1 = np.float32(0.6931469776)
@@ -145,16 +174,19 @@ _C5 = np.float32(0.0013264727267)
 
 @kernel()
 def exp2(x: Any) -> Any:
-    """2 to the power of x, both float32, within 2 ulp for x from -126.5 to 127.5.
+    """Return 2 to the power of x, within 2 ulp for x from -126.5 to 127.5.
 
     Zero below (denormal results are zero), infinity above; NaN stays NaN.
+
+    Args:
+        x: float32.
     """
-    # Written so that a NaN fails both comparisons and passes.
+    # In this form a NaN fails both comparisons and passes through.
     x = np.float32(-127) if np.float32(-127) > x else x
     x = np.float32(128) if np.float32(128) < x else x
     shifted = x + _TO_INTEGER
     r = x - (shifted - _TO_INTEGER)
     mantissa = np.float32(1) + r * (_C1 + r * (_C2 + r * (_C3 + r * (_C4 + r * _C5))))
-    # 2ⁿ by its exponent bits; n = -127 gives zero, n = 128 infinity.
+    # Build 2ⁿ from its exponent bits; n = -127 gives zero, n = 128 infinity.
     power = np.uint32(np.uint32(bits_of_float(shifted) << np.uint32(23)) + np.uint32(127 << 23))
     return mantissa * float_of_bits(power)

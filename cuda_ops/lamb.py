@@ -1,8 +1,8 @@
-"""LAMB's first pass over a parameter (arXiv:1904.00962, algorithm 2): moments, and the squares of its two norms.
+"""First pass of LAMB over a parameter (arXiv:1904.00962, algorithm 2): the moments, and the squares of its two norms.
 
-How far an element goes depends on the norms of its whole parameter and of its whole update, so a second pass makes the
-update: that of `adam_frozen`, over the moments as they are then. The update is not kept in between: 24 bytes an element
-in float32 here and 16 there, where a tensor for it would make 52.
+The step size of an element depends on the norms of its whole parameter and of its whole update. A second pass
+therefore makes the update: `adam_frozen`, with the new moments. The update is not stored in between: 24 bytes per
+element in float32 here and 16 there, instead of 52 with a tensor for the update.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cuda_ops.threads import share
 cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 _BLOCK = 4096
-"""Elements whose squares are added up in float32, from the first-level cache; on a GPU, elements of a block."""
+"""Elements whose squares are summed in float32, from the first-level cache; on a GPU, elements per block of threads."""
 
 _THREADS = 256
 
@@ -45,7 +45,9 @@ def lamb_moments_reference(
     step: int,
     factor: float = 1.0,
 ) -> Tensor:
-    """The definition, in torch."""
+    """Return the result of `lamb_moments`, computed with torch. This defines `lamb_moments`, which documents the
+    arguments.
+    """
     grad = grad.float() * factor
     exp_avg.lerp_(grad, 1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
@@ -67,25 +69,40 @@ def lamb_moments(
     step: int,
     factor: float = 1.0,
 ) -> Tensor:
-    """Update the moments of `param` (n,) float32 in place, as AdamW does.
+    """Update the moments of `param` in place, as AdamW does, and return the squares of LAMB's norms.
 
     Args:
-        grad: (n,) float32, bfloat16 or float16; multiplied by `factor` first (1 / loss scale, times clipping).
-        exp_avg, exp_avg_sq: (n,) float32.
-        step: number of this update, from 1, for the bias corrections.
+        param: (n,) float32, read only.
+        grad: (n,) float32, bfloat16 or float16; multiplied by `factor` first.
+        exp_avg: (n,) float32, first moment; updated in place.
+        exp_avg_sq: (n,) float32, second moment; updated in place.
+        beta1: Decay rate of the first moment.
+        beta2: Decay rate of the second moment.
+        eps: Added to the root of the second moment.
+        weight_decay: Factor of `param` in the update.
+        step: Number of this update, from 1, for the bias corrections.
+        factor: 1 / loss scale, times the clipping factor.
 
     Returns:
-        (2,) float64: the sums of squares of `param`, and of the update: corrected moments, m / (√v + eps), and the
-        decay, weight_decay · param.
+        (2,) float64: the sums of squares of `param` and of the update. The update is m / (√v + eps) with
+        bias-corrected moments, plus weight_decay · param.
 
-    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices, or a step below 1.
     """
     return _lamb_moments(param, grad, exp_avg, exp_avg_sq, beta1, beta2, eps, weight_decay, step, factor)
 
 
 @register_jitable
 def direction_one(param: Any, exp_avg: Any, exp_avg_sq: Any, numbers: Any) -> Any:
-    """One element of the update. `numbers` as `adamw.constants` returns them, of a learning rate of 1."""
+    """Return one element of the update.
+
+    Args:
+        param: Parameter.
+        exp_avg: First moment.
+        exp_avg_sq: Second moment.
+        numbers: Result of `adamw.constants` for a learning rate of 1.
+    """
     return (
         numbers[7] * exp_avg / (math.sqrt(exp_avg_sq) * numbers[5] + numbers[6]) + (np.float32(1) - numbers[1]) * param
     )
@@ -121,7 +138,7 @@ def _moments_cuda(
     param: Any, grad: Any, exp_avg: Any, exp_avg_sq: Any, squares: Any, factor: Any, decay: Any, first: Any, keep: Any,
     second: Any, correction: Any, eps: Any, size: Any,
 ) -> None:  # fmt: skip  # numbers come one by one
-    """A block of threads for every _BLOCK elements; `squares`: two for each block."""
+    """Update moments with one block of threads per _BLOCK elements. `squares` has two numbers per block."""
     numbers = (factor, decay, first, keep, second, correction, eps, size)
     t, low = cuda.threadIdx.x, np.int64(cuda.blockIdx.x) * _BLOCK
     of_param, of_update = np.float32(0), np.float32(0)
@@ -218,7 +235,11 @@ _lamb_moments = register(
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compile what a run that computes in `dtype` needs."""
+    """Compile the kernels for a run that computes in `dtype`.
+
+    Args:
+        dtype: The dtype of the run.
+    """
     param, exp_avg, exp_avg_sq = (torch.zeros(1) for _ in range(3))
     numbers = {"beta1": 0.9, "beta2": 0.9, "eps": 1.0, "weight_decay": 0.0, "step": 1}
     for gradient in {dtype, torch.float32}:

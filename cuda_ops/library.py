@@ -1,5 +1,4 @@
-"""Registration with `torch.library`: operations are `torch.ops.cuda_ops.<name>`, known to FakeTensor and
-`torch.compile`."""
+"""Register operations with `torch.library` as `torch.ops.cuda_ops.<name>`, for FakeTensor and `torch.compile`."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 
 _libraries: dict[str, torch.library.Library] = {}
-"""One for each operation, held: an operation lives as long as its library."""
+"""One library per operation. Kept alive, because an operation lives only as long as its library."""
 
 
 def register(
@@ -19,14 +18,17 @@ def register(
     cuda: Callable[..., Any] | None = None,
     fake: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """Define the operation `schema` ("name(Tensor x) -> Tensor") and return it.
+    """Define an operation and return it.
 
-    `fake` makes outputs of the right shape and dtype without values; it checks its arguments as the others do. An
-    argument that is written to is marked in the schema: `Tensor(a!) x`.
+    Args:
+        schema: For example "name(Tensor x) -> Tensor". Mark an argument that is written to: `Tensor(a!) x`.
+        cpu: Implementation for CPUs.
+        cuda: Implementation for CUDA devices, if any.
+        fake: Returns outputs of the right shape and dtype without values; checks its arguments like the others.
     """
     name = schema.partition("(")[0]
     if name in _libraries:
-        # A KeyboardInterrupt broke off the import of an operation's module, which is now imported once more.
+        # A KeyboardInterrupt has stopped the import of the operation's module, which is now imported again.
         _libraries.pop(name)._destroy()
     library = _libraries[name] = torch.library.Library("cuda_ops", "FRAGMENT")
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -38,5 +40,11 @@ def register(
 
 
 def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
-    """Make the registered operation `name` differentiable; as `torch.library.register_autograd`."""
+    """Make a registered operation differentiable, as `torch.library.register_autograd` does.
+
+    Args:
+        name: Name of the operation.
+        backward: Returns the gradients of the inputs.
+        setup_context: Saves what `backward` needs.
+    """
     torch.library.register_autograd(f"cuda_ops::{name}", backward, setup_context=setup_context, lib=_libraries[name])

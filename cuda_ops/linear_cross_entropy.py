@@ -1,24 +1,24 @@
-"""Cross-entropy of a linear layer's outputs without the whole logits: a chunk of tokens at a time, gradients made in
-the forward pass, so that logits are computed once (the idea of Liger Kernel, arXiv:2410.10989).
+"""Cross-entropy of a linear layer without storing all logits: one chunk of tokens at a time.
 
-N tokens, C hidden size, V vocabulary. On CPUs, for each chunk of n tokens:
+Gradients are computed in the forward pass, so that logits are computed once (the idea of Liger Kernel,
+arXiv:2410.10989). N tokens, C hidden size, V vocabulary. On CPUs, for each chunk of n tokens:
 
-1. logits = weight hiddenᵀ, (V, n), a block of the vocabulary at a time: with the vocabulary first all three matrix
-   products are faster, and a kernel works on all tokens of a chunk at once, without sums across a vector register.
-2. One kernel replaces a block, while it is in the cache, by e = exp(logit - reference) and sums it for each token. The
-   reference need not be the greatest logit: the greatest of the first block does, unless a later one is greater by
-   more than 57 (then the chunk is done again with the greatest).
-3. loss = reference + log(sum) - target's logit; and sum is taken from the target's e.
-4. That is the gradient but for a factor 1 / (sum · count) for each token, which is cheaper multiplied into vectors of
-   length C than into V logits: grad_hidden = factor · (eᵀ weight), grad_weight += e (factor · hidden).
-5. With 16-bit floats and more than two chunks grad_weight is summed in float32, V · C · 4 bytes until it is rounded,
-   once. A chunk's product comes rounded from torch; against that stands that what belongs to the targets, the greatest
-   by far, is added exactly. So the error is that of full logits, or a few percent more. (Of one or two chunks it is up
-   to 1.9 times that: e is rounded to 16 bits at the targets, and the sum of two adds a tenth to that.)
+1. Compute logits = weight hiddenᵀ, (V, n), one block of the vocabulary at a time. With the vocabulary first, all three
+   matrix products are faster, and a kernel works on all tokens of a chunk at once, without sums across a vector
+   register.
+2. One kernel replaces a block, while the block is in the cache, by e = exp(logit - reference) and sums it per token.
+   The reference need not be the greatest logit. The greatest of the first block is enough, unless a later logit is
+   greater by more than 57; then the chunk is computed again with the greatest.
+3. loss = reference + log(sum) - target's logit. Subtract the sum from the target's e.
+4. The result is the gradient except for a factor 1 / (sum · count) per token. Multiplying vectors of length C by the
+   factor is cheaper than multiplying V logits: grad_hidden = factor · (eᵀ weight), grad_weight += e (factor · hidden).
+5. With 16-bit floats and more than two chunks, sum grad_weight in float32 (V · C · 4 bytes) and round once. torch
+   rounds each chunk's product. In return, the contributions of the targets, by far the greatest, are added exactly.
+   The error is that of full logits, or a few percent more. (With one or two chunks it is up to 1.9 times that: e is
+   rounded to 16 bits at the targets, and the sum of two adds a tenth.)
 
-Elsewhere (CUDA; float16, which CPUs do not multiply fast) the same chunks go through torch's operations. On CUDA the
-host never waits: nothing is asked whose answer, or whose shape, depends on values. Their products go into the float32
-sums unrounded.
+On CUDA, and for float16, which CPUs do not multiply fast, torch operations compute the same chunks. On CUDA the host
+never waits: no shape and no branch depends on values. Products enter the float32 sums unrounded.
 """
 
 from __future__ import annotations
@@ -40,37 +40,47 @@ from cuda_ops.tensor_checks import FLOATS, array, check
 from cuda_ops.threads import share
 
 _BLOCK = 4096
-"""Rows of the vocabulary whose logits are computed and made exponentials while they are in the cache."""
+"""Rows of the vocabulary whose logits and exponentials are computed while they are in the cache."""
 
 _GROUP = 128
-"""Rows of the vocabulary that are summed together: the same ones for any number of threads."""
+"""Rows of the vocabulary that are summed together. Fixed, so that the sums do not depend on the number of threads."""
 
 _SUM_LIMIT = 1e25
-"""Greatest sum of exponentials with which all products stay in the range of float32 and bfloat16."""
+"""Greatest sum of exponentials for which all products stay in the range of float32 and bfloat16."""
 
 
 def linear_cross_entropy_reference(hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) -> Tensor:
-    """The definition, in torch."""
+    """Return the loss, computed with torch. This defines `linear_cross_entropy`.
+
+    Args:
+        hidden: (N, C).
+        weight: (V, C).
+        targets: (N,) int64.
+        ignore_index: Targets with this value do not count.
+    """
     return F.cross_entropy(F.linear(hidden, weight).float(), targets, ignore_index=ignore_index)
 
 
 def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, chunk: int | None = None
 ) -> Tensor:
-    """The mean cross-entropy of the logits `hidden weightᵀ`: float32 scalar, differentiable once, by one backward pass.
+    """Return the mean cross-entropy of the logits `hidden weightᵀ`: a float32 scalar, differentiable once, in one
+    backward pass.
+
+    Memory: the logits of a chunk and the gradients. In addition V · C · 4 bytes while the function runs, if `weight`
+    has 16 bits and needs a gradient, and there are more than two chunks.
 
     Args:
         hidden: (N, C) float32, bfloat16 or float16.
         weight: (V, C), of the same dtype.
-        targets: (N,) int64 in [0, V), or `ignore_index`, which does not count; where none counts the loss is NaN. On
-            CPUs others are refused; on CUDA, where a look would wait for the device, they do not count either.
-        chunk: tokens at a time; left out, a tenth of N, or more where that is little.
+        targets: (N,) int64 in [0, V), or `ignore_index`. On CPUs, other values are refused. On CUDA they do not count,
+            because a check would wait for the device. If no target counts, the loss is NaN.
+        ignore_index: Targets with this value do not count.
+        chunk: Tokens at a time; None for a tenth of N, or more if that is little.
 
-    Beside a chunk's logits and the gradients it takes V · C · 4 bytes while it runs, where `weight` is of 16 bits and
-    wants a gradient, and there are more than two chunks: they are summed in float32.
-
-    Raises ValueError for wrong dtypes, shapes, strides, devices, and (on CPUs) targets out of range; RuntimeError when
-    gradients are asked for a second time.
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides, devices, or (on CPUs) targets out of range.
+        RuntimeError: A second backward pass through the same loss.
     """
     grad = torch.is_grad_enabled()
     tokens = default_chunk(len(hidden), weight.shape[0], hidden.dtype) if chunk is None else chunk
@@ -80,17 +90,27 @@ def linear_cross_entropy(
 
 
 def default_chunk(tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """A tenth of the tokens, so that the logits at hand are a tenth of all; more where these take less than
-    16 MiB, and at most 1,024, since products gain nothing from more."""
+    """Return the default number of tokens per chunk.
+
+    A tenth of the tokens, so that a tenth of the logits is in memory. More if the logits take less than 16 MiB. At
+    most 1,024, because products gain nothing from more.
+
+    Args:
+        tokens: Number of tokens.
+        vocabulary: Number of rows of the weight.
+        dtype: dtype of the logits.
+    """
     cheap = min(256, (16 << 20) // max(1, vocabulary * dtype.itemsize))
     return min(1024, max(tokens // 10, cheap, 16)) // 16 * 16
 
 
 @kernel()
 def _exponentials(start: int, stop: int, logits: Any, reference: Any, rows: Any, sums: Any, picked: Any) -> None:
-    """For groups [start, stop) of rows of `logits` (rows, n): 2 to the power of (logits · log2 e - reference) in place,
-    its sums over each group into `sums` (groups, n), and before that the logit at row `rows`[j] of column j, if it is
-    in here, into `picked` (n)."""
+    """Replace `logits` (rows, n) of the groups [start, stop) by 2 to the power of (logits · log2 e - reference).
+
+    Write the sum over each group to `sums` (groups, n). Before that, write the logit in row `rows`[j] of column j to
+    `picked` (n), if these groups contain the row.
+    """
     for group in range(start, stop):
         low = group * _GROUP
         block = logits[low : min(low + _GROUP, logits.shape[0])]
@@ -112,8 +132,11 @@ def _exponentials(start: int, stop: int, logits: Any, reference: Any, rows: Any,
 def _chunk_exponentials(
     hidden: Tensor, weight: Tensor, targets: Tensor, reference: Tensor | None, buffer: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps 1 and 2 for n tokens: their reference (n,), in powers of two, sums (n,) and targets' logits (n,), float32.
-    The exponentials stay in `buffer` (V, n), or only those of the last block if it has fewer rows."""
+    """Do steps 1 and 2 for n tokens. Return references (n,) in powers of two, sums (n,) and targets' logits (n,),
+    float32.
+
+    The exponentials stay in `buffer` (V, n), or only those of the last block if `buffer` has fewer rows.
+    """
     vocabulary, n = weight.shape[0], hidden.shape[0]
     sums = torch.empty(-(-vocabulary // _GROUP), n)
     picked = torch.zeros(n)
@@ -127,7 +150,7 @@ def _chunk_exponentials(
         groups = sums[low // _GROUP : -(-high // _GROUP)]
         with meter.record("linear_cross_entropy", 2 * logits.nbytes, logits.device):
             arguments = (logits, reference, targets - low, groups, picked)
-            worth = max(1, (1 << 17) // (_GROUP * n))  # 131,072 elements, in groups
+            worth = max(1, (1 << 17) // (_GROUP * n))  # 131,072 elements, counted in groups
             share(_exponentials, groups.shape[0], *(array(each) for each in arguments), multiple=1, worth=worth)
     assert reference is not None
     return reference, sums.sum(0, dtype=torch.float64).float(), picked
@@ -136,27 +159,28 @@ def _chunk_exponentials(
 def exponentials(
     hidden: Tensor, weight: Tensor, targets: Tensor, buffer: Tensor, base: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Steps 1 and 2 for a chunk, for those that do step 3 themselves: CPU, float32 or bfloat16.
+    """Do steps 1 and 2 for a chunk, for callers that do step 3 themselves. CPU, float32 or bfloat16.
 
     Args:
         hidden: (n, C).
-        weight: (V, C), or some rows of it.
-        targets: (n,) int64, each a row of `weight`, or any other number where there is none.
-        buffer: (V, n), filled with e = exp(logit - base); or a block of fewer rows, where only the sums are wanted.
-        base: (n,) float64; left out, one is chosen for which all products stay in range.
+        weight: (V, C), or some of its rows.
+        targets: (n,) int64, each a row of `weight`, or any other number for no target.
+        buffer: (V, n), filled with e = exp(logit - base); or fewer rows (one block), if only the sums are needed.
+        base: (n,) float64; None to choose one for which all products stay in range.
 
-    Returns (base (n,) float64, sums of e (n,) float32, targets' logits (n,) float32, 0 where there is none).
+    Returns:
+        (base (n,) float64, sums of e (n,) float32, targets' logits (n,) float32, 0 without a target).
     """
     reference = None if base is None else (base * float(LOG2_E)).float()
     reference, sums, picked = _chunk_exponentials(hidden, weight, targets, reference, buffer)
     if base is None and not (sums <= _SUM_LIMIT).all():
         reference = _chunk_greatest(hidden, weight)
         reference, sums, picked = _chunk_exponentials(hidden, weight, targets, reference, buffer)
-    return reference.double() / float(LOG2_E), sums, picked  # The base is exactly what the kernel subtracted.
+    return reference.double() / float(LOG2_E), sums, picked  # Exactly what the kernel subtracted.
 
 
 def _greatest(logits: Tensor) -> Tensor:
-    """The greatest logit of each token times log2 e: (n,) float32, finite where all are -inf."""
+    """Return the greatest logit of each token times log2 e: (n,) float32, finite even if all are -inf."""
     return logits.amax(0).float().clamp_(min=-1e30).mul_(float(LOG2_E))
 
 
@@ -213,7 +237,7 @@ def _by_torch(
     ignored = uncounted(targets, weight.shape[0], ignore_index)
     count = len(targets) - ignored.sum()
     one = torch.ones((), device=hidden.device)
-    # Most gradients of a mean over many tokens would be zero in float16: there it stays a sum until the backward pass.
+    # In float16, most gradients of a mean over many tokens would be zero: keep the sum until the backward pass.
     share_of_token, left = (one, 1 / count.clamp(min=1)) if hidden.dtype is torch.float16 else (1 / count, one)
     grad_hidden, total = _new_gradients(hidden, weight, need_hidden, need_weight, chunk)
     loss = torch.zeros((), device=hidden.device)
@@ -234,30 +258,56 @@ def _by_torch(
 
 
 def uncounted(targets: Tensor, vocabulary: int, ignore_index: int) -> Tensor:
-    """(N,) bool: where a target does not count in the loss: `ignore_index`, and what is no row of the vocabulary."""
+    """Return (N,) bool: the targets that do not count, because they are `ignore_index` or no row of the vocabulary.
+
+    Args:
+        targets: (N,) int64.
+        vocabulary: Number of rows.
+        ignore_index: Targets with this value do not count.
+    """
     return (targets == ignore_index) | (targets < 0) | (targets >= vocabulary)
 
 
 def replace_targets(e: Tensor, rows: Tensor, values: Tensor) -> None:
-    """e[rows[j], j] = values[j] for each column j of `e` (V, n) where row `rows`[j] is one of `e`'s; others stay.
+    """Set e[rows[j], j] = values[j] for each column j whose row is in `e`.
 
-    Written for all columns, with what is there where nothing is to be replaced: to find those that are would make the
-    host wait for a GPU.
+    Writes to every column, and keeps the old value if there is nothing to replace: a search for the affected columns
+    would make the host wait for a GPU.
+
+    Args:
+        e: (V, n); changed in place.
+        rows: (n,) int64.
+        values: (n,).
     """
-    # By indices, not by scatter_, which copies all of `e` first on a CPU.
+    # Use indices: on a CPU, scatter_ copies all of `e` first.
     nearest, columns = rows.clamp(0, e.shape[0] - 1), torch.arange(rows.shape[0], device=e.device)
     present = e.gather(0, nearest.unsqueeze(0)).squeeze(0)
     e.index_put_((nearest, columns), torch.where(nearest == rows, values.to(e.dtype), present))
 
 
 def sum_dtype(weight: Tensor, tokens: int, chunk: int) -> torch.dtype:
-    """In which the gradient of `weight` is summed over chunks: float32 for 16-bit floats, but for two chunks. Their sum
-    is rounded once more than a single product, and float32 would cost a tenth of a small model's step."""
+    """Return the dtype in which the gradient of `weight` is summed over chunks.
+
+    Float32 for 16-bit floats with more than two chunks. The sum of two chunks has one more rounding than a single
+    product, and float32 would cost a tenth of a small model's step.
+
+    Args:
+        weight: (V, C).
+        tokens: Number of tokens.
+        chunk: Tokens per chunk.
+    """
     return torch.float32 if tokens > 2 * chunk and weight.dtype in FLOATS else weight.dtype
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
-    """total (V, C) += left (V, n) right (n, C), where `first` instead of what it held; float32, or of their dtype."""
+    """Add left right to `total`.
+
+    Args:
+        total: (V, C) float32, or of the factors' dtype; updated in place.
+        left: (V, n).
+        right: (n, C).
+        first: Overwrite `total` instead.
+    """
     beta = 0 if first else 1
     if total.dtype is left.dtype:
         onednn_matmul.addmm_(total, left, right, beta=beta)
@@ -265,7 +315,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> N
     if total.is_cuda:
         torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
         return
-    for low in range(0, len(total), _BLOCK):  # torch has no such product on CPUs; a block's stays in the cache.
+    for low in range(0, len(total), _BLOCK):  # torch has no such product on CPUs. A block stays in the cache.
         target, rows = rows_from(total, low, _BLOCK), rows_from(left, low, _BLOCK)
         if left.dtype is torch.float16:  # which CPUs do not multiply fast in any way
             onednn_matmul.addmm_(target, rows.float(), right.float(), beta=beta)
@@ -278,20 +328,23 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> N
 def add_chunk(
     total: Tensor, e: Tensor, hidden: Tensor, factors: Tensor, rows: Tensor, at: Tensor, sums: Tensor, *, first: bool
 ) -> None:
-    """total (V, C) += e (factors · hidden), step 5, for a chunk of n tokens on a CPU. Changes `e`.
+    """Add e (factors · hidden) to `total`: step 5, for a chunk of n tokens on a CPU. Changes `e`.
 
     Args:
+        total: (V, C); updated in place.
         e: (V, n), with `at` - `sums` at the targets (`replace_targets`).
+        hidden: (n, C).
         factors: (n, 1).
-        rows: (n,) int64, of the targets.
+        rows: (n,) int64, rows of the targets.
         at: (n,) exponentials at the targets.
-        sums: (n,) of all exponentials.
+        sums: (n,) sums of all exponentials.
+        first: Overwrite `total` instead.
     """
     scaled = (hidden * factors).to(e.dtype)
     if total.dtype is e.dtype:
         add_product(total, e, scaled, first=first)
         return
-    # A token that is rarer than one in a chunk has little in the product but what stands at targets.
+    # For a token that is rarer than one in a chunk, almost all of the product comes from the targets.
     rare = at * len(hidden) < sums
     replace_targets(e, rows, torch.where(rare, at, at - sums))
     add_product(total, e, scaled, first=first)
@@ -302,18 +355,24 @@ def add_chunk(
 
 
 def rows_from(tensor: Tensor, low: int, count: int) -> Tensor:
-    """Up to `count` rows of `tensor` from `low` on."""
+    """Return up to `count` rows from row `low` on, as a view.
+
+    Args:
+        tensor: A tensor.
+        low: First row.
+        count: Number of rows.
+    """
     return tensor.narrow(0, low, min(count, tensor.shape[0] - low))
 
 
 def _new_gradients(
     hidden: Tensor, weight: Tensor, need_hidden: bool, need_weight: bool, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """Memory for the gradient of `hidden`, and for the sum of that of `weight`."""
+    """Allocate the gradient of `hidden`, and the sum for that of `weight`."""
     grad_hidden = torch.empty_like(hidden) if need_hidden else hidden.new_empty(0)
     if not need_weight:
         return grad_hidden, weight.new_empty(0)
-    # Without tokens there is no chunk to write it.
+    # Without tokens, no chunk writes the sum: start with zeros.
     new = torch.empty_like if len(hidden) else torch.zeros_like
     return grad_hidden, new(weight, dtype=sum_dtype(weight, len(hidden), chunk))
 
@@ -327,7 +386,13 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> None:
 
 
 def check_range(targets: Tensor, vocabulary: int, ignore_index: int) -> None:
-    """Raise ValueError where a target is neither a row of the vocabulary nor `ignore_index`. Waits for the device."""
+    """Raise ValueError if a target is neither a row of the vocabulary nor `ignore_index`. Waits for the device.
+
+    Args:
+        targets: (N,) int64.
+        vocabulary: Number of rows.
+        ignore_index: Targets with this value do not count.
+    """
     wrong = (targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))
     if wrong.any():
         first = int(wrong.nonzero()[0])
@@ -388,9 +453,9 @@ def _backward(ctx: Any, grad_loss: Tensor | None, *_: None) -> tuple[Tensor | No
 
 
 def _scaled(gradient: Tensor, factor: Tensor) -> Tensor:
-    if type(gradient) is not Tensor:  # It is traced, and a compiler decides what is done in place.
+    if type(gradient) is not Tensor:  # While tracing, the compiler decides about in-place updates.
         return (gradient * factor).to(gradient.dtype)
-    if gradient.is_cpu and factor.item() == 1:  # On a GPU a look would cost more than the pass.
+    if gradient.is_cpu and factor.item() == 1:  # On a GPU, `item` would wait for longer than `mul_` takes.
         return gradient
     return gradient.mul_(factor)
 
@@ -399,6 +464,10 @@ register_autograd("linear_cross_entropy", _backward, _setup_context)
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compile what a run that computes in `dtype` needs."""
+    """Compile the kernels for a run that computes in `dtype`.
+
+    Args:
+        dtype: The dtype of the run's activations.
+    """
     hidden, weight = torch.zeros(1, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
     linear_cross_entropy(hidden, weight, torch.zeros(1, dtype=torch.int64))

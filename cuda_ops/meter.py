@@ -1,4 +1,4 @@
-"""What kernels did since somebody last asked: calls, bytes and seconds by name."""
+"""Count the kernels of this process: calls, bytes and seconds by name, since the last read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @dataclass
 class KernelUse:
-    """Uses of one kernel. `nbytes`: what it must at least read and write; `seconds` on its own device."""
+    """Uses of one kernel. `nbytes` is the minimum that the kernel reads and writes; `seconds` is time on its device."""
 
     calls: int = 0
     nbytes: int = 0
@@ -21,7 +21,7 @@ class KernelUse:
 
 
 class KernelMeter:
-    """Counts kernels of this process, on all its threads."""
+    """Counts the kernels of this process, in all threads."""
 
     def __init__(self) -> None:
         self._uses: dict[str, KernelUse] = {}
@@ -30,7 +30,13 @@ class KernelMeter:
 
     @contextmanager
     def record(self, name: str, nbytes: int, device: torch.device) -> Iterator[None]:
-        """Count what runs inside: by the clock on CPUs, by a pair of events on a GPU, which nothing waits for."""
+        """Count the kernel in the context. Uses the clock on CPUs, and a pair of events without waiting on GPUs.
+
+        Args:
+            name: Name of the kernel.
+            nbytes: Bytes that the kernel reads and writes at least.
+            device: Device of the kernel.
+        """
         if device.type != "cuda":
             start = time.perf_counter()
             yield
@@ -45,8 +51,7 @@ class KernelMeter:
             self._events.append((name, before, after))
 
     def take(self) -> dict[str, KernelUse]:
-        """What was counted; counting starts again. GPU times whose events have not passed are left for the next
-        call."""
+        """Return the counts and restart them. GPU times whose events are still pending are counted in a later call."""
         with self._lock:
             events, self._events = self._events, []
         for name, before, after in events:
@@ -68,4 +73,4 @@ class KernelMeter:
 
 
 meter = KernelMeter()
-"""The one of this process: kernels have no other place to report to."""
+"""The meter of this process. Global, because kernels have no other object to report to."""

@@ -1,16 +1,16 @@
-"""One bit an element with error feedback, as 1-bit Adam (arXiv:2102.02888) sends its momentum.
+"""One-bit compression with error feedback, as 1-bit Adam sends its momentum (arXiv:2102.02888).
 
-What is sent of an element is its sign, times the mean magnitude of its chunk; what that misses is kept and added the
-next time. A chunk's mean must be known before its first sign is worth anything, so every element is looked at twice.
-Chunks small enough for the cache make the second look free: 12 bytes an element in float32 from and to memory (values
-and error read, error written) and an eighth of a byte of signs. One mean for the whole tensor would cost 20.
-
-The end of an exchange of signs on one rank (arXiv:2102.02888): each rank's slice of the mean, decoded, and what this
-rank keeps for the next exchange, in one pass.
-
-Until all messages have come, what the signs of a rank missed stands in the buffer of what was given (`onebit_pack`).
-Here the mean takes its place there, and what is kept takes it in, together with a share of the mean: 16 bytes an
-element in float32 where decoding, copying and adding would go over 32.
+1. `onebit_pack`: each element is sent as its sign, scaled by the mean magnitude of its chunk. The compression error is
+   kept and added the next time. A chunk's mean must be known before its first sign is useful, so every element is read
+   twice. Chunks fit the cache, which makes the second read free: 12 bytes per element in float32 from and to memory
+   (values and error read, error written) and an eighth of a byte of signs. One mean for the whole tensor would cost
+   20.
+2. `onebit_average`: decode the messages of all ranks and average them.
+3. `onebit_take`: finish an exchange on one rank in one pass: decode each rank's slice of the mean, and update what
+   this rank keeps for the next exchange. Until all messages have arrived, the buffer of the values holds the
+   compression error (`onebit_pack`). Here the mean replaces the error there, and the kept tensor receives the error
+   plus a share of the mean. That costs 16 bytes per element in float32, instead of 32 for separate decoding, copying
+   and adding.
 """
 
 from __future__ import annotations
@@ -35,16 +35,23 @@ from cuda_ops.threads import share
 cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 CHUNK = 1 << 14
-"""Elements that share a scale: 64 KiB of float32, which the second-level cache holds."""
+"""Elements that share a scale: 64 KiB of float32, which fit the second-level cache."""
 
 _THREADS = 1024
-"""Threads of a block on a GPU, which takes a chunk: few blocks at a time, so that their second look finds the cache."""
+"""GPU threads per chunk. Many threads, so that few chunks are in progress and their second read hits the cache."""
 
 
 def onebit_pack_reference(
     values: Tensor | None, error: Tensor, *, factor: float = 1.0, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """The definition, in torch."""
+    """Return (packed, scales), computed with torch. This defines `onebit_pack`.
+
+    Args:
+        values: (n,) floats or None.
+        error: (n,) float32; updated in place.
+        factor: Factor of the error.
+        chunk: Elements per scale.
+    """
     corrected = factor * error if values is None else values.float() + factor * error
     pieces = corrected.split(chunk)
     scales = torch.stack([piece.abs().mean() for piece in pieces]) if len(corrected) else corrected
@@ -56,7 +63,14 @@ def onebit_pack_reference(
 
 
 def onebit_average_reference(packed: Tensor, scales: Tensor, out: Tensor, *, chunk: int = CHUNK) -> None:
-    """The definition, in torch."""
+    """Average with torch. This defines `onebit_average`.
+
+    Args:
+        packed: (ranks, ceil(n / 8)) uint8.
+        scales: (ranks, ceil(n / chunk)) float32.
+        out: (n,); overwritten.
+        chunk: Elements per scale.
+    """
     bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
     signs = bits.flatten(1)[:, : len(out)].float() * 2 - 1
     out.copy_((signs * scales.repeat_interleave(chunk, dim=1)[:, : len(out)]).mean(dim=0))
@@ -65,38 +79,44 @@ def onebit_average_reference(packed: Tensor, scales: Tensor, out: Tensor, *, chu
 def onebit_pack(
     values: Tensor | None, error: Tensor, *, factor: float = 1.0, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """The signs of `values + factor · error`, eight to a byte, and the mean magnitude of each chunk.
+    """Return the signs of `values + factor · error`, eight per byte, and the mean magnitude of each chunk.
+
+    A chunk with a NaN or an infinity has that mean, so that the receiver gets no finite value from it. The error of
+    the chunk is then lost: check with `grad_stats` before.
 
     Args:
-        values: (n,) float32, bfloat16 or float16; None stands for zeros.
-        error: (n,) float32, changed in place: what signs times means miss of `values + factor · error`.
-        chunk: elements that share a mean, a multiple of 8. The last chunk may be shorter.
+        values: (n,) float32, bfloat16 or float16; None for zeros.
+        error: (n,) float32; replaced by the compression error of `values + factor · error`.
+        factor: Factor of the error.
+        chunk: Elements per mean, a multiple of 8. The last chunk may be shorter.
 
     Returns:
-        (ceil(n / 8),) uint8: bit i of byte j is set where element 8j + i is not negative; spare bits are 0.
+        (ceil(n / 8),) uint8: bit i of byte j is set if element 8j + i is not negative; unused bits are 0.
         (ceil(n / chunk),) float32: the means.
 
-    A chunk that holds a NaN or an infinity has that mean, so that nothing of it comes out finite at the other end. Its
-    error is then lost: look at `grad_stats` first. Raises ValueError for wrong dtypes, shapes, strides or devices.
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices.
     """
     packed, scales = _onebit_pack(values, error, factor, chunk)
     return packed, scales
 
 
 def onebit_average(packed: Tensor, scales: Tensor, out: Tensor, *, chunk: int = CHUNK) -> None:
-    """`out` = the mean over ranks of what they packed, taken in their order.
+    """Set `out` to the mean over ranks of their messages, added in the order of ranks.
 
     Args:
-        packed: (ranks, ceil(n / 8)) uint8, as from `onebit_pack`.
+        packed: (ranks, ceil(n / 8)) uint8, from `onebit_pack`.
         scales: (ranks, ceil(n / chunk)) float32.
-        out: (n,) float32, bfloat16 or float16.
+        out: (n,) float32, bfloat16 or float16; overwritten.
+        chunk: Elements per scale.
 
-    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices.
     """
     _onebit_average(packed, scales, out, chunk)
 
 
-# LLVM makes neither bits of comparisons nor the reverse out of loops, but has both as one instruction for vectors.
+# LLVM does not vectorise loops between comparisons and bits, but vector types have one instruction for each.
 _LANES = 16
 _VECTOR = ir.VectorType(ir.FloatType(), _LANES)
 _MASK = ir.IntType(_LANES)
@@ -104,7 +124,7 @@ _MASK = ir.IntType(_LANES)
 
 @intrinsic
 def _store_signs(typingctx: Any, values: Any, i: Any, packed: Any, j: Any) -> Any:
-    """packed[j : j + 2] (uint8) = the signs of values[i : i + 16] (float32)."""
+    """Set packed[j : j + 2] (uint8) to the signs of values[i : i + 16] (float32)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         source = builder.bitcast(_element(context, builder, signature, arguments, 0), _VECTOR.as_pointer())
@@ -118,8 +138,11 @@ def _store_signs(typingctx: Any, values: Any, i: Any, packed: Any, j: Any) -> An
 
 @intrinsic
 def _store_sums(typingctx: Any, out: Any, i: Any, packed: Any, j: Any, weights: Any) -> Any:
-    """out[i : i + 16] = the sum over rows r of weights[r] where a bit of packed[r, j : j + 2] is set, -weights[r]
-    elsewhere. All in one register: sums that went through a scratch array took three times as long."""
+    """Set out[i : i + 16] to the sum over rows r of ±weights[r], by the bits of packed[r, j : j + 2].
+
+    A set bit adds weights[r], a clear bit subtracts it. The sum stays in one register: with a scratch array it took
+    three times as long.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         rows = context.make_array(signature.args[2])(context, builder, arguments[2])
@@ -142,7 +165,7 @@ def _store_sums(typingctx: Any, out: Any, i: Any, packed: Any, j: Any, weights: 
 
 
 def _rounded(builder: Any, values: Any, dtype: Any) -> Any:
-    """float32 values as elements of `dtype`, as `elements.store` rounds them."""
+    """Return float32 values as elements of `dtype`, rounded like `kernel_math.store`."""
     if dtype == types.int16:
         return builder.fptrunc(values, ir.VectorType(ir.HalfType(), _LANES))
     if dtype != types.uint16:
@@ -157,7 +180,7 @@ def _rounded(builder: Any, values: Any, dtype: Any) -> Any:
 
 
 def _element(context: Any, builder: Any, signature: Any, arguments: Any, k: int) -> Any:
-    """The address of the element that arguments k (an array) and k + 1 (an index) name."""
+    """Return the address of element k + 1 (an index) of argument k (an array)."""
     data = context.make_array(signature.args[k])(context, builder, arguments[k]).data
     return cgutils.gep(builder, data, arguments[k + 1])
 
@@ -171,7 +194,7 @@ def _broadcast(builder: Any, value: Any) -> Any:
 
 @kernel(fastmath=REORDERED)
 def _correct(values: Any, low: int, high: int, error: Any, factor: Any) -> Any:
-    """error = values[low:high] + factor · error; the sum of magnitudes."""
+    """Set error = values[low:high] + factor · error and return the sum of magnitudes."""
     total = np.float32(0)
     if values is None:
         for i in range(error.shape[0]):
@@ -208,6 +231,16 @@ def _pack(start: int, stop: int, values: Any, error: Any, packed: Any, scales: A
 
 @kernel()
 def average(start: int, stop: int, packed: Any, scales: Any, out: Any, chunk: int) -> None:
+    """Average the messages of all ranks for the elements [start, stop). `start` must be a multiple of `chunk`.
+
+    Args:
+        start: First element.
+        stop: End of the elements.
+        packed: (ranks, ceil(n / 8)) uint8.
+        scales: (ranks, ceil(n / chunk)) float32.
+        out: (n,); overwritten.
+        chunk: Elements per scale.
+    """
     ranks = packed.shape[0]
     weights = np.empty(ranks, dtype=np.float32)
     for low in range(start, stop, chunk):
@@ -226,7 +259,7 @@ def average(start: int, stop: int, packed: Any, scales: Any, out: Any, chunk: in
 
 
 def _pack_cuda(values: Any, error: Any, packed: Any, scales: Any, factor: Any, chunk: int) -> None:
-    """A block of threads for each chunk. `values` without elements: they are zeros."""
+    """Pack with one block of threads per chunk. `values` without elements means zeros."""
     t, block = cuda.threadIdx.x, cuda.blockIdx.x
     low = np.int64(block) * chunk
     width = min(chunk, error.shape[0] - low)
@@ -238,7 +271,7 @@ def _pack_cuda(values: Any, error: Any, packed: Any, scales: Any, factor: Any, c
         error[np.uint64(low + i)] = corrected
         total += abs(corrected)
     totals = cuda.shared.array(_THREADS, np.float32)
-    signs = cuda.shared.array(_THREADS, np.uint8)  # On a line of its own: the simulator knows arrays by their lines.
+    signs = cuda.shared.array(_THREADS, np.uint8)  # Keep on its own line: the simulator identifies arrays by line.
     totals[t] = total
     half = _THREADS // 2
     while half > 0:
@@ -267,7 +300,7 @@ def _pack_cuda(values: Any, error: Any, packed: Any, scales: Any, factor: Any, c
 
 
 def _average_cuda(packed: Any, scales: Any, out: Any, chunk: int) -> None:
-    """A block of threads for each chunk."""
+    """Average with one block of threads per chunk."""
     low = np.int64(cuda.blockIdx.x) * chunk
     ranks = packed.shape[0]
     for i in range(cuda.threadIdx.x, min(chunk, out.shape[0] - low), _THREADS):
@@ -280,7 +313,11 @@ def _average_cuda(packed: Any, scales: Any, out: Any, chunk: int) -> None:
 
 
 def check_chunk(chunk: int) -> None:
-    """Raises ValueError for a chunk that cuts a byte of signs."""
+    """Raise ValueError if a chunk does not end at a byte of signs.
+
+    Args:
+        chunk: Elements per scale.
+    """
     if chunk < 8 or chunk % 8:
         raise ValueError(f"chunk: {chunk}, expected a positive multiple of 8, so that no byte of signs has two scales")
 
@@ -365,7 +402,11 @@ _onebit_average = register(
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compile what a run that computes in `dtype` needs."""
+    """Compile the kernels of packing and averaging for a run that computes in `dtype`.
+
+    Args:
+        dtype: The dtype of the run.
+    """
     onebit_pack(None, torch.zeros(1))
     for values in {dtype, torch.float32}:
         packed, scales = onebit_pack(torch.zeros(1, dtype=values), torch.zeros(1))
@@ -373,13 +414,22 @@ def warm(dtype: torch.dtype) -> None:
 
 
 _AVERAGE_THREADS = 256
-"""Threads of a block on a GPU, which takes a chunk."""
+"""GPU threads per chunk in `onebit_take`."""
 
 
 def onebit_take_reference(
     packed: Tensor, scales: Tensor, values: Tensor, kept: Tensor, *, share: float, chunk: int = CHUNK
 ) -> Tensor:
-    """The definition, in torch."""
+    """Take with torch and return the squares. This defines `onebit_take`.
+
+    Args:
+        packed: (ranks, ceil(n / 8)) uint8.
+        scales: (ranks, ceil(n / chunk)) float32.
+        values: (ranks · n,) float32; updated in place.
+        kept: (ranks · n,) float32; overwritten.
+        share: Factor of the mean in `kept`.
+        chunk: Elements per scale.
+    """
     squares = []
     rows = zip(packed, scales, values.view(len(packed), -1), kept.view(len(packed), -1), strict=True)
     for bits, means, missed, keeps in rows:
@@ -396,18 +446,21 @@ def onebit_take_reference(
 def onebit_take(
     packed: Tensor, scales: Tensor, values: Tensor, kept: Tensor, *, share: float, chunk: int = CHUNK
 ) -> Tensor:
-    """`kept` = `values` + `share` · mean; `values` = the mean, whose slice r is what rank r has packed of it.
+    """Set `kept` = `values` + `share` · mean, then `values` = the mean. Rank r has packed slice r of the mean.
 
     Args:
-        packed: (ranks, ceil(n / 8)) uint8, as from `onebit_pack`.
+        packed: (ranks, ceil(n / 8)) uint8, from `onebit_pack`.
         scales: (ranks, ceil(n / chunk)) float32.
-        values: (ranks · n,) float32, changed in place: before, what this rank's own signs missed.
-        kept: (ranks · n,) float32, only written.
+        values: (ranks · n,) float32; before, the compression error of this rank; afterwards, the mean.
+        kept: (ranks · n,) float32; overwritten.
+        share: Factor of the mean in `kept`.
+        chunk: Elements per scale.
 
     Returns:
-        (ranks, ceil(n / chunk)) float32: the sum of squares of what was missed, chunk by chunk.
+        (ranks, ceil(n / chunk)) float32: the sum of squares of the compression error per chunk.
 
-    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices.
     """
     return _onebit_take(packed, scales, values, kept, share, chunk)
 
@@ -424,7 +477,7 @@ def _square(values: Any) -> Any:
 def _take(
     start: int, stop: int, packed: Any, scales: Any, values: Any, kept: Any, squares: Any, share: Any, chunk: int
 ) -> None:
-    """One slice; `packed` and `scales` have one row."""
+    """Take one slice. `packed` and `scales` have one row."""
     for low in range(start, stop, chunk):
         high = min(low + chunk, stop)
         mean, keeps = values[low:high], kept[low:high]
@@ -437,7 +490,7 @@ def _take(
 
 
 def _take_cuda(packed: Any, scales: Any, values: Any, kept: Any, squares: Any, share: Any, chunk: int) -> None:
-    """A block of threads for each chunk of each slice."""
+    """Take with one block of threads per chunk of each slice."""
     t, chunks = cuda.threadIdx.x, scales.shape[1]
     rank, number = cuda.blockIdx.x // chunks, cuda.blockIdx.x % chunks
     numel = values.shape[0] // packed.shape[0]
@@ -525,7 +578,11 @@ _onebit_take = register(
 )
 
 
-def warm_take(dtype: torch.dtype) -> None:  # every step of a warm-up is given one; means are in float32
-    """Compile what a run that sends signs needs."""
+def warm_take(dtype: torch.dtype) -> None:  # warm-up steps take a dtype; means are always float32
+    """Compile the kernel of `onebit_take`.
+
+    Args:
+        dtype: Ignored.
+    """
     packed, scales = torch.zeros(1, 1, dtype=torch.uint8), torch.zeros(1, 1)
     onebit_take(packed, scales, torch.zeros(1), torch.zeros(1), share=0.0)

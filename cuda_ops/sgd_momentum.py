@@ -1,7 +1,7 @@
-"""SGD with momentum in one pass over flats: unscale, clip, decay, update, and the copy in low precision.
+"""SGD with momentum in one pass over flat tensors: unscale, clip, decay, update, and the low-precision copy.
 
-As torch.optim.SGD computes it (Sutskever et al., 2013, with Nesterov's variant). Bound by memory: 20 bytes an element
-in float32, of which nothing is read or written twice.
+Same results as torch.optim.SGD (Sutskever et al., 2013, with Nesterov's variant). Memory-bound: 20 bytes per element
+in float32, each read or written once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cuda_ops.threads import share
 cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 _BLOCK = 4096
-"""Elements that are updated before their copy is written, so that it is made from the first-level cache."""
+"""Elements that are updated before their copy is written, so that the copy reads the first-level cache."""
 
 
 def sgd_momentum_reference(
@@ -41,7 +41,7 @@ def sgd_momentum_reference(
     first: bool = False,
     factor: float = 1.0,
 ) -> None:
-    """The definition, in torch."""
+    """Update with torch. This defines `sgd_momentum`, which documents the arguments."""
     grad = grad.float() * factor + weight_decay * param
     if first:
         momentum_buffer.copy_(grad)
@@ -66,16 +66,23 @@ def sgd_momentum(
     first: bool = False,
     factor: float = 1.0,
 ) -> None:
-    """Update `param` (n,) float32 and its momentum in place, as torch.optim.SGD does.
+    """Update `param` and its momentum in place, as torch.optim.SGD does.
 
     Args:
-        grad: (n,) float32, bfloat16 or float16; multiplied by `factor` first (1 / loss scale, times clipping).
-        momentum_buffer: (n,) float32.
-        copy: (n,) bfloat16, float16 or float32, takes the updated parameter; may be left out.
-        weight_decay: coupled: its share of `param` is added to the gradient.
-        first: the momentum starts as the gradient, undamped, whatever the buffer holds, as in torch's first update.
+        param: (n,) float32; updated in place.
+        grad: (n,) float32, bfloat16 or float16; multiplied by `factor` first.
+        momentum_buffer: (n,) float32; updated in place.
+        copy: (n,) bfloat16, float16 or float32, receives the updated parameter; None for no copy.
+        lr: Learning rate.
+        momentum: Decay rate of the momentum.
+        dampening: Reduces the gradient's share in the momentum.
+        weight_decay: Coupled: weight_decay · param is added to the gradient.
+        nesterov: Use Nesterov's variant.
+        first: Start the momentum with the undamped gradient and ignore the buffer, as in torch's first update.
+        factor: 1 / loss scale, times the clipping factor.
 
-    Raises ValueError for wrong dtypes, shapes, strides or devices.
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices.
     """
     _sgd_momentum(param, grad, momentum_buffer, copy, lr, momentum, dampening, weight_decay, nesterov, first, factor)
 
@@ -89,7 +96,16 @@ def update_one(
     first: bool,
     nesterov: bool,
 ) -> tuple[Any, Any]:
-    """One element: the new parameter and momentum. `numbers`: factor, weight decay, momentum, 1 - dampening, lr."""
+    """Return the new parameter and momentum of one element.
+
+    Args:
+        param: Parameter.
+        grad: Gradient.
+        momentum_buffer: Momentum.
+        numbers: Factor, weight decay, momentum, 1 - dampening, lr.
+        first: Start the momentum with the gradient.
+        nesterov: Use Nesterov's variant.
+    """
     factor, decay, momentum, undamped, lr = numbers
     gradient = grad * factor + decay * param
     average = gradient if first else momentum_buffer * momentum + gradient * undamped
@@ -123,10 +139,10 @@ def _update(
 def _update_cuda(
     param: Any, grad: Any, momentum_buffer: Any, copy: Any, numbers: Any, first: bool, nesterov: bool
 ) -> None:
-    """A thread for each element. `copy` without elements: none is wanted."""
+    """Update with one thread per element. `copy` without elements means None."""
     if cuda.grid(1) >= param.shape[0]:
         return
-    i = np.uint64(cuda.grid(1))  # Unsigned: a signed index might count from the end, which Numba would look at.
+    i = np.uint64(cuda.grid(1))  # Unsigned: for a signed index, Numba adds a check for negative values.
     p, m = update_one(param[i], load(grad, i), momentum_buffer[i], numbers, first, nesterov)
     param[i], momentum_buffer[i] = p, m
     if copy.shape[0] > 0:
@@ -199,7 +215,7 @@ def _by_torch(
     first: bool,
     factor: float,
 ) -> None:
-    """By torch's fused kernel."""
+    """Update with torch's fused kernel."""
     for p, g, m in gpu.pieces(param, grad, momentum_buffer):
         torch._fused_sgd_(
             [p],
@@ -235,7 +251,11 @@ _sgd_momentum = register(
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compile what a run that computes in `dtype` needs."""
+    """Compile the kernels for a run that computes in `dtype`.
+
+    Args:
+        dtype: The dtype of the run.
+    """
     param, momentum_buffer = torch.zeros(1), torch.zeros(1)
     copy = None if dtype is torch.float32 else torch.zeros(1, dtype=dtype)
     for gradient in {dtype, torch.float32}:

@@ -1,4 +1,4 @@
-"""Numbers in shared memory that one rank raises and others wait for."""
+"""Flags in shared memory: one rank sets a number, others wait until it reaches a value."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from numba.extending import intrinsic
 from cuda_ops.compile import kernel
 
 _SPINS = 2_000
-"""Looks without giving the core away: a few microseconds."""
+"""Checks in a busy loop: a few microseconds."""
 
 _YIELDS = 2_000
-"""Looks that let others run in between: a millisecond or so when nobody wants to. To wake a sleeping core takes a
-virtual machine as long as a round of a collective."""
+"""Checks with a `sched_yield` in between: about a millisecond if no other thread wants the core. In a virtual machine,
+waking a sleeping core takes as long as a round of a collective, so that a wait should not sleep early.
+"""
 
 _SLEEP_NANOSECONDS = 30_000_000
-"""How long a wait sleeps at most before it returns to Python, where signals are handled."""
+"""Maximum sleep of a wait before it returns to Python, which handles signals."""
 
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine(), -1)
 _WAIT, _WAKE, _ALL = 0, 1, 2**31 - 1
-"""Of the system call futex(2): its number, two of its operations, and how many to wake."""
+"""Constants of the system call futex(2): two operations, and the number of threads to wake. `_FUTEX` is its number."""
 
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 _syscall = types.ExternalFunction("syscall", types.int64(*[types.int64] * 7))
@@ -51,14 +52,28 @@ def _store_release(typingctx: Any, address: Any, value: Any) -> Any:
 
 @kernel()
 def raise_flag(address: int, value: int) -> None:
-    """Write `value` to the 64-bit number at `address`, after everything that was written before, and wake who waits."""
+    """Write `value` to the 64-bit number at `address` after all earlier writes, and wake the waiting ranks.
+
+    Args:
+        address: Address of the flag.
+        value: New value.
+    """
     _store_release(address, value)  # type: ignore[call-arg]  # Numba passes the typing context itself
     _syscall(_FUTEX, address, _WAKE, _ALL, 0, 0, 0)
 
 
 @kernel()
 def raise_flag_with(address: int, value: int, words: int, first: int, second: int, third: int) -> None:
-    """As `raise_flag`, after three numbers were written from the address `words` on."""
+    """Write three numbers, then raise a flag as `raise_flag` does.
+
+    Args:
+        address: Address of the flag.
+        value: New value.
+        words: Address of the three numbers.
+        first: First number.
+        second: Second number.
+        third: Third number.
+    """
     _store_release(words, first)  # type: ignore[call-arg]  # as above
     _store_release(words + 8, second)  # type: ignore[call-arg]  # as above
     _store_release(words + 16, third)  # type: ignore[call-arg]  # as above
@@ -68,8 +83,15 @@ def raise_flag_with(address: int, value: int, words: int, first: int, second: in
 
 @kernel()
 def find_other_words(addresses: Any, offset: int, first: int, second: int, third: int) -> int:
-    """The index of the first of `addresses` (n,) int64 from which on, `offset` bytes further, other numbers are written
-    than these three; -1 if there is none."""
+    """Return the index of the first address where the three numbers differ from the given ones; -1 if there is none.
+
+    Args:
+        addresses: (n,) int64.
+        offset: Bytes from each address to its three numbers.
+        first: Expected first number.
+        second: Expected second number.
+        third: Expected third number.
+    """
     for k in range(addresses.shape[0]):
         at = addresses[k] + offset
         if (
@@ -83,13 +105,21 @@ def find_other_words(addresses: Any, offset: int, first: int, second: int, third
 
 @kernel()
 def wait_for_flags(addresses: Any, value: int, spins: int, yields: int, sleep: bool) -> int:
-    """Wait until every number at `addresses` (n,) int64 is at least `value`; what their writers wrote before is then
-    visible. Returns -1, or the index of one that is not there: after about 30 ms, or without `sleep` at once.
+    """Wait until every flag is at least `value`. The earlier writes of their writers are then visible.
 
-    A rank that waits sleeps after so many `spins` and `yields`, so that the system can give its core to a rank that
-    works. (Of four ranks that only yielded, two that work may stay on one core while two that wait hold the other.) A
-    sleeper watches the number's lower half, which is the one at its address on the little-endian machines that have
-    `_FUTEX`.
+    A waiting rank sleeps after `spins` and `yields`, so that the system can give its core to a working rank. (If four
+    ranks only yielded, two working ranks could share one core while two waiting ranks hold the other.) The futex
+    watches the lower half of the number, which is at its address on the little-endian machines in `_FUTEX`.
+
+    Args:
+        addresses: (n,) int64, addresses of the flags.
+        value: Value to wait for.
+        spins: Checks in a busy loop.
+        yields: Checks with a yield in between.
+        sleep: Sleep afterwards, for about 30 ms at most; if False, return after the spins.
+
+    Returns:
+        -1 if all flags have the value, otherwise the index of one that does not.
     """
     limit = np.array([0, _SLEEP_NANOSECONDS], dtype=np.int64)
     for k in range(addresses.shape[0]):
@@ -105,7 +135,7 @@ def wait_for_flags(addresses: Any, value: int, spins: int, yields: int, sleep: b
                 if slept > 0:
                     return k
                 expected = seen & 0xFFFFFFFF
-                # Returns at once when the number has changed; otherwise when it does, on a signal, or after the limit.
+                # Returns at once if the number has changed; otherwise on a change, a signal, or the time limit.
                 result = _syscall(_FUTEX, addresses[k], _WAIT, expected, limit.ctypes.data, 0, 0)
                 slept += 1 if result != 0 and _load_acquire(addresses[k]) == seen else 0  # type: ignore[call-arg]
             seen = _load_acquire(addresses[k])  # type: ignore[call-arg]  # as above
@@ -113,12 +143,21 @@ def wait_for_flags(addresses: Any, value: int, spins: int, yields: int, sleep: b
 
 
 def patience_for(ranks: int, cores: int) -> tuple[int, int]:
-    """(spins, yields) before a rank sleeps: none when ranks share cores, since a peer may need this one."""
+    """Return (spins, yields) before a rank sleeps: (0, 0) if ranks share cores, because a peer may need this core.
+
+    Args:
+        ranks: Ranks on this host.
+        cores: Cores of this host.
+    """
     return (_SPINS, _YIELDS) if ranks <= cores else (0, 0)
 
 
 def warm(dtype: object) -> None:
-    """Compile; there are no dtypes."""
+    """Compile the kernels.
+
+    Args:
+        dtype: Ignored.
+    """
     number = np.zeros(4, dtype=np.int64)
     raise_flag(number.ctypes.data, 1)
     raise_flag_with(number.ctypes.data, 1, number.ctypes.data + 8, 1, 2, 3)

@@ -1,11 +1,11 @@
-"""Rounding float32 to bfloat16 up or down at random, so that on average nothing is lost (arXiv:1502.02551).
+"""Stochastic rounding of float32 to bfloat16: up or down at random, without bias (arXiv:1502.02551).
 
-An update of a parameter is often smaller than half the spacing of bfloat16; rounded to nearest it would be lost every
-time. Rounded up with the probability that it deserves, it arrives on average, and no float32 master is needed.
+An update of a parameter is often smaller than half the spacing of bfloat16, so that rounding to nearest would always
+lose the update. Stochastic rounding keeps it on average, so that no float32 master weights are needed.
 
-The random bits of an element are a function of a key and of the element's index in its flat, nothing else: a hash of
-the index (two rounds of multiply and xor-shift, as in the finalizers of MurmurHash3), into which the key enters twice.
-So a result depends neither on threads nor on ranks nor on the order of work, and needs no state in checkpoints.
+The random bits of an element depend only on a key and on the element's index in its flat tensor: a hash of the index
+(two rounds of multiply and xor-shift, as in the finalizers of MurmurHash3) that uses both parts of the key. The result
+does not depend on threads, ranks or the order of work, and checkpoints need no random state.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from cuda_ops.threads import share
 cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 
 _FIRST, _SECOND = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
-"""Multipliers of the hash "lowbias32", which were searched for: each bit of the index turns half of all bits."""
+"""Multipliers of the hash "lowbias32", found by a search: each bit of the index flips half of all bits."""
 
 _CARRY = np.uint32(0x9E3779B9)
-"""What each 2**32 elements add to the second key."""
+"""Added to the second key for each 2**32 elements."""
 
 _NAN = np.uint32(0x7FC0)
 _MAGNITUDE, _SIGN = np.uint32(0x7FFFFFFF), np.uint32(0x80000000)
@@ -39,17 +39,22 @@ _INFINITY, _LARGEST = np.uint32(0x7F800000), np.uint32(0x7F7FFFFF)
 _WORD = (1 << 32) - 1
 
 _PIECE = 1 << 20
-"""Elements whose random bits have one second key, or two."""
+"""Elements per piece: their random bits use at most two second keys."""
 
 
 def keys(seed: int, step: int) -> tuple[np.uint32, np.uint32]:
-    """The two keys of one update: of another seed or another step, they have nothing in common with these."""
+    """Return the two keys of one update. Keys of other seeds or steps are unrelated.
+
+    Args:
+        seed: 0 or more.
+        step: Number of the update.
+    """
     mixed = _mix64(_mix64(seed & (1 << 64) - 1) ^ step)
     return np.uint32(mixed & _WORD), np.uint32(mixed >> 32)
 
 
 def _mix64(value: int) -> int:
-    """The finalizer of SplitMix64: a permutation of 64-bit integers without a pattern."""
+    """Apply the finalizer of SplitMix64, a permutation of 64-bit integers without a visible pattern."""
     mask = (1 << 64) - 1
     value = (value + 0x9E3779B97F4A7C15) & mask
     value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & mask
@@ -58,7 +63,14 @@ def _mix64(value: int) -> int:
 
 
 def random_bits_reference(count: int, seed: int, step: int, offset: int) -> Tensor:
-    """The 32 random bits of elements `offset` to `offset + count` of a flat, (count,) int64."""
+    """Return the 32 random bits of elements `offset` to `offset + count`, (count,) int64.
+
+    Args:
+        count: Number of elements.
+        seed: As in `round_stochastically`.
+        step: As in `round_stochastically`.
+        offset: Index of the first element in its flat tensor.
+    """
     first, second = (int(key) for key in keys(seed, step))
     index = torch.arange(offset, offset + count)
     x = (index & _WORD) ^ first
@@ -69,12 +81,19 @@ def random_bits_reference(count: int, seed: int, step: int, offset: int) -> Tens
 
 
 def _multiplied(x: Tensor, factor: int) -> Tensor:
-    """`x` · `factor` modulo 2**32, in halves: products of 32-bit numbers may not fit into an int64."""
+    """Return `x` · `factor` modulo 2**32, computed in halves because products of 32-bit numbers may not fit int64."""
     return (x * (factor & 0xFFFF) + ((x * (factor >> 16) & 0xFFFF) << 16)) & _WORD
 
 
 def round_stochastically_reference(values: Tensor, seed: int, step: int, offset: int) -> Tensor:
-    """The definition, in torch: `values` (n,) float32 as bfloat16."""
+    """Return `values` as bfloat16, computed with torch. This defines `round_stochastically`.
+
+    Args:
+        values: (n,) float32.
+        seed: As in `round_stochastically`.
+        step: As in `round_stochastically`.
+        offset: As in `round_stochastically`.
+    """
     bits = values.view(torch.int32).long() & _WORD
     magnitude, sign = bits & 0x7FFFFFFF, bits & 0x80000000
     noise = random_bits_reference(values.shape[0], seed, step, offset) >> 16
@@ -85,25 +104,33 @@ def round_stochastically_reference(values: Tensor, seed: int, step: int, offset:
 
 
 def round_stochastically(values: Tensor, out: Tensor, *, seed: int, step: int, offset: int = 0) -> None:
-    """`out` (n,) bfloat16 = `values` (n,) float32, each rounded to one of its two neighbours at random, to the nearer
-    one more often: on average nothing is lost.
+    """Round each value to one of its two bfloat16 neighbours at random, without bias on average.
+
+    The nearer neighbour is more likely. Values that bfloat16 can represent stay unchanged, also NaN and infinities.
+    Finite values stay finite.
 
     Args:
-        seed: another one for each flat, the same in all steps and on all ranks; 0 or more.
-        step: of which update these values are, 0 or more: another one rounds otherwise.
-        offset: which element of its flat the first one of `values` is: a part of a flat is then rounded as within the
-            whole.
+        values: (n,) float32.
+        out: (n,) bfloat16; overwritten.
+        seed: 0 or more; different for each flat tensor, the same in all steps and on all ranks.
+        step: Number of the update, 0 or more; each step rounds differently.
+        offset: Index of the first value in its flat tensor, so that a part is rounded as within the whole.
 
-    A value that bfloat16 holds stays, a NaN and an infinity too, and what is finite stays finite. Raises ValueError for
-    wrong dtypes, shapes, strides or devices, and for negative numbers.
+    Raises:
+        ValueError: Wrong dtypes, shapes, strides or devices, or negative numbers.
     """
     _round(values, out, seed, step, offset)
 
 
 @register_jitable(forceinline=True)
 def random_bits(index: Any, first: Any, second: Any) -> Any:
-    """The 32 random bits of the element with these low 32 bits of its index, under `keys`; `second` plus `_CARRY` times
-    the index's upper bits."""
+    """Return the 32 random bits of an element.
+
+    Args:
+        index: Low 32 bits of its index.
+        first: First key.
+        second: Second key plus `_CARRY` times the index's upper bits (`upper_key`).
+    """
     x = np.uint32(index ^ first)
     x = np.uint32(np.uint32(x ^ np.uint32(x >> np.uint32(16))) * _FIRST)
     x = np.uint32(x + second)
@@ -113,9 +140,14 @@ def random_bits(index: Any, first: Any, second: Any) -> Any:
 
 @register_jitable(forceinline=True)
 def round_one(value: Any, noise: Any) -> Any:
-    """`value` (float32) as the bits of a bfloat16, in a uint32. `noise`: 16 random bits.
+    """Round one value and return the bits of a bfloat16 in a uint32.
 
-    A value that bfloat16 holds stays, also if it is NaN or an infinity; a finite one never becomes an infinity.
+    A value that bfloat16 can represent stays unchanged, also NaN and infinities. A finite value never becomes an
+    infinity.
+
+    Args:
+        value: float32.
+        noise: 16 random bits.
     """
     bits = bits_of_float(value)
     magnitude = np.uint32(bits & _MAGNITUDE)
@@ -127,16 +159,29 @@ def round_one(value: Any, noise: Any) -> Any:
 
 @register_jitable
 def upper_key(second: Any, index: Any) -> Any:
-    """The second key for elements with the upper 32 bits of `index` (uint64)."""
+    """Return the second key for elements with the upper 32 bits of `index`.
+
+    Args:
+        second: Second key.
+        index: uint64.
+    """
     return np.uint32(second + np.uint32(np.uint32(index >> np.uint64(32)) * _CARRY))
 
 
 @register_jitable
 def round_block(values: Any, target: Any, index: Any, first: Any, second: Any) -> None:
-    """Round `values` (float32) into `target` (bits of bfloat16). `index` (uint64): of the first one in its flat."""
+    """Round `values` into `target`.
+
+    Args:
+        values: float32.
+        target: Bits of bfloat16; overwritten.
+        index: uint64, index of the first value in its flat tensor.
+        first: First key.
+        second: Second key.
+    """
     low = np.uint32(index & np.uint64(0xFFFFFFFF))
     here = upper_key(second, index)
-    beyond = np.uint32(here + _CARRY)  # For those after which the low 32 bits began anew.
+    beyond = np.uint32(here + _CARRY)  # Key after a wrap-around of the low 32 bits.
     for i in range(values.shape[0]):
         own = np.uint32(low + np.uint32(i))
         noise = np.uint32(random_bits(own, first, here if own >= low else beyond) >> np.uint32(16))
@@ -151,10 +196,10 @@ def _round_range(start: int, stop: int, values: Any, out: Any, offset: Any, firs
 
 
 def _round_cuda(values: Any, out: Any, offset: Any, first: Any, second: Any) -> None:
-    """A thread for each element."""
+    """Round with one thread per element."""
     if cuda.grid(1) >= out.shape[0]:
         return
-    i = np.uint64(cuda.grid(1))  # Unsigned: a signed index might count from the end, which Numba would look at.
+    i = np.uint64(cuda.grid(1))  # Unsigned: for a signed index, Numba adds a check for negative values.
     index = np.uint64(offset + i)
     noise = random_bits(np.uint32(index & np.uint64(0xFFFFFFFF)), first, upper_key(second, index))
     out[i] = round_one(values[i], np.uint32(noise >> np.uint32(16)))
@@ -193,6 +238,10 @@ _round = register(
 
 
 def warm(dtype: torch.dtype) -> None:
-    """Compile what a run that computes in `dtype` and keeps no float32 masters needs."""
+    """Compile the kernels for a run that computes in `dtype` without float32 master weights.
+
+    Args:
+        dtype: The dtype of the run.
+    """
     if dtype is torch.bfloat16:
         round_stochastically(torch.zeros(1), torch.zeros(1, dtype=dtype), seed=0, step=0)

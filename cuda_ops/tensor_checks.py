@@ -1,4 +1,4 @@
-"""Tensors as kernels see them, and the checks that every operation makes before it touches memory."""
+"""Convert tensors to arrays for kernels, and check the arguments of operations before they touch memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""What kernels compute with. The arithmetic is float32 in all of them."""
+"""The dtypes that kernels accept. Arithmetic is float32 in all of them."""
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 
 def array(tensor: Tensor) -> np.ndarray:
-    """The memory of a CPU tensor as a numpy array; 16-bit floats as their bits (`elements` reads and writes them)."""
+    """Return the memory of a CPU tensor as a numpy array. 16-bit floats become their bits (see `kernel_math`).
+
+    Args:
+        tensor: A CPU tensor.
+    """
     bits = _BITS.get(tensor.dtype)
     return (tensor.detach() if bits is None else tensor.detach().view(bits)).numpy()
 
@@ -29,8 +33,16 @@ def check(
     like: Tensor | None = None,
     strided: bool = False,
 ) -> None:
-    """Raise ValueError unless argument `name` has one of `dtypes`, this `shape` (None: any size), is contiguous, or may
-    be `strided`, and stands on the device of `like`. The error says what came and what is expected."""
+    """Raise ValueError unless an argument is as expected. The message gives the actual and the expected value.
+
+    Args:
+        name: Name of the argument.
+        tensor: Its value.
+        dtypes: Allowed dtypes; None for any.
+        shape: Expected shape; None in place of a size allows any size.
+        like: A tensor on the expected device.
+        strided: Allow memory that is not contiguous.
+    """
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
     if dtypes is not None and tensor.dtype not in dtypes:

@@ -1,6 +1,5 @@
-"""Functions that torch.compile leaves as they are.
-
-What hooks on modules are in copies of these.
+"""Helpers around torch.compile and module hooks: functions that are not compiled, and an empty hook for copied
+modules.
 """
 
 from __future__ import annotations
@@ -16,19 +15,25 @@ _Result = TypeVar("_Result")
 
 
 def uncompiled(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """As `torch.compiler.disable`, which would import torch's compiler at once: a third of what an engine's start
-    computes. With this one it is never imported where nothing is compiled."""
+    """Return `function` as torch.compile must not trace it, like `torch.compiler.disable`.
+
+    `torch.compiler.disable` would import torch's compiler at once, which is a third of the computing at an engine's
+    start. This function never imports the compiler if nothing is compiled.
+
+    Args:
+        function: The function.
+    """
     disabled = torch._disable_dynamo(function)
 
     @functools.wraps(function)
     def either(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
-        # Nothing but a compiler that traces this finds the first.
+        # Use the disabled function only while a compiler traces this one.
         return disabled(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
 
     return either
 
 
 class Nothing:
-    """A hook that does nothing: what a copy of a module (copy.deepcopy, a file of torch.save) has in place of ours."""
+    """A hook that does nothing. It replaces our hooks in a copy of a module (copy.deepcopy, torch.save)."""
 
     def __call__(self, *ignored: object) -> None: ...
