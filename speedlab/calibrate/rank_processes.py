@@ -132,7 +132,11 @@ class RankSet:
 
 @contextmanager
 def changed_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block, and restore the old values afterwards."""
+    """Set environment variables inside the block, and restore the old values afterwards.
+
+    Args:
+        variables: name -> value. Child processes that start inside the block inherit the values.
+    """
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

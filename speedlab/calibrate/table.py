@@ -41,7 +41,11 @@ def missing() -> list[str]:
 
 
 def render(rows: list[BenchRow]) -> str:
-    """Return the rows as an aligned text table. The allocator has a column only if a row uses it."""
+    """Return the rows as an aligned text table.
+
+    Args:
+        rows: the rows. The allocator has a column only if a row uses it.
+    """
     left_out = {*_RANGES.values(), *(() if any(row.allocator for row in rows) else ("allocator",))}
     header = [field.name for field in fields(BenchRow) if field.name not in left_out]
     lines = [header, *([_cell_of(row, name) for name in header] for row in rows)]

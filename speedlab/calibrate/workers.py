@@ -29,7 +29,11 @@ from speedlab.config import PrecisionConfig, RunConfig
 
 @contextmanager
 def training(config: RunConfig) -> Iterator[Callable[[], object]]:
-    """Yield a function that trains one step of `config` on this rank. The engine is destroyed afterwards."""
+    """Yield a function that trains one step of `config` on this rank. The engine is destroyed afterwards.
+
+    Args:
+        config: model, layout and batch; the tokens are random.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The terminal: `speedlab train`, `demo`, `bench` and care of clusters and runs. Its process starts no torch."""
+"""Run the command `speedlab`: train, demo, bench, and care of clusters and runs. This process does not load torch."""
 
 from __future__ import annotations
 
@@ -26,11 +26,18 @@ COMMANDS = {
     "bench": ("bench", "measure collectives, kernels and the disk of this machine"),
     "guide": ("guide", "read on: from a script to SpeedLab, when something goes wrong, what was measured"),
 }
-"""Commands, the modules that hold them, and what they do."""
+"""Command -> (its module, what it does)."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit status: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
+    """Run one command.
+
+    Args:
+        argv: the arguments; None: those of this process.
+
+    Returns:
+        The exit status: 0 done, 1 failed, 2 refused, 130 interrupted by Ctrl-C.
+    """
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(_usage())
@@ -73,7 +80,7 @@ def _run(name: str, rest: list[str]) -> int:
         print(f"speedlab {name}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # Whoever read the output has left, as `head` does; the interpreter would complain when it flushes at its end.
+        # The reader of the output has closed the pipe, like `head`. The interpreter's final flush would fail, too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -1,4 +1,4 @@
-"""`python -m speedlab.cli`: the command `speedlab`, where an environment has no scripts folder of its own."""
+"""Run `python -m speedlab.cli`: the command `speedlab`, for environments without a scripts folder."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`speedlab bench NAME`: measure collectives, kernels and the disk of this machine."""
+"""Run the benchmarks of this machine: `speedlab bench NAME`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ from collections.abc import Mapping
 
 
 def bench(argv: list[str]) -> int:
-    """Run the benchmark `argv[0]`; the other arguments are its own."""
+    """Run a benchmark.
+
+    Args:
+        argv: name of the benchmark, then its own arguments.
+
+    Returns:
+        The exit status: 0 done, 2 no name, or an unknown one.
+    """
     from speedlab.bench import BENCHES
 
     status = run_benchmark("speedlab bench", {"speedlab.bench": BENCHES}, argv)

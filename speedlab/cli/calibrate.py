@@ -1,4 +1,4 @@
-"""`speedlab calibrate`: this machine measured, so that plans say how long a step takes here."""
+"""Measure this machine, so that plans predict the time of a step here: `speedlab calibrate`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,33 @@ from speedlab.planner.calibration import CLASSES, Calibration, store
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
-    """Measure this machine: products of matrices, blocks of a model, memory, collectives, the engine's own time. It
-    takes about a minute; measure while nothing else runs. `speedlab plan` and the panel use it from then on."""
+    """Measure this machine: products of matrices, blocks of a model, memory, collectives, the engine's own time.
+
+    It takes about a minute; measure while nothing else runs. `speedlab plan` and the panel use it from then on.
+    """
 
     engines: tuple[int, ...] = ()
-    """Numbers of engines to measure with; 1, 2 and 4 on processors, else 1 to the number of GPUs in doublings."""
+    """Numbers of engines to measure with; by default 1, 2 and 4 on CPUs, or powers of two up to the number of GPUs."""
     learn: str = ""
     """Do not measure: learn from a measured run, by its name in ./runs or the path of its folder."""
     show: bool = False
-    """Do not measure: print what is known."""
+    """Do not measure: print the current calibration."""
     output: Annotated[Path | None, tyro.conf.arg(aliases=["-o"])] = None
     """Folder of the file; the user's cache when left out."""
 
 
 def calibrate(argv: list[str]) -> int:
-    """Measure, learn or show; prints what is known afterwards."""
+    """Measure, learn or show, then print the calibration.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: an option is invalid, or there is no usable calibration to show.
+    """
     options = read_options(CalibrateOptions, argv, "speedlab calibrate")
     try:
         if options.learn:
@@ -53,7 +65,7 @@ def calibrate(argv: list[str]) -> int:
 
 
 def _measure(options: CalibrateOptions) -> None:
-    # Measuring needs torch, which a terminal's command that only shows does not.
+    # Imported here, because only measuring needs torch.
     from speedlab.calibrate.measure import measure
 
     begin = time.monotonic()
@@ -82,7 +94,11 @@ def _usual_engines() -> tuple[int, ...]:
 
 
 def calibration_text(found: Calibration) -> str:
-    """What is known of this machine, for people."""
+    """Return a calibration as text: plain rates, constants, learned factors and runs.
+
+    Args:
+        found: the calibration.
+    """
     when = datetime.fromtimestamp(found.created).strftime("%Y-%m-%d %H:%M")
     lines = [f"{found.machine}: measured {when}", ""]
     lines += [f"  {name}: {value:,.1f}" for name, value in found.rates.items()]

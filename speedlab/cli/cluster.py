@@ -1,8 +1,9 @@
-"""`speedlab config`, `status`, `stop`, `report` and `proof`: what looks after configurations, clusters and runs.
+"""Manage configurations, clusters and runs from the terminal.
 
-Where a command runs: its options, and a cluster for its time, one that runs or a new one that ends with it.
-
-`speedlab start`: engines that stay, for notebooks, scripts and the pages of a Jupyter server.
+- Commands: `speedlab config`, `status`, `stop`, `report`, `proof` and `start` (engines that keep running, for
+  notebooks, scripts and the pages of a Jupyter server).
+- Shared with other commands: the options of engines, and a cluster for the duration of a command, either a running one
+  or a new one that ends with the command.
 """
 
 from __future__ import annotations
@@ -41,19 +42,29 @@ class ConfigOptions:
     config: Annotated[Path | None, tyro.conf.Positional] = None
     """JSON or YAML file to check and to show whole."""
     yaml: bool = False
-    """As YAML, with the descriptions as comments; this is what is printed anyway."""
+    """As YAML, with the descriptions as comments; this is the default."""
     json: bool = False
     """As JSON, which has no comments."""
     from_deepspeed: Path | None = None
-    """DeepSpeed's JSON to read instead, and to tell of every key of it what became of it."""
+    """DeepSpeed's JSON to read instead, with a report on every key."""
     engines: int | None = None
     """With --from-deepspeed: number of ranks for which its batch equation and layout are checked."""
     ignore: tuple[str, ...] = ()
-    """With --from-deepspeed: features to go on without, by the names that its refusals tell."""
+    """With --from-deepspeed: features to go on without, by the names in its refusals."""
 
 
 def config(argv: list[str]) -> int:
-    """Print a configuration."""
+    """Print a configuration.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status: 0 printed, 2 a DeepSpeed file was refused.
+
+    Raises:
+        ConfigError: the configuration or an option is invalid.
+    """
     options = read_options(ConfigOptions, argv, "speedlab config", config=_FLAGS)
     if options.from_deepspeed is not None:
         return _from_deepspeed(options)
@@ -63,13 +74,13 @@ def config(argv: list[str]) -> int:
 
 
 def _from_deepspeed(options: ConfigOptions) -> int:
-    """Print what became of a DeepSpeed file: its configuration, and the lists as comments of the YAML."""
+    """Print the configuration of a DeepSpeed file, with the report on its keys as comments of the YAML."""
     assert options.from_deepspeed is not None
     if options.config is not None:
         raise ConfigError(f"give one configuration: {options.config}, or --from-deepspeed {options.from_deepspeed}")
     reading = RunConfig.deepspeed_reading(options.from_deepspeed, engines=options.engines, ignore=options.ignore)
     if reading.accepted is None or options.json:
-        # JSON has no comments, and of a file that was refused there is nothing else to print.
+        # JSON has no comments; and for a refused file, the report is all there is to print.
         print("\n".join(reading.lines(in_terminal=True)), file=sys.stderr)
     if reading.accepted is None:
         return 2
@@ -87,7 +98,14 @@ class StatusOptions:
 
 
 def status(argv: list[str]) -> int:
-    """Print clusters and runs; exit status 0, also when nothing runs."""
+    """Print clusters and runs.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status: 0, also if nothing runs.
+    """
     read_options(StatusOptions, argv, "speedlab status")
     states = running_clusters()
     if not states:
@@ -114,7 +132,10 @@ def _print_runs(cluster: Cluster) -> None:
 
 
 def _standing(folder: RunFolder) -> str:
-    """'run quickstart: running at step 12 of 200'; the status alone knows only the step of its last change."""
+    """Return 'run quickstart: running at step 12 of 200'.
+
+    The status file alone has only the step of its last change.
+    """
     run = Run(folder)
     try:
         return f"run {run.name}: {run.state} at step {run.step} of {run.config.steps}{_proof_in_short(folder)}"
@@ -135,7 +156,19 @@ class StopOptions:
 
 
 def stop(argv: list[str]) -> int:
-    """Stop clusters; asks first when something would be lost and a person is there to answer."""
+    """Stop clusters.
+
+    If unsaved work would be lost, the command asks first, or refuses without an interactive terminal.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status: 0 stopped, 2 nothing was stopped because of unsaved work.
+
+    Raises:
+        ClusterError: the cluster does not run.
+    """
     options = read_options(StopOptions, argv, "speedlab stop", config=_FLAGS)
     running = [state.name for state in running_clusters()]
     names = running if options.all else [options.cluster]
@@ -154,7 +187,7 @@ def stop(argv: list[str]) -> int:
 
 
 def _stop(name: str, *, asks: bool) -> bool:
-    """Stop one cluster; False when it is kept, because something would be lost."""
+    """Stop one cluster. Return False if the user keeps it because of unsaved work."""
     cluster = Cluster.attach(name)
     unfinished = _unfinished(cluster)
     if unfinished and asks:
@@ -171,7 +204,7 @@ def _stop(name: str, *, asks: bool) -> bool:
 
 
 def _unfinished(cluster: Cluster) -> list[str]:
-    """Runs on the cluster's engines that would lose something, in words."""
+    """Return the runs on the cluster that would lose something, as text."""
     found = []
     for folder in known_folders(cluster):
         at = folder.read_status()
@@ -189,7 +222,14 @@ class ReportOptions:
 
 
 def report(argv: list[str]) -> int:
-    """Write the report and print its path."""
+    """Write the report and print its path.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status.
+    """
     from speedlab.telemetry.report import write_report
 
     options = read_options(ReportOptions, argv, "speedlab report")
@@ -202,7 +242,7 @@ def report(argv: list[str]) -> int:
 
 
 def _proof_in_short(folder: RunFolder) -> str:
-    """' · proof: 1 wrong, 2 suspicious' of a run whose proof needs a look; '' of others."""
+    """Return ' · proof: 1 wrong, 2 suspicious' for a run whose proof needs attention; empty for others."""
     try:
         found = read_proof(folder.path)
     except RunFolderError as error:
@@ -219,7 +259,14 @@ class ProofOptions:
 
 
 def proof(argv: list[str]) -> int:
-    """Print a run's proof; exit status 1 if something in it is wrong."""
+    """Print a run's proof.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status: 0, or 1 if something in the proof is wrong.
+    """
     options = read_options(ProofOptions, argv, "speedlab proof")
     run = Run(folder_named(options.run))
     try:
@@ -235,24 +282,31 @@ class EngineOptions:
     """Where the run runs."""
 
     engines: int | None = None
-    """Number of engines; when left out one per GPU, else 4 on CPU cores; a run that goes on takes as many as before."""
+    """Number of engines; by default one per GPU, or 4 on CPU cores; a resumed run uses as many as before."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """On what engines are started."""
+    """Device of the engines."""
     cluster: str = "default"
-    """Cluster to run on; it is started, and ended afterwards, when none of that name runs."""
+    """Name of the cluster. If it does not run, it is started, and ended afterwards."""
     keep_engines: bool = False
-    """Leave engines that were started here running."""
+    """Leave engines running that this command started."""
 
 
 @contextlib.contextmanager
 def cluster_for(name: str, engines: int | None, device: str, *, keep: bool) -> Iterator[Cluster]:
-    """Yields the cluster. Engines that were started here are ended at the end, whatever happens, unless `keep`."""
+    """Yield a running cluster, or start one.
+
+    Args:
+        name: name of the cluster.
+        engines: number of engines; None: the default of the device.
+        device: "auto", "cuda" or "cpu".
+        keep: leave a started cluster running. Otherwise it ends with the block, even after an error.
+    """
     found = any(state.name == name for state in running_clusters())
     begin = time.monotonic()
     if not found:
         print("starting engines ...", file=sys.stderr, flush=True)
     cluster = Cluster(engines, name=name, device=device)
-    try:  # From here on: who reads that it has started may press Ctrl-C at once.
+    try:  # Before the message below: a user who reads it may press Ctrl-C at once.
         if found:
             print(f"using the running {cluster!r}", file=sys.stderr)
         else:
@@ -267,7 +321,7 @@ def cluster_for(name: str, engines: int | None, device: str, *, keep: bool) -> I
 
 @contextlib.contextmanager
 def deaf_to_interrupts() -> Iterator[None]:
-    """A Ctrl-C in here would leave processes behind."""
+    """Ignore Ctrl-C inside the block, where it would leave processes running."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
@@ -276,7 +330,10 @@ def deaf_to_interrupts() -> Iterator[None]:
 
 
 class StopRequests:
-    """Counts Ctrl-C and SIGTERM instead of raising: one asks to stop after the step, a second to stop at once."""
+    """Counts Ctrl-C and SIGTERM instead of raising.
+
+    The first asks to stop after the step, the second to stop at once.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -297,27 +354,36 @@ class StopRequests:
 
 @dataclass(frozen=True, kw_only=True)
 class StartOptions:
-    """Start a cluster and leave it running: notebooks find it with speedlab.Cluster.attach(), `speedlab stop` ends
-    it."""
+    """Start a cluster and leave it running.
+
+    Notebooks find it with speedlab.Cluster.attach(), `speedlab stop` ends it.
+    """
 
     cluster: Annotated[str, tyro.conf.Positional] = "default"
     """Name of the cluster."""
     engines: int | None = None
-    """Number of engines; when left out one per GPU, else 4 on CPU cores."""
+    """Number of engines; by default one per GPU, or 4 on CPU cores."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """On what engines are started."""
+    """Device of the engines."""
     timeout_seconds: float | None = None
-    """How long a collective waits for a rank that does not come; 1,800 when left out."""
+    """How long a collective waits for a missing rank; 1,800 when left out."""
     hosts: str | None = None
-    """Over SSH, on these hosts, with so many engines each: gpu-1:8,gpu-2:8."""
+    """Start over SSH on these hosts, with the number of engines of each: gpu-1:8,gpu-2:8."""
     slurm: str | None = None
-    """In a job of Slurm: nodes=4,gpus_per_node=8,partition=a100,time=8:00:00."""
+    """Start in a job of Slurm: nodes=4,gpus_per_node=8,partition=a100,time=8:00:00."""
     mpi: str | None = None
-    """Under mpiexec, on the hosts of this host file."""
+    """Start with mpiexec, on the hosts of this host file."""
 
 
 def start(argv: list[str]) -> int:
-    """Start a cluster; returns when its engines are ready. Ctrl-C gives the start up, and leaves nothing of it."""
+    """Start a cluster, and return when its engines are ready. Ctrl-C cancels the start and cleans up.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status.
+    """
     options = read_options(StartOptions, argv, "speedlab start", config=(tyro.conf.FlagCreatePairsOff,))
     ran = any(state.name == options.cluster for state in running_clusters())
     began = time.monotonic()

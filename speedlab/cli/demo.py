@@ -1,4 +1,4 @@
-"""`speedlab demo`: execute a notebook without a browser, with real engines, and print what its run measured."""
+"""Run a notebook without a browser, with real engines, and print the results of its run: `speedlab demo`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 CLUSTER = "default"
-"""The cluster that `%speedlab start` starts."""
+"""Name of the cluster that `%speedlab start` starts."""
 
 _PROGRESS_SECONDS = 5.0
 _SAMPLE_TAG = "sample"
@@ -47,11 +47,21 @@ class DemoOptions:
     run: str = "quickstart"
     """Name of the run that the notebook starts. An older run of that name is moved aside first."""
     cell_timeout: float = 300.0
-    """Longest time that a single cell may take, seconds."""
+    """Longest time of a single cell, in seconds."""
 
 
 def demo(argv: list[str]) -> int:
-    """Execute the notebook and print table, losses, sample and the report's path."""
+    """Execute the notebook and print table, losses, sample and the report's path.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status: 0 done, 1 the notebook failed.
+
+    Raises:
+        ClusterError: a cluster with the notebook's name is already running.
+    """
     options = read_options(DemoOptions, argv, "speedlab demo")
     begin = time.monotonic()
     notebook = _read(options.notebook or notebook_file(QUICKSTART))
@@ -77,9 +87,16 @@ def demo(argv: list[str]) -> int:
 
 
 def move_aside(folder: Path) -> Path | None:
-    """Rename an existing run folder to the first free `<name>-before-<n>`; returns the new path, or None.
+    """Rename an existing run folder to the first free `<name>-before-<n>`.
 
-    Raises ConfigError when engines are still at work on it.
+    Args:
+        folder: the run folder.
+
+    Returns:
+        The new path; None if there was no folder.
+
+    Raises:
+        ConfigError: engines still work on the run.
     """
     if not folder.exists():
         return None
@@ -95,7 +112,7 @@ def _in_use(folder: Path) -> bool:
     try:
         status = RunFolder(folder).read_status()
     except RunFolderError:
-        return False  # Something else, or what is left of a run: it is moved like any other folder.
+        return False  # Not a run, or an incomplete one: move it like any other folder.
     held = any(state.token == status.token for state in running_clusters())
     return held and status.state not in (RunState.FINISHED, RunState.STOPPED)
 
@@ -112,7 +129,7 @@ def _read(path: Path) -> NotebookNode:
 
 
 def _execute(notebook: NotebookNode, options: DemoOptions) -> str | None:
-    """Run all cells, saying which; returns what went wrong, or None."""
+    """Run all cells and print each first line. Return the error as text, or None."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
@@ -129,10 +146,10 @@ def _execute(notebook: NotebookNode, options: DemoOptions) -> str | None:
         notebook,
         timeout=int(options.cell_timeout),
         resources={"metadata": {"path": str(Path.cwd())}},
-        store_widget_state=False,  # Megabytes, and nothing that is looked at here.
+        store_widget_state=False,  # Megabytes that are not needed here.
         on_cell_start=announce,
     )
-    # Not over TCP, where any user of the machine could listen.
+    # Not TCP, where any user of the machine could connect.
     client.create_kernel_manager().transport = "ipc"
     with _interruptible():
         try:
@@ -157,7 +174,7 @@ def _without_colours(text: str) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGTERM ends the demo as Ctrl-C does, so that engines are stopped."""
+    """Treat SIGTERM like Ctrl-C inside the block, so that engines are stopped."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -171,7 +188,7 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _progress(folder: Path) -> Iterator[None]:
-    """Print how far the run in `folder` is every few seconds, once it is there."""
+    """Print the progress of the run in `folder` every few seconds, as soon as it exists."""
     over = threading.Event()
 
     def watch() -> None:
@@ -181,7 +198,7 @@ def _progress(folder: Path) -> Iterator[None]:
             try:
                 run = run or Run(folder)
             except RunFolderError:
-                continue  # The notebook has not started it yet.
+                continue  # The notebook has not started the run yet.
             run.feed.poll()
             line = progress_line(run.feed)
             if line != shown:
@@ -200,7 +217,7 @@ def _progress(folder: Path) -> Iterator[None]:
 
 
 def _end_engines() -> None:
-    """The notebook ends its engines itself; when it failed half way, they are ended here."""
+    """Stop the engines after a failed notebook. A complete notebook stops its own engines."""
     if any(state.name == CLUSTER for state in running_clusters()):
         with deaf_to_interrupts():
             print("stopping engines ...", flush=True)
@@ -228,7 +245,7 @@ def _print_results(folder: Path, notebook: NotebookNode) -> None:
 
 
 def _heldout_losses(run: Run) -> tuple[str, str]:
-    """The first and the last held-out loss, as text."""
+    """Return the first and the last held-out loss, as text."""
     first = next((event.details.get("heldout_loss") for event in run.events if event.kind == "evaluated"), None)
     later = [record.heldout_loss for record in run.records() if record.heldout_loss is not None]
     first = first if first is not None else (later[0] if later else None)
@@ -241,7 +258,7 @@ def _loss_text(loss: float | None) -> str:
 
 
 def _outputs(notebook: NotebookNode, tag: str) -> list[str]:
-    """What the cells with this tag printed."""
+    """Return the output of each cell with this tag."""
     cells = [cell for cell in notebook.cells if tag in cell.metadata.get("tags", ())]
     return [
         "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")

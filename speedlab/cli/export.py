@@ -1,7 +1,4 @@
-"""`speedlab export`: a run's checkpoint as a folder that transformers loads.
-
-`speedlab trace`: a step of a pipeline as a file for chrome://tracing and Perfetto.
-"""
+"""Export checkpoints for transformers (`speedlab export`) and pipelines as Chrome traces (`speedlab trace`)."""
 
 from __future__ import annotations
 
@@ -21,8 +18,11 @@ from speedlab.telemetry.trace import write_trace
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """Write a run's checkpoint as a folder that transformers loads: `AutoModelForCausalLM.from_pretrained` the weights,
-    `AutoTokenizer.from_pretrained` the tokenizer beside them."""
+    """Write a run's checkpoint as a folder that transformers loads.
+
+    `AutoModelForCausalLM.from_pretrained` loads the weights, `AutoTokenizer.from_pretrained` the tokenizer next to
+    them.
+    """
 
     run: Annotated[str, tyro.conf.Positional]
     """The run's name in ./runs, or a path: of its folder, of one checkpoint, or of a folder of checkpoints."""
@@ -33,18 +33,29 @@ class ExportOptions:
     tag: str | None = None
     """The checkpoint of this name."""
     config: Path | None = None
-    """config.json of a model of transformers, for a model of your own that carried none when it was saved."""
+    """config.json of a model of transformers, for a model of your own that was saved without one."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the weights; as the run keeps them when left out."""
+    """Dtype of the weights; that of the run when left out."""
 
 
 def export(argv: list[str]) -> int:
-    """Write the folder and print what is in it."""
+    """Write the folder and print its contents.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigError: options contradict each other.
+        CheckpointError: there is no such checkpoint.
+    """
     options = read_options(ExportOptions, argv, "speedlab export")
     if options.step is not None and options.tag is not None:
         raise ConfigError(f"--step {options.step} and --tag {options.tag} both name a checkpoint; give one of them")
     path = find_checkpoint(_place(options.run), options.tag, step=options.step)
-    # The one command whose own process needs torch; imported here, so that the others start without it.
+    # Imported here, so that the other commands start without torch.
     from speedlab.engine.checkpoint import export_hf
 
     export_hf(path, options.folder, config=options.config, dtype=options.dtype)
@@ -55,7 +66,7 @@ def export(argv: list[str]) -> int:
 
 
 def _place(run: str) -> Path:
-    """One checkpoint, a folder of some, or that of a run."""
+    """Return the path of a checkpoint, of a folder of checkpoints, or of a run."""
     path = Path(run).expanduser()
     return path if (path / MANIFEST).is_file() or checkpoints_in(path) else folder_named(run).path
 
@@ -73,7 +84,14 @@ class TraceOptions:
 
 
 def trace(argv: list[str]) -> int:
-    """Write the trace and print what it shows."""
+    """Write the trace and print its step.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status.
+    """
     options = read_options(TraceOptions, argv, "speedlab trace")
     step = write_trace(folder_named(options.run), options.output, options.step)
     print(f"{options.output}: step {step}; open it in chrome://tracing or Perfetto")

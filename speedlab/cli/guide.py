@@ -1,4 +1,4 @@
-"""`speedlab guide`: the pages that come with the package, printed in the terminal."""
+"""Print the guides of the package in the terminal: `speedlab guide`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from speedlab.display.documentation import NoGuideError, page
 
 @dataclass(frozen=True, kw_only=True)
 class GuideOptions:
-    """Print a guide, or one section of it; without a name, which there are."""
+    """Print a guide, or one section of it; without a name, the list of guides."""
 
     name: Annotated[str, tyro.conf.Positional] = ""
     """Name of the guide."""
     section: Annotated[str, tyro.conf.Positional] = ""
-    """Words of the section's heading: only that one is printed."""
+    """Words of a section's heading, to print only this section."""
 
 
 def guide(argv: list[str]) -> int:
-    """Print a page of Markdown; exit status 2 for one that there is not."""
+    """Print a guide as Markdown.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status: 0 printed, 2 there is no such guide or section.
+    """
     options = read_options(GuideOptions, argv, "speedlab guide")
     try:
         print(page(options.name, options.section))

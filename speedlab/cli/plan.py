@@ -1,4 +1,4 @@
-"""`speedlab plan`: what fits, how fast, and why, before anything runs."""
+"""Plan a training before anything runs: `speedlab plan`."""
 
 from __future__ import annotations
 
@@ -32,19 +32,29 @@ class PlanOptions(PlanRequest):
     global_size: Annotated[int | None, tyro.conf.arg(name="global")] = None
     """Sequences of a step."""
     offload_optimizer: Annotated[Away | None, tyro.conf.arg(name="offload.optimizer")] = None
-    """Where optimizer states, float32 masters and summed gradients lie."""
+    """Where optimizer states, float32 masters and summed gradients are stored."""
     offload_parameters: Annotated[Away | None, tyro.conf.arg(name="offload.parameters")] = None
-    """Where parameters lie while no unit needs them; ZeRO stage 3 only."""
+    """Where parameters are stored while no unit needs them; ZeRO stage 3 only."""
     offload_activations: Annotated[Literal["none", "host"] | None, tyro.conf.arg(name="offload.activations")] = None
-    """Where inputs of blocks wait for backward; with checkpointing of blocks only."""
+    """Where inputs of blocks are stored until backward; with checkpointing of blocks only."""
     offload_delayed_update: Annotated[int | None, tyro.conf.arg(name="offload.delayed-update")] = None
-    """First step whose update runs beside the next step, which so uses parameters one update older."""
+    """First step whose update overlaps with the next step, which then uses parameters one update older."""
     published: bool = False
-    """Hold the planner against published figures, row by row."""
+    """Compare the planner with published figures, row by row."""
 
 
 def plan(argv: list[str]) -> int:
-    """Print the plan, or what was asked for instead. 0: it fits; 1: it does not."""
+    """Print the plan, or the results of a search.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status: 0 it fits, 1 it does not.
+
+    Raises:
+        ConfigError: the request is invalid.
+    """
     options = parse(argv)
     try:
         return _answer(options)
@@ -53,7 +63,11 @@ def plan(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> PlanOptions:
-    """The options of a command line."""
+    """Parse the options of the command.
+
+    Raises:
+        ConfigError: an option is unknown, or is given twice with different values.
+    """
     refuse_two_values(argv, {"--zero": "--zero.stage"})
     return read_options(PlanOptions, argv, "speedlab plan", config=(tyro.conf.FlagCreatePairsOff,))
 

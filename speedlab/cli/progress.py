@@ -1,6 +1,6 @@
-"""A run's progress on stderr: one line that is redrawn in a terminal, a line every few seconds elsewhere.
+"""Show the progress of a run in the terminal, react to Ctrl-C, and print how the run ended.
 
-A run in a terminal: its progress until it rests, what Ctrl-C does, and what is said of it afterwards.
+In a terminal the progress is one line that is redrawn; elsewhere it is a line every few seconds, on stderr.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SPEED_STEPS = 20
 
 
 class ProgressBar:
-    """Draws what `feed` holds; `say` prints a line of text above the bar."""
+    """Draws the progress of a run from its `feed`; `say` prints a line of text above the bar."""
 
     def __init__(self, feed: Feed, stream: TextIO | None = None) -> None:
         self._feed = feed
@@ -42,7 +42,11 @@ class ProgressBar:
         self._drawn = ""
 
     def update(self, *, force: bool = False) -> None:
-        """Draw again if it is time to."""
+        """Redraw the bar if enough time has passed.
+
+        Args:
+            force: redraw in any case.
+        """
         now = time.monotonic()
         if not force and now - self._last_drawn < (_REDRAW_SECONDS if self._live else _PLAIN_SECONDS):
             return
@@ -58,12 +62,16 @@ class ProgressBar:
         self._stream.flush()
 
     def say(self, text: str) -> None:
-        """Print `text` for good; the bar goes on below it."""
+        """Print a permanent line above the bar.
+
+        Args:
+            text: the line.
+        """
         self._stream.write(f"\r\x1b[K{text}\n{self._drawn}" if self._live and self._drawn else f"{text}\n")
         self._stream.flush()
 
     def close(self) -> None:
-        """Draw a last time and leave the line."""
+        """Draw a last time and end the line."""
         self.update(force=True)
         if self._live:
             self._stream.write("\n")
@@ -71,12 +79,16 @@ class ProgressBar:
 
 
 _DROPPED = ("zero", "bar", "heldout", "speed", "loss")
-"""What is left out where a terminal is narrow, one after the other; the step and the time that is left stay."""
+"""Parts omitted in a narrow terminal, in this order. Step and remaining time always stay."""
 
 
 def progress_line(feed: Feed, width: int | None = None) -> str:
-    """'step 120/2,000 ━━━━━━────── 41.2 k tokens/s · loss 5.91 (held-out 6.02) · zero 2 · 3 min 5 s left', or as much
-    of it as `width` columns hold."""
+    """Return 'step 120/2,000 ━━━━━━────── 41.2 k tokens/s · loss 5.91 (held-out 6.02) · zero 2 · 3 min 5 s left'.
+
+    Args:
+        feed: records of the run.
+        width: maximum number of columns; parts are omitted to fit. None: no limit.
+    """
     parts = _parts(feed)
     line = _joined(parts)
     for name in _DROPPED:
@@ -116,8 +128,16 @@ _POLL_SECONDS = 0.2
 
 
 def follow(run: Run, where: EngineOptions, word: CommandFuture | None = None) -> int:
-    """Show a run's progress until it rests; returns the command's exit status. `word`: what made it go on, whose
-    refusal is told."""
+    """Show a run's progress until it rests: finished, failed or stopped.
+
+    Args:
+        run: the run, on a cluster.
+        where: the engine options, for the command that resumes the run.
+        word: future of the command that resumed the run; its error is reported.
+
+    Returns:
+        The exit status of the command.
+    """
     assert run.cluster is not None
     progress = ProgressBar(run.feed)
     unsubscribe = run.cluster.output.subscribe(lambda ranks, stream, text: progress.say(_by_rank(ranks, text)))
@@ -127,7 +147,7 @@ def follow(run: Run, where: EngineOptions, word: CommandFuture | None = None) ->
             if word is not None:
                 word.wait()
             if state is RunState.FINISHED and saved_step(run.folder) != run.step:
-                run.save().wait()  # The engines end with the command, and with them what they hold.
+                run.save().wait()  # The engines, and their memory, end with the command.
     except (RankError, RunError) as error:
         progress.close()
         print(f"{error}\n{_standing(run, where)}", file=sys.stderr)
@@ -140,7 +160,10 @@ def follow(run: Run, where: EngineOptions, word: CommandFuture | None = None) ->
 
 
 def _until_rest(run: Run, progress: ProgressBar, requests: StopRequests) -> RunState:
-    """Wait for the end of the run. A first request saves and stops after the step, a second interrupts the ranks."""
+    """Wait for the end of the run.
+
+    The first request saves and stops after the step, the second interrupts the ranks.
+    """
     assert run.cluster is not None
     answered, events = 0, len(run.events)
     while True:
@@ -163,8 +186,10 @@ def _until_rest(run: Run, progress: ProgressBar, requests: StopRequests) -> RunS
 
 
 def _show_proof(run: Run, progress: ProgressBar, seen: int) -> int:
-    """Print the proof once it is there: all of it if all was asked for, else what needs a look. Returns how many events
-    were looked at; `seen` were before."""
+    """Print the proof when it exists: all of it if the full proof was requested, otherwise only problems.
+
+    `seen` is the number of events before. Return the number of events so far.
+    """
     events = run.events
     if any(event.kind == "proof" for event in events[seen:]):
         try:
@@ -181,7 +206,7 @@ def _by_rank(ranks: list[int], text: str) -> str:
 
 
 def _standing(run: Run, where: EngineOptions) -> str:
-    """What is left of the run, where, and how it goes on."""
+    """Return the state of the run, its checkpoint, and the command that resumes it."""
     run.feed.poll(files=True)
     lines = [f"{run.name}: {run.state} at step {run.step} of {run.config.steps}"]
     kept = newest(run.folder.path / "checkpoints")
@@ -195,7 +220,12 @@ def _standing(run: Run, where: EngineOptions) -> str:
 
 
 def resume_command(run: Run, where: EngineOptions) -> str | None:
-    """The line with which the run goes on, typed in this folder, in engines like these; None without a checkpoint."""
+    """Return the command that resumes the run from the current folder; None without a checkpoint.
+
+    Args:
+        run: the run.
+        where: the engine options to repeat.
+    """
     kept = newest(run.folder.path / "checkpoints")
     if kept is None:
         return None
@@ -210,7 +240,7 @@ def resume_command(run: Run, where: EngineOptions) -> str | None:
 
 
 def _name_of(run: Run) -> list[str]:
-    """Its name where that says which run it is, else the path of its folder."""
+    """Return the run's name if it identifies the run, otherwise the path of its folder."""
     if run.folder.path.parent == RunConfig().folder.resolve():
         return [run.name]
     relative = os.path.relpath(run.folder.path)

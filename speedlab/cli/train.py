@@ -1,6 +1,6 @@
-"""`speedlab train`: the same job as in a notebook, from a terminal with the same engines.
+"""Train a run from the terminal (`speedlab train`), or resume one (`speedlab train --resume NAME`).
 
-`speedlab train --resume NAME`: a run that was stopped, interrupted or cut off goes on.
+The engines are the same as in a notebook. A run can be resumed after a stop, an interrupt or a crash.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from speedlab.telemetry.run_folder import RunFolderError
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeOptions:
-    """Go on with a run, as it is configured: from its newest checkpoint, or from another."""
+    """Resume a run with its configuration, from its newest checkpoint or from another one."""
 
     resume: str
     """The run's name, or the path of its folder."""
@@ -41,14 +41,21 @@ class ResumeOptions:
     tag: str | None = None
     """Go back to the checkpoint of this name."""
     steps: int | None = None
-    """Make the run this many steps long; a finished one goes on only so."""
+    """New length of the run in steps; required for a finished run."""
     folder: Path = RunConfig().folder
     """Folder that holds the run folders."""
     where: Annotated[EngineOptions, tyro.conf.arg(name="")] = field(default_factory=EngineOptions)
 
 
 def resume(argv: list[str]) -> int:
-    """Go on with a run, and follow it as `speedlab train` does."""
+    """Resume a run, and follow it like `speedlab train`.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status.
+    """
     options = _parse(argv)
     run = attach(folder_named(options.resume, options.folder).path)
     try:
@@ -58,7 +65,7 @@ def resume(argv: list[str]) -> int:
                 f"{run.folder.read_status().cluster!r}; nothing has to be resumed"
             )
         arguments = resume_arguments(run, options.step, options.tag, options.steps)
-        if run.has_engines:  # They were kept, and hold its state.
+        if run.has_engines:  # The engines were kept, with the state of the run.
             return _go_on(run, arguments, options.where)
         running = {state.name for state in running_clusters()}
         engines = options.where.engines
@@ -90,7 +97,14 @@ def _parse(argv: list[str]) -> ResumeOptions:
 
 
 def train(argv: list[str]) -> int:
-    """Train, with a progress bar on stderr; Ctrl-C saves, stops after the step and says how the run goes on."""
+    """Train, with a progress bar on stderr. Ctrl-C saves, stops after the step and prints the command to resume.
+
+    Args:
+        argv: arguments of the command.
+
+    Returns:
+        The exit status.
+    """
     if any(word.partition("=")[0] == "--resume" for word in argv):
         return resume(argv)
     config, options = parse(argv)
@@ -103,7 +117,16 @@ def train(argv: list[str]) -> int:
 
 
 def check_before_start(config: RunConfig, options: EngineOptions) -> None:
-    """Refuse what cannot run before engines are started for it. The cluster checks again, with the engines it has."""
+    """Check the configuration before engines are started. The cluster checks again with its real engines.
+
+    Args:
+        config: the configuration.
+        options: the engine options.
+
+    Raises:
+        ConfigError: the run cannot start.
+        LayoutError: the layout does not fit the engines.
+    """
     if config.name is not None and (config.folder / config.name).exists():
         raise ConfigError(f"name: {_there_already(config.folder / config.name, options)}")
     if any(state.name == options.cluster for state in running_clusters()):
@@ -115,7 +138,7 @@ def check_before_start(config: RunConfig, options: EngineOptions) -> None:
 
 
 def _there_already(path: Path, options: EngineOptions) -> str:
-    """'runs/a exists, stopped at step 12 of 40: speedlab train --resume a goes on with it; ...'"""
+    """Return 'runs/a exists, stopped at step 12 of 40: speedlab train --resume a goes on with it; ...'."""
     another = "give another --name, or none: names are then made up"
     try:
         run = Run(path)
@@ -130,13 +153,19 @@ def _there_already(path: Path, options: EngineOptions) -> str:
 
 
 def parse(argv: list[str]) -> tuple[RunConfig, EngineOptions]:
-    """The configuration and engine options of a command line. Every configuration field is an option.
+    """Parse the configuration and the engine options. Every configuration field is an option.
 
-    Parts may be given in their short forms: `--zero 3` is `--zero.stage 3`.
+    Short forms of sections work: `--zero 3` is `--zero.stage 3`.
 
-    1. The file that comes first, if there is one, gives the values.
+    1. A file as the first argument gives the base values.
     2. A preset among the options replaces the file's model.
     3. The other options replace single values.
+
+    Args:
+        argv: arguments of the command.
+
+    Raises:
+        ConfigError: a value or an option is invalid.
     """
     argv = _long_forms(argv)
     file = argv[0] if argv and not argv[0].startswith("-") else None
@@ -169,7 +198,7 @@ def parse(argv: list[str]) -> tuple[RunConfig, EngineOptions]:
 
 
 def _long_forms(argv: list[str]) -> list[str]:
-    """Options that name a part as those of the field that they stand for."""
+    """Replace short forms of sections by the options of their fields."""
     argv = _with_form_of_proof(argv)
     fields = {f"--{part}": f"--{part}.{field.replace('_', '-')}" for part, (field, _) in SHORT_FORMS.items()}
     refuse_two_values(argv, fields)
@@ -178,7 +207,7 @@ def _long_forms(argv: list[str]) -> list[str]:
 
 
 def _with_form_of_proof(argv: list[str]) -> list[str]:
-    """`--proof` alone asks for all of it."""
+    """Replace `--proof` without a value by `--proof full`."""
     forms = get_args(RunConfig.model_fields["proof"].annotation)
     made: list[str] = []
     for number, word in enumerate(argv):

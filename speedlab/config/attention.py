@@ -226,7 +226,12 @@ def direction_problem(attention: AttentionConfig, model: str) -> str | None:
 
 
 def length_problems(attention: AttentionConfig, length: int) -> list[str]:
-    """Return why `attention` does not work over sequences of `length` tokens; empty if it works."""
+    """Return why `attention` does not work over sequences of `length` tokens; empty if it works.
+
+    Args:
+        attention: the configuration.
+        length: tokens of a sequence. A pattern that reaches beyond it would not save anything.
+    """
     if attention.kind == "dense":
         return []
     return [
@@ -243,7 +248,11 @@ def _most(length: int, attention: AttentionConfig) -> int:
 
 
 def head_fits(size: int) -> bool:
-    """Return whether the kernels support heads of `size` elements."""
+    """Return whether the kernels support a head size.
+
+    Args:
+        size: elements of a head.
+    """
     return size % _HEAD_MULTIPLE == 0 and _LEAST_HEAD <= size <= _LARGEST_HEAD
 
 

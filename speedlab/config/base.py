@@ -121,7 +121,14 @@ class ConfigSection(BaseModel):
 
     @classmethod
     def part_of(cls, name: str) -> type[ConfigSection] | None:
-        """Return the class of the field `name` if the field is a section, otherwise None."""
+        """Return the class of a field that is a section itself.
+
+        Args:
+            name: name of the field.
+
+        Returns:
+            The class; None if the field is a plain value.
+        """
         kind = cls.model_fields[name].annotation
         return kind if inspect.isclass(kind) and issubclass(kind, ConfigSection) else None
 

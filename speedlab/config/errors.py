@@ -79,6 +79,9 @@ def briefly(value: object) -> str:
     """Return a value for a message.
 
     At most three elements are read, and only of Python's own collections: another iterable may have no end.
+
+    Args:
+        value: any object.
     """
     if isinstance(value, str | bytes):
         return repr(value if len(value) <= _SHOWN_LETTERS else value[:_SHOWN_LETTERS])
@@ -110,7 +113,14 @@ def unknown_key(key: str, own: Collection[str], inner: Mapping[str, Sequence[str
 
 
 def explain(error: ValidationError) -> ConfigError:
-    """Turn pydantic's error into a ConfigError with a line for each problem: the key's path, the rule, the value."""
+    """Turn pydantic's error into one with a line for each problem: the key's path, the rule, the value.
+
+    Args:
+        error: the error of pydantic.
+
+    Returns:
+        A ConfigError, for the caller to raise.
+    """
     problems: dict[tuple[str, str], None] = {}
     for item in error.errors(include_url=False):
         # A field that takes one of several types reports each of them, with the type at the end of its path.

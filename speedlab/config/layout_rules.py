@@ -61,7 +61,15 @@ def padded_length(model: ModelConfig, layout: Layout, parallel: ParallelConfig, 
 
 
 def padding_words(length: int, padded: int) -> str:
-    """Return the padding as text: 'sequences of 42 padded to 44, 4.55% of what is computed'; empty without padding."""
+    """Return the padding as text: 'sequences of 42 padded to 44, 4.55% of what is computed'.
+
+    Args:
+        length: tokens of a sequence.
+        padded: tokens after padding.
+
+    Returns:
+        The text; empty without padding.
+    """
     if padded == length:
         return ""
     return f"sequences of {length:,} padded to {padded:,}, {1 - length / padded:.2%} of what is computed"
@@ -105,7 +113,12 @@ def context_problem(
 
 
 def ways_out(length: int, multiple: int) -> str:
-    """Return what to do about sequences of `length` tokens that `multiple` does not divide."""
+    """Return what to do about sequences that do not divide.
+
+    Args:
+        length: tokens of a sequence.
+        multiple: number that must divide `length`.
+    """
     below = length // multiple * multiple
     above = below + multiple
     fitting = " or ".join(str(each) for each in (below, above) if each)
@@ -113,7 +126,11 @@ def ways_out(length: int, multiple: int) -> str:
 
 
 def ring_block(model: ModelConfig) -> int:
-    """Return the number of tokens that a ring must not split."""
+    """Return the number of tokens that a ring must not split.
+
+    Args:
+        model: the built-in GPT. Sparse attention has blocks; dense attention splits anywhere.
+    """
     return 1 if model.attention.kind == "dense" else model.attention.block
 
 
@@ -196,7 +213,12 @@ def possible(config: RunConfig, engines: int, *, built_in: bool = True) -> list[
 
 
 def nearest(layouts: Iterable[Layout], asked: Layout) -> list[Layout]:
-    """Return the few layouts nearest to `asked`, by the factors between their axes; nearest first."""
+    """Return the few layouts nearest to `asked`, nearest first.
+
+    Args:
+        layouts: the candidates.
+        asked: the requested layout. The distance is the sum of |log| of the ratios of all axes.
+    """
 
     def distance(layout: Layout) -> float:
         return sum(abs(math.log(getattr(layout, axis) / getattr(asked, axis))) for axis in AXES)

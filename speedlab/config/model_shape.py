@@ -137,7 +137,11 @@ def renamed(name: str, changed: Mapping[str, object], after: Sized) -> str:
 
 
 def sizes_text(model: Sized) -> str:
-    """Return the sizes as text: '24 layers of 1,024, 16 heads, feed-forward 4,096, vocabulary 50,257'."""
+    """Return the sizes as text: '24 layers of 1,024, 16 heads, feed-forward 4,096, vocabulary 50,257'.
+
+    Args:
+        model: a configuration or a shape.
+    """
     return (
         f"{model.layers} layers of {model.hidden:,}, {model.heads} heads, feed-forward {model.ffn_hidden:,}, "
         f"vocabulary {model.vocab_size:,}"

@@ -63,9 +63,13 @@ def yaml_text(data: Any) -> str:
 
 
 def annotated_yaml(part: ConfigSection) -> str:
-    """Return a section as YAML with each field's description as a comment. Reading the text gives an equal section.
+    """Return a section as YAML with each field's description as a comment.
 
-    Model fields equal to the preset's are commented out, so that another preset changes them.
+    Reading the text gives an equal section. Model fields equal to the preset's are commented out, so that another
+    preset changes them.
+
+    Args:
+        part: the section, for instance a whole RunConfig.
     """
     return "\n".join(_annotated(part, indent="")) + "\n"
 

@@ -373,7 +373,12 @@ def quantized_problems(
 
 
 def unequal_problem(counts: Sequence[int]) -> str | None:
-    """Return why hosts with these numbers of data-parallel ranks cannot quantize gradients; None if they can."""
+    """Return why ZeRO++'s host-aware switches do not work on these hosts; None if they work.
+
+    Args:
+        counts: data-parallel ranks of each host. They must be equal, because each rank pairs with one on every other
+            host.
+    """
     if len(set(counts)) == 1:
         return None
     return (

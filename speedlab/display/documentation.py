@@ -100,7 +100,14 @@ def _guide_files() -> dict[str, Path]:
 
 
 def sections(text: str) -> dict[str, str]:
-    """Return the sections of a Markdown page by heading; each body includes its heading line."""
+    """Return the sections of a Markdown page.
+
+    Args:
+        text: the page. A line in a fenced code block never starts a section.
+
+    Returns:
+        Heading -> body, which includes the heading line.
+    """
     # A line of code may begin as a heading does.
     starts = [match.start() for match in _HEADING.finditer(_FENCED.sub(lambda code: "`" * len(code[0]), text))]
     bodies = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
@@ -108,7 +115,14 @@ def sections(text: str) -> dict[str, str]:
 
 
 def section_about(message: str) -> str | None:
-    """Return the heading of the section of `TROUBLE` that quotes a message, or None if no section does."""
+    """Return the section of `TROUBLE` that quotes a message.
+
+    Args:
+        message: the message; white space is normalised.
+
+    Returns:
+        The heading of the section; None if no section quotes the message.
+    """
     text = " ".join(message.split())
     return next((section for pattern, section in _quoted() if pattern.search(text)), None)
 

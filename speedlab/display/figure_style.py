@@ -44,7 +44,11 @@ def is_hatched(category: str) -> bool:
 
 
 def bar_marker(category: str) -> dict[str, Any]:
-    """Return plotly's `marker` for a bar of bytes of a ledger category."""
+    """Return plotly's `marker` for a bar of bytes.
+
+    Args:
+        category: a ledger category.
+    """
     if not is_hatched(category):
         return {"color": COLOURS[category], "line": {"width": 0}}
     pattern = {"shape": "/", "fgcolor": COLOURS[category], "bgcolor": "rgba(0,0,0,0)", "size": 7, "solidity": 0.25}
@@ -137,7 +141,12 @@ def second_axis(title: str, tickformat: str) -> Figure:
 
 
 def float32(x: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return both coordinates as float32 arrays, which halves what is sent to the browser."""
+    """Return both coordinates as float32 arrays, which halves what is sent to the browser.
+
+    Args:
+        x: numbers.
+        y: numbers.
+    """
     return np.asarray(x, dtype=np.float32), np.asarray(y, dtype=np.float32)
 
 
@@ -180,7 +189,14 @@ def curve(
 
 
 def ink_line(x0: float, x1: float, y: float, dash: str) -> dict[str, Any]:
-    """Return a plotly line from (x0, y) to (x1, y) in the text colour of the page."""
+    """Return a plotly line in the text colour of the page, from (x0, y) to (x1, y).
+
+    Args:
+        x0: start, in units of the x axis.
+        x1: end, in units of the x axis.
+        y: height, in units of the y axis.
+        dash: plotly's dash style.
+    """
     line = {"color": INK, "width": 1.5, "dash": dash}
     return {"type": "line", "x0": x0, "x1": x1, "y0": y, "y1": y, "line": line, "name": "ink"}
 
@@ -210,7 +226,9 @@ def note(text: str, *, y: float, yref: str = "paper", yanchor: str = "top") -> d
 def plain(value: Any) -> Any:
     """Return `value` in types that JSON can hold.
 
-    Arrays become lists of numbers with seven digits; NaN and infinities become None.
+    Args:
+        value: numbers, text, arrays, dicts and lists, nested. Arrays become lists of numbers with seven digits; NaN and
+            infinities become None.
     """
     if isinstance(value, np.ndarray):
         return [float(f"{number:.7g}") if np.isfinite(number) else None for number in value.tolist()]
@@ -222,7 +240,11 @@ def plain(value: Any) -> Any:
 
 
 def legend_beside(layout: Figure) -> None:
-    """Move the legend of `layout`, in place, to the right side, in stacking order of the bars."""
+    """Move the legend to the right side, in stacking order of the bars.
+
+    Args:
+        layout: a plotly layout; changed in place.
+    """
     layout["legend"] = {"x": 1.02, "y": 1, "yanchor": "top", "traceorder": "reversed", "font": {"size": 11}}
     layout["margin"] |= {"r": 20, "b": 36}
 

@@ -49,7 +49,14 @@ _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def byte_unit(largest: float) -> tuple[str, int]:
-    """Return (unit, bytes in this unit), chosen so that `largest` bytes has one to four digits."""
+    """Return the unit in which a number of bytes has one to four digits.
+
+    Args:
+        largest: number of bytes.
+
+    Returns:
+        (unit, bytes in this unit), for instance ("GiB", 1024³).
+    """
     power = 0
     while abs(largest) >= 1024 and power < len(_BINARY) - 1:
         largest /= 1024

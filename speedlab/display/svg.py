@@ -570,7 +570,8 @@ def _of_shade(grid: Grid, shade: int, size: float) -> str:
 def grid_text(grid: Grid) -> list[str]:
     """Return the grid as lines of text with one letter for each cell.
 
-    Above 32 rows, several cells share a letter, which shows their mean.
+    Args:
+        grid: the shares. Above 32 rows, several cells share a letter, which shows their mean.
     """
     per_cell = -(-len(grid.shares) // _TEXT_SIDE) if len(grid.shares) > SIDE // 2 else 1
     lines = []

@@ -74,7 +74,14 @@ def shown_positions(plan: Plan) -> list[tuple[str, Any]]:
 
 
 def plan_figure(plan: Plan) -> Figure:
-    """Return a plotly figure: bars of memory with the capacity line on the left, parts of a step on the right."""
+    """Return a plan as a plotly figure.
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        Bars of memory with the capacity line on the left, parts of a step on the right.
+    """
     layout = base_layout("", "")
     layout |= {"barmode": "stack", "hovermode": "closest", "title": None, "height": 380}
     legend_beside(layout)

@@ -23,7 +23,11 @@ _FLOAT32_BYTES = 4
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Return the exact number of parameters of the built-in GPT; a tied head counts once."""
+    """Return the exact number of parameters of the built-in GPT.
+
+    Args:
+        model: its configuration; a tied head counts once.
+    """
     return shape_parameters(_shape(model))
 
 

@@ -158,7 +158,11 @@ READ = ", ".join(FAMILIES)
 
 
 def describes(data: Mapping[str, Any]) -> bool:
-    """Return whether these are the keys of a `config.json`, rather than of a run's configuration."""
+    """Return whether a file is Hugging Face's `config.json`, rather than a run's configuration.
+
+    Args:
+        data: keys and values of the file.
+    """
     return isinstance(data.get("model_type"), str) or isinstance(data.get("architectures"), list)
 
 

@@ -48,7 +48,9 @@ def head_size(shape: ModelShape) -> int:
 def is_built_in(shape: ModelShape) -> bool:
     """Return whether the built-in GPT can have this shape.
 
-    It has two norms in a block, separate keys and values for each head, and two matrices in a feed-forward layer.
+    Args:
+        shape: the model. The built-in GPT has two norms in a block, separate keys and values for each head, and two
+            matrices in a feed-forward layer.
     """
     return (
         shape.causal
@@ -124,7 +126,14 @@ class Vector:
 
 
 def block_vectors(shape: ModelShape) -> list[Vector]:
-    """Return the vectors of one block with self-attention, in order of use."""
+    """Return the vectors of one block with self-attention.
+
+    Args:
+        shape: the model.
+
+    Returns:
+        Norms and biases, in order of use.
+    """
     hidden, size, has = shape.hidden, head_size(shape), shape.biases
     norm = [Vector(elements) for elements in norm_vectors(shape)]
     behind = norm if shape.norms == 4 else []
@@ -149,7 +158,8 @@ def cross_attention(shape: ModelShape) -> int:
 def shape_parameters(shape: ModelShape) -> int:
     """Return the parameters of the whole model.
 
-    A tied head counts once. The few biases of relative positions are omitted.
+    Args:
+        shape: the model. A tied head counts once. The few biases of relative positions are omitted.
     """
     table = shape.vocab_size * shape.hidden
     blocks = shape.depth * block_weights(shape).total
@@ -177,5 +187,9 @@ def stage_counts(shape: ModelShape, stages: int) -> tuple[int, ...]:
 
 
 def block_cut(setup: Setup) -> tuple[int, ...]:
-    """Return the number of blocks of each pipeline stage of a set-up: as given, or balanced by parameters."""
+    """Return the number of blocks of each pipeline stage.
+
+    Args:
+        setup: the training; its `cut`, or a cut balanced by parameters.
+    """
     return setup.cut or stage_counts(setup.shape, setup.layout.pp * setup.stages_per_rank)

@@ -42,7 +42,11 @@ class ModelSizes:
         return {name: value for name, value in found.items() if value is not None}
 
     def applied(self, shape: ModelShape) -> ModelShape:
-        """Return `shape` with the given sizes. The name changes if a size changes."""
+        """Return a shape with the given sizes.
+
+        Args:
+            shape: the model; its name changes if a size changes.
+        """
         changed = {name: value for name, value in self.given.items() if getattr(shape, name) != value}
         after = replace(shape, **changed)
         changed.pop("sequence_length", None)

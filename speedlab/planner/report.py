@@ -110,7 +110,14 @@ def telling(found: list[tuple[str, RankMemory]], most: int | None) -> list[tuple
 
 
 def positions(plan: Plan) -> list[tuple[str, RankMemory]]:
-    """Return (name, memory) of the positions in the layout, with equal neighbours merged."""
+    """Return the positions in the layout, with equal neighbours merged.
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        (name, memory) of each group, for instance ("pp 1–14", memory of one rank).
+    """
     layout = plan.setup.layout
     groups: list[list[RankMemory]] = []
     for _, ranks in groupby(plan.memory, key=lambda rank: (rank.pipeline, _held(rank))):
@@ -190,7 +197,11 @@ def _of_capacity(place: PlaceBytes | None) -> str:
 
 
 def found_table(found: Found) -> FoundTable:
-    """Return a row for each candidate, best first, with host and disk bytes, and days and cost if they are known."""
+    """Return the results of a search as a table, best first.
+
+    Args:
+        found: the results. Rows have host and disk bytes, and days and cost if the tokens are known.
+    """
     tokens = found.tokens
     return FoundTable(
         {
@@ -210,7 +221,14 @@ def found_table(found: Found) -> FoundTable:
 
 
 def found_lines(found: Found) -> tuple[str, list[str]]:
-    """Return the title of a search, and the lines below its table."""
+    """Return the text around the table of a search.
+
+    Args:
+        found: the results.
+
+    Returns:
+        (the title, the lines below the table).
+    """
     if not found.candidates:
         return found.asked, ["nothing fits; take more devices or a smaller model"]
     doubts = dict.fromkeys(candidate.caution for candidate in found.candidates if candidate.caution)
@@ -232,7 +250,14 @@ def found_text(found: Found) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """Return the whole plan as text: request, fit, table, step and its parts, whole training."""
+    """Return the whole plan as text.
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        Request, fit, table, step and its parts, whole training, warnings.
+    """
     lines = [*heading(plan), "", str(plan_table(plan, MOST_ROWS)), "", *speed_lines(plan)]
     lines += [f"attention: {line}" for line in attention_lines(plan.setup)]
     return "\n".join([*lines, *cautions(plan)])
@@ -264,7 +289,14 @@ def heading(plan: Plan) -> list[str]:
 
 
 def fit_line(plan: Plan) -> str:
-    """Return 'fits: 27.3 GiB of 79.2 GiB on the rank that holds most, 51.9 GiB free', or what is missing where."""
+    """Return whether the plan fits, in one line.
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        'fits: 27.3 GiB of 79.2 GiB on the rank that holds most, 51.9 GiB free', or what is missing where.
+    """
     need, capacity = bytes_text(plan.heaviest.total), bytes_text(plan.capacity_bytes)
     if plan.fits:
         return f"fits: {need} of {capacity} on the rank that holds most, {bytes_text(plan.free_bytes)} free"
@@ -304,7 +336,14 @@ def speed_lines(plan: Plan) -> list[str]:
 
 
 def cautions(plan: Plan) -> list[str]:
-    """Return the lines about validation, assumptions, and, if the plan does not fit, the cheapest changes."""
+    """Return the warnings about a plan.
+
+    Args:
+        plan: the plan.
+
+    Returns:
+        Lines about validation, advice, assumptions, and, if the plan does not fit, the cheapest changes.
+    """
     lines = [f"outside of what was validated: {plan.caution}"] if plan.caution else []
     lines += [plan.advice] if plan.advice else []
     lines += assumed(plan.setup.shape, plan.machines)

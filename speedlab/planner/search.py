@@ -203,7 +203,11 @@ def fitting(setup: Setup, machines: Machines, memory: Memory, time: StepTime) ->
 
 
 def fast_dtype(machines: Machines) -> Dtype:
-    """Return the dtype that the device multiplies fastest; on a tie bfloat16, because float16 needs loss scaling."""
+    """Return the dtype that the device multiplies fastest.
+
+    Args:
+        machines: the hosts and their devices. On a tie bfloat16 wins, because float16 needs loss scaling.
+    """
     order: tuple[Dtype, ...] = ("bfloat16", "float16", "float32")
     peaks = machines.device.peak_flops
     return max((dtype for dtype in order if dtype in peaks), key=lambda dtype: peaks[dtype])

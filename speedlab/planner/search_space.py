@@ -243,7 +243,9 @@ _ALONE: dict[str, Any] = {"zero_stage": 0, "micro_size": 1, "accumulation": 1}
 def worth_cutting(setup: Setup) -> bool:
     """Return whether a search splits sequences along this cp.
 
-    The engine does so only for its built-in GPT, and short parts cost more than they save.
+    Args:
+        setup: the training. The engine splits sequences of its built-in GPT only, and short parts cost more than they
+            save.
     """
     shape = setup.shape
     return is_built_in(shape) and shape.sequence_length // setup.layout.cp >= LEAST_TOKENS

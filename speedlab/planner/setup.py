@@ -230,7 +230,14 @@ class Setup:
 
 
 def context_problems(setup: Setup) -> list[str]:
-    """Return the reasons why the sequences cannot be split along cp; empty if they can."""
+    """Return the reasons why the sequences cannot be split along cp.
+
+    Args:
+        setup: the training.
+
+    Returns:
+        One message for each problem; empty if they can be split.
+    """
     shape, layout = setup.shape, setup.layout
     if layout.cp == 1:
         return []
@@ -269,7 +276,14 @@ def can_be_cut(setup: Setup, *, on_host: bool) -> bool:
 
 
 def state_problems(setup: Setup) -> list[str]:
-    """Return the problems of placement, dtype and update of the states; empty if there are none."""
+    """Return the problems of placement, dtype and update of the states.
+
+    Args:
+        setup: the training.
+
+    Returns:
+        One message for each problem; empty if there are none.
+    """
     layout = setup.layout
     problems = offload_problems(
         setup.offload,

@@ -14,7 +14,14 @@ _MOST_PUBLISHED = 16_384
 
 
 def caution(time: StepTime) -> str:
-    """Return the unvalidated parts of a set-up's memory and time as text; empty if there are none."""
+    """Return the parts of a prediction that no measurement has validated.
+
+    Args:
+        time: the predicted time, with its set-up.
+
+    Returns:
+        The text; empty if everything was validated.
+    """
     doubts = [time.caution, *_memory_doubts(time.setup)]
     devices = time.setup.layout.world_size
     if devices > _MOST_PUBLISHED:

@@ -78,7 +78,14 @@ def _one(name: str) -> Auto:
 
 
 def total_steps(args: Mapping[str, Any]) -> int | None:
-    """Return the steps of the whole training; None if they depend on unknown data."""
+    """Return the steps of the whole training.
+
+    Args:
+        args: the Trainer's arguments.
+
+    Returns:
+        The steps; None if they depend on unknown data (no `max_steps`).
+    """
     return int(args["max_steps"]) if args["max_steps"] and args["max_steps"] > 0 else None
 
 

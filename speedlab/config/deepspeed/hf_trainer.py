@@ -46,7 +46,14 @@ def trainer_batch(keys: RemainingKeys) -> None:
 
 
 def trainer_dtype(keys: RemainingKeys) -> str | None:
-    """Return the dtype for a file without its section; None if the arguments request none."""
+    """Return the dtype that the arguments request for a file without a section for it.
+
+    Args:
+        keys: the keys of the file.
+
+    Returns:
+        "bf16" or "fp16"; None if the arguments request none.
+    """
     args = keys.arguments or {}
     for name in ("bf16", "fp16"):
         if args.get(name) and not keys.has_section(name):

@@ -206,7 +206,12 @@ class RemainingKeys:
     # ---- reports of the rules ----
 
     def set(self, field: str, value: Any) -> None:
-        """Set a field of the configuration, given as a dotted path."""
+        """Set a field of the configuration, without a report.
+
+        Args:
+            field: dotted path of our field.
+            value: its value.
+        """
         *parts, name = field.split(".")
         inside = self.settings
         for part in parts:
@@ -227,7 +232,12 @@ class RemainingKeys:
         self._add(self.honoured, path, f"{field} {value!r}{self._filled.get(path, '')}{note and f'; {note}'}")
 
     def agree(self, path: str, text: str) -> None:
-        """Report that a key asks for what happens anyway."""
+        """Report that a key asks for what happens anyway.
+
+        Args:
+            path: path of the key.
+            text: the report.
+        """
         self._left.pop(path, None)
         self._add(self.honoured, path, text)
 

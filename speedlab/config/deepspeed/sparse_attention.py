@@ -200,7 +200,14 @@ def _places(value: Any) -> list[int]:
 
 
 def section_of(attention: AttentionConfig) -> dict[str, Any]:
-    """Return attention as keys of the section; empty if it is dense, or has a pattern without such keys."""
+    """Return attention as DeepSpeed's section.
+
+    Args:
+        attention: the configuration.
+
+    Returns:
+        The section; empty if attention is dense, or has a pattern without such keys.
+    """
     modes = {"fixed": "fixed", "longformer": "bslongformer", "bigbird": "bigbird"}
     runs_both_ways = attention.both_ways and attention.pattern == "fixed"
     if attention.kind == "dense" or attention.pattern not in modes or runs_both_ways:

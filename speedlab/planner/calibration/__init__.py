@@ -250,10 +250,16 @@ class Calibration:
         return found
 
     def learned(self, name: str) -> tuple[float, int]:
-        """Return (factor, number of runs) for a class of parts.
+        """Return the learned factor of a class of parts.
 
         The factor is the geometric mean of the runs and of one additional exact prediction, so a single run never
         counts fully.
+
+        Args:
+            name: a key of `CLASSES`.
+
+        Returns:
+            (factor, between 1/2 and 2; number of runs).
         """
         ratios = [run.ratios[name] for run in self.runs if name in run.ratios]
         mean = sum(math.log(ratio) for ratio in ratios) / (len(ratios) + 1)
@@ -266,14 +272,28 @@ class Calibration:
 
 
 def kind_of(setup: Setup) -> str:
-    """Return the kind of a block, by the work between its matrix products: 'dropping', 'rotary' or 'learned'."""
+    """Return the kind of a block, by the work between its matrix products.
+
+    Args:
+        setup: the training.
+
+    Returns:
+        'dropping' with dropout, otherwise 'rotary' or 'learned' by its positions.
+    """
     if setup.shape.dropout > 0:
         return "dropping"
     return "rotary" if setup.shape.position == "rotary" else "learned"
 
 
 def logits_of(setup: Setup) -> str:
-    """Return how head and loss are computed, as a key of the rates."""
+    """Return how head and loss are computed, as a key of the rates.
+
+    Args:
+        setup: the training.
+
+    Returns:
+        'logits chunked' or 'logits full'.
+    """
     return "logits chunked" if setup.shape.chunked_loss else "logits full"
 
 
@@ -316,7 +336,14 @@ Messages between pipeline stages are measured separately: in whole steps they ar
 
 
 def engine_events(setup: Setup) -> dict[str, float]:
-    """Return how often each of `EVENTS` happens in a step, on the rank with most blocks."""
+    """Return how often the engine's events happen in a step, on the rank with most blocks.
+
+    Args:
+        setup: the training.
+
+    Returns:
+        Event of `EVENTS` -> count.
+    """
     layout, turns = setup.layout, setup.accumulation
     blocks = max(blocks_by_rank(setup))
     passes = 3 if setup.checkpointing == "block" else 2

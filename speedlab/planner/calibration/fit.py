@@ -93,7 +93,11 @@ class Samples:
     """Whole steps of models whose time is mostly in kernels."""
 
     def shared(self, sharing: float) -> Samples:
-        """Return the samples for engines that share each core: every kernel takes `sharing` times as long."""
+        """Return the samples for engines that share each core.
+
+        Args:
+            sharing: engines for each core; every kernel takes this many times as long.
+        """
         return replace(
             self,
             blocks=[

@@ -155,10 +155,13 @@ class Machines:
         return self.hosts * self.per_host
 
     def in_host_bytes_per_second(self, ranks: int) -> float:
-        """Return the bandwidth of a ring of `ranks` devices inside a host, in bytes/s.
+        """Return the bandwidth of a ring inside a host, in bytes/s.
 
         Hosts with up to four devices have no switch: each pair has its own links, so a device reaches its full
         bandwidth only together with all others.
+
+        Args:
+            ranks: devices in the ring.
         """
         bandwidth = self.in_host.bandwidth_bytes_per_second
         if ranks < 2 or self.per_host > _MESHED or not self.in_host.name.startswith("nvlink"):

@@ -51,7 +51,14 @@ HOSTS = {
 
 
 def existing(folder: Path) -> Path | None:
-    """Return the folder, or its nearest existing parent; None if there is none."""
+    """Return the nearest existing folder.
+
+    Args:
+        folder: a folder, which need not exist.
+
+    Returns:
+        The folder or its nearest existing parent; None if there is none.
+    """
     return next((path for path in (folder, *folder.absolute().parents) if path.is_dir()), None)
 
 

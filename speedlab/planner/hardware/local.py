@@ -72,7 +72,11 @@ class Hardware:
         return predict_time(setup, self.machines, self.efficiency)
 
     def over(self, link: Link) -> Hardware:
-        """Return the same devices, each modelled as its own host, with `link` between them."""
+        """Return the same devices over a simulated network.
+
+        Args:
+            link: the link between devices. Each device is modelled as its own host, with its share of memory and disk.
+        """
         machines = self.machines
         host, count = machines.host, machines.world_size
         disk = None if host.disk_bytes is None else host.disk_bytes // count
@@ -82,7 +86,11 @@ class Hardware:
 
     @classmethod
     def of(cls, machines: Machines) -> Hardware:
-        """Return described machines with their usual efficiency."""
+        """Return described machines with their usual efficiency.
+
+        Args:
+            machines: the hosts and their devices.
+        """
         return cls(machines=machines, efficiency=efficiency_of(machines.device))
 
 
@@ -153,7 +161,8 @@ def _loaded(changed: int) -> Calibration | None:
 def usual(devices: Sequence[Device]) -> tuple[Machines, Efficiency]:
     """Return one host with these devices, and their assumed efficiency.
 
-    The device with the least memory represents all of them.
+    Args:
+        devices: devices of this machine. The one with the least memory represents all of them.
     """
     first = min(devices, key=lambda device: device.capacity_bytes)
     spec = described(first)
@@ -168,9 +177,14 @@ def usual(devices: Sequence[Device]) -> tuple[Machines, Efficiency]:
 
 
 def described(device: Device) -> DeviceSpec | None:
-    """Return the data sheet of a GPU by its name, and by its memory among several; None for CPU cores.
+    """Return the data sheet of a GPU.
 
-    If the name is unknown, the device with the nearest memory represents it.
+    Args:
+        device: a device of this machine. Its name selects the data sheet, and its memory among several. For an unknown
+            name, the nearest memory does.
+
+    Returns:
+        The data sheet; None for CPU cores.
     """
     if device.kind != "cuda":
         return None

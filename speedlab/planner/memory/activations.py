@@ -44,7 +44,12 @@ _FLOAT32 = 4
 
 
 def norm_forward(t: Tally, s: ActivationSizes) -> None:
-    """Count a norm's forward: its result and the tensors it saves stay alive. Its input is not freed here."""
+    """Count a norm's forward: its result and the tensors it saves stay alive.
+
+    Args:
+        t: bytes alive; changed in place. The norm's input is not freed here.
+        s: sizes of the tensors.
+    """
     x, row = s.local, s.row
     if s.setup.shape.norm == "layer":
         t.take(x, *_statistics(s))
@@ -151,7 +156,12 @@ def enter(t: Tally, s: ActivationSizes) -> None:
 
 
 def enter_backward(t: Tally, s: ActivationSizes) -> None:
-    """Count the backward of `enter`: reduce-scatter or all-reduce of the gradient."""
+    """Count the backward of `enter`: reduce-scatter or all-reduce of the gradient.
+
+    Args:
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
+    """
     if s.sequence:
         _scattered(t, s)
     elif s.tp > 1:
@@ -207,7 +217,12 @@ def leave_backward(t: Tally, s: ActivationSizes) -> int:
 
 
 def drop(t: Tally, s: ActivationSizes) -> None:
-    """Count dropout of the residual stream; its mask stays alive."""
+    """Count dropout of the residual stream; its mask stays alive.
+
+    Args:
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
+    """
     if s.sequence:
         t.touch(s.hidden)  # Drawn for all tokens.
     t.take(s.mask, s.local)
@@ -308,10 +323,15 @@ def block_backward(t: Tally, s: ActivationSizes, *, held: bool = False) -> None:
 
 
 def kept_results(s: ActivationSizes) -> tuple[int, int]:
-    """Return (kept, unused) bytes of a block under selective recomputation, in addition to its input.
+    """Return the bytes that selective recomputation keeps of a block, in addition to its input.
 
-    Kept are results of linear layers, of fused attention and of exchanges between ranks. `unused` is the part of them
-    that no recomputation reads.
+    Kept are results of linear layers, of fused attention and of exchanges between ranks.
+
+    Args:
+        s: sizes of the tensors.
+
+    Returns:
+        (kept bytes, the part of them that no recomputation reads).
     """
     attention = 0 if keeps_probabilities(s) else s.heads + s.queries + ring_kept(s)
     inner = 0 if is_tiled(s) else _widths(s) * s.inner  # Tiles are one operation; only its result is kept.

@@ -20,7 +20,14 @@ def keeps_probabilities(s: ActivationSizes) -> bool:
 
 
 def attend_forward(t: Tally, s: ActivationSizes) -> None:
-    """Count attention's forward, from the tensor of queries, keys and values to the concatenated outputs."""
+    """Count attention's forward.
+
+    It goes from the tensor of queries, keys and values to the concatenated outputs.
+
+    Args:
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
+    """
     q, pair = s.heads, s.pair
     rotary = s.setup.shape.position == "rotary"
     if rotary:

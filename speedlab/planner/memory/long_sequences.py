@@ -69,7 +69,12 @@ def _exchange(t: Tally, size: int) -> None:
 
 
 def attend_long_forward(t: Tally, s: ActivationSizes) -> None:
-    """Count attention's forward, from projections, partly copied by rotation, to the concatenated outputs."""
+    """Count attention's forward, from projections, partly copied by rotation, to the concatenated outputs.
+
+    Args:
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
+    """
     q, pair = s.heads, s.pair
     if shares_heads(s):
         with t.passing(q + pair):  # One tensor of all three.
@@ -95,7 +100,12 @@ def attend_long_forward(t: Tally, s: ActivationSizes) -> None:
 
 
 def leave_attention(t: Tally, s: ActivationSizes) -> None:
-    """Count the frees of tensors that only the layer's local variables kept alive."""
+    """Count the frees of tensors that only the layer's local variables kept alive.
+
+    Args:
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
+    """
     q, pair = s.heads, s.pair
     if shares_heads(s):
         t.free(q + pair, (q + pair // 2) if _rotary(s) else 0, q)
@@ -104,7 +114,14 @@ def leave_attention(t: Tally, s: ActivationSizes) -> None:
 
 
 def attend_long_backward(t: Tally, s: ActivationSizes) -> None:
-    """Count attention's backward, from the gradient of the outputs to those of the rotated queries, keys and values."""
+    """Count attention's backward.
+
+    It goes from the gradient of the outputs to those of the rotated queries, keys and values.
+
+    Args:
+        t: bytes alive; changed in place.
+        s: sizes of the tensors.
+    """
     q, pair = s.heads, s.pair
     given = q + (2 * q if _grouped(s) else pair)
     if shares_heads(s):
@@ -150,7 +167,12 @@ def _of_tile(s: ActivationSizes, size: int) -> int:
 
 
 def tiles_forward(t: Tally, s: ActivationSizes) -> None:
-    """Count the forward of a tiled feed-forward layer. Its input stays alive."""
+    """Count the forward of a tiled feed-forward layer.
+
+    Args:
+        t: bytes alive; changed in place. The layer's input stays alive.
+        s: sizes of the tensors.
+    """
     inner, out = _of_tile(s, s.inner), _of_tile(s, s.hidden)
     t.take(inner, inner)
     t.free(inner)

@@ -57,7 +57,8 @@ class StateBytes:
 def layer_activation_bytes(setup: Setup) -> float:
     """Return the bytes of one layer and one micro-batch on one tensor-parallel rank.
 
-    Nothing is recomputed, except attention's probabilities with selective checkpointing.
+    Args:
+        setup: the training. Nothing is recomputed, except attention's probabilities with selective checkpointing.
     """
     shape, t = setup.shape, setup.layout.tp
     hidden, queries, values = shape.hidden, shape.heads * head_size(shape), kv_heads(shape) * head_size(shape)
@@ -111,7 +112,10 @@ def memory_by_rules(setup: Setup) -> list[RankMemory]:
     """Return the memory of each pipeline position, by these rules.
 
     Gradients of several micro-batches are in float32, as in this engine. All positions have the parameters of the
-    heaviest one. Offload is ignored.
+    heaviest one.
+
+    Args:
+        setup: the training; its offload is ignored.
     """
     held = round(rank_parameters(setup))
     states = model_states(

@@ -41,7 +41,14 @@ def zero_policy_of(setup: Setup, device: str = "cpu") -> ZeroPolicy:
 
 
 def state_places(zero_policy: ZeroPolicy) -> dict[str, MemoryKind]:
-    """Return ledger category -> memory of these states between two uses."""
+    """Return where states are stored between two uses.
+
+    Args:
+        zero_policy: the policy of a set-up.
+
+    Returns:
+        Ledger category -> memory.
+    """
     return {
         "parameters": zero_policy.parameters_at,
         "gradients": zero_policy.gradients_at,
@@ -96,7 +103,12 @@ def decoded_bytes(setup: Setup, largest: int) -> int:
 
 
 def decodes_on_host(setup: Setup, device: str) -> bool:
-    """Return whether states are decoded in host memory, separate from the device's. On a CPU both are the same."""
+    """Return whether 8-bit or rounded states are decoded in host memory.
+
+    Args:
+        setup: the training.
+        device: "cpu" or "cuda"; on a CPU both memories are the same.
+    """
     return device != "cpu" and zero_policy_of(setup, device).states_at is not MemoryKind.DEVICE
 
 

@@ -35,18 +35,30 @@ class Ring:
     crosses_hosts: bool
 
     def gather(self, nbytes: float) -> float:
-        """Return the seconds of an all-gather of a tensor of `nbytes`, of which each rank has 1/n."""
+        """Return the seconds of an all-gather.
+
+        Args:
+            nbytes: bytes of the whole tensor, of which each rank has 1/n.
+        """
         n = self.ranks
         if n == 1:
             return 0.0
         return (n - 1) * self.latency_seconds + nbytes * (n - 1) / n / self.bytes_per_second
 
     def reduce_scatter(self, nbytes: float) -> float:
-        """Return the seconds of a reduce-scatter of tensors of `nbytes`: each rank gets 1/n of the sum."""
+        """Return the seconds of a reduce-scatter.
+
+        Args:
+            nbytes: bytes of each rank's tensor; each rank gets 1/n of the sum.
+        """
         return self.gather(nbytes)
 
     def all_reduce(self, nbytes: float) -> float:
-        """Return the seconds of an all-reduce of tensors of `nbytes`, by the faster of ring and tree."""
+        """Return the seconds of an all-reduce, by the faster of ring and tree.
+
+        Args:
+            nbytes: bytes of each rank's tensor.
+        """
         n = self.ranks
         if n == 1:
             return 0.0
@@ -54,7 +66,11 @@ class Ring:
         return min(2 * self.gather(nbytes), tree)
 
     def send(self, nbytes: float) -> float:
-        """Return the seconds of one message of `nbytes` from a rank to the next."""
+        """Return the seconds of one message from a rank to the next.
+
+        Args:
+            nbytes: bytes of the message.
+        """
         return self.latency_seconds + nbytes / self.bytes_per_second if self.ranks > 1 else 0.0
 
 

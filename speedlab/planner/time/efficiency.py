@@ -88,6 +88,7 @@ EFFICIENCY = {
 def efficiency_of(device: DeviceSpec) -> Efficiency:
     """Return the constants of a described device.
 
-    Devices without a published run take the H100's, marked as not validated.
+    Args:
+        device: the data sheet. Without a published run, the constants are the H100's, marked as not validated.
     """
     return EFFICIENCY.get(device.name) or replace(_H100, validated=False)

@@ -73,7 +73,14 @@ class Rates:
         return self if size % 8 == 0 else replace(self, matmul_flops=self.matmul_flops * self.unaligned_share)
 
     def matmul(self, m: float, n: float, k: float, count: float = 1) -> float:
-        """Return the seconds of `count` products of (m, k) by (k, n) in one kernel."""
+        """Return the seconds of products of (m, k) by (k, n) in one kernel.
+
+        Args:
+            m: rows of the result.
+            n: columns of the result.
+            k: inner size.
+            count: number of products.
+        """
         moved = self.element_bytes * (m * k + k * n + m * n)
         return count * (2 * m * n * k / self.matmul_flops + moved / self.memory_bytes) + self.kernel_seconds
 

@@ -416,7 +416,11 @@ def blocks_by_rank(setup: Setup) -> list[int]:
 
 
 def rank_parameters(setup: Setup) -> float:
-    """Return the parameters of the heaviest pipeline rank, on one tensor-parallel rank."""
+    """Return the parameters of the heaviest pipeline rank, on one tensor-parallel rank.
+
+    Args:
+        setup: the training. The number is before ZeRO partitions the parameters, and need not be whole.
+    """
     shape, layout = setup.shape, setup.layout
     weights = block_weights(shape)
     block = weights.matrices / layout.tp + weights.rest
