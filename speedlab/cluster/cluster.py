@@ -244,6 +244,7 @@ class Cluster(SupervisorConnection):
         self._given_up.clear()
         with self._lock, self._home.lock():
             state = self._home.read()
+            # Another handle or kernel has started the cluster: use it if it fits.
             if state is not None and state.running:
                 self._wanted.require(state)
                 if self._state is None or self._state.token != state.token or self._lost:
@@ -287,6 +288,7 @@ class Cluster(SupervisorConnection):
         wanted, token = self._wanted, secrets.token_hex(16)
         devices = choose_devices(wanted.engines, wanted.device) if wanted.spec is None else []
         backend, timeout_seconds = wanted.backend or BACKENDS[0], wanted.timeout_seconds or 0.0
+        # Store the token before any process starts, so that a crash leaves only processes that can be found.
         self._home.create(token)
         try:
             if wanted.spec is None:
@@ -312,6 +314,7 @@ class Cluster(SupervisorConnection):
         except BaseException:
             if wanted.spec is not None:
                 self._give_hosts_back()
+            # A failed start leaves nothing: processes are found by their token.
             processes.end(processes.marked(token), patience_seconds=0.0)
             self._home.remove()
             raise

@@ -99,6 +99,7 @@ class SupervisorConnection:
         results = RankResults(self, secrets.token_hex(8), work, shown=shown)
         self._now()
         chosen = results.wanted = None if ranks is None else list(ranks)
+        # Register before sending: a rank may end before the answer arrives.
         self._hear_of(results)
         try:
             results.begun(self._ask(m.Submit(id=results.id, work=work, ranks=chosen, shown=shown)))
@@ -178,6 +179,7 @@ class SupervisorConnection:
         state = self._state
         if state is None:
             raise ClusterError(f"cluster {self.name!r} is not running; cluster.start() starts it")
+        # Compare the time stamp first, because every request passes here; read the file only after a change.
         stamp = self._home.stamp()
         if stamp != self._stamp:
             found = self._home.read()

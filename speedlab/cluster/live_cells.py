@@ -131,6 +131,7 @@ def post_live(run: Run, code: str, ranks: Iterable[int] | None, *, asks: bool) -
     assert run.cluster is not None
     door = DebugServer(run.cluster.directory, cell)
     try:
+        # Before the command, because ranks read the file when they see the command.
         write_signed(path, code.encode())
         if not asks:
             door.close()

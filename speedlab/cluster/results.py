@@ -89,6 +89,7 @@ class RankResults:
         deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while not self._finished.is_set():
+                # Wake up regularly, because a dead cluster sends no message.
                 left = CHECK_SECONDS if deadline is None else min(CHECK_SECONDS, deadline - time.monotonic())
                 if left <= 0:
                     return False
@@ -185,7 +186,7 @@ class RankResults:
                 self._values[rank] = unpack(self._packed[rank])
         return [self._values[rank] for rank in self.ranks]
 
-    # ---- what the supervisor tells -----------------------------------------------------------------------------------
+    # ---- notifications of the supervisor -----------------------------------------------------------------------------
 
     def begun(self, ranks: Sequence[int]) -> None:
         """Record the ranks of the submission."""

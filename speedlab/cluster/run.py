@@ -143,6 +143,7 @@ class Run:
         """The last recorded step."""
         self.feed.poll()
         last, status = self.feed.last, self.feed.status
+        # After a resume from an older checkpoint, the newest records are ahead of the status.
         went_back = last is not None and status.step < last.step and status.updated > last.time
         return status.step if last is None or went_back else last.step
 
@@ -171,7 +172,7 @@ class Run:
     def table(self) -> list[dict[str, Any]]:
         """Return one row per ZeRO stage that the run has used; see `speedlab.cluster.stage_table`.
 
-        After the end of the run, a note below the rows says which steps are not saved.
+        After the end of the run, a note below the rows names an unsaved step.
         """
         from speedlab.cluster.stage_table import stage_table
 

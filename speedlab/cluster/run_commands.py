@@ -398,6 +398,7 @@ def resize_run(run: Run, engines: int, *, progress: Progress = print, **changes:
         move.save()
         return move.to(engines, before, after)
     except BaseException as error:
+        # Nothing has changed yet: only continue. Otherwise change back.
         if cluster.size == had and run.folder.config == move.config:
             move.go_on()
         else:
@@ -436,6 +437,7 @@ class _Move:
     def to(self, engines: int, before: RunConfig, after: RunConfig) -> CommandFuture:
         """Change the number of engines, record the new configuration, and continue."""
         started, had = time.perf_counter(), self._cluster.size
+        # Locked: no command may start the run between the resize and the new configuration.
         with self._cluster.runs.held(self._run.folder.path):
             self._cluster.resize(engines, progress=self._progress)
             step = int(self._run.step)

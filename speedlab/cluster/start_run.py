@@ -155,6 +155,7 @@ def start_run(cluster: Cluster, config: RunConfig, **given: Any) -> Run:
     check_offload_folder(config)
     refuse_second_run(cluster)
     pids = tuple(status.pid for status in cluster.status())
+    # Require room for the records of all steps, so that the run does not end on a full disk.
     require_space(config.folder, _SPARE_BYTES + config.steps * cluster.size * _RECORD_BYTES)
     with packed_model(cluster, given) as packed:
         try_own_model(cluster, config, packed)

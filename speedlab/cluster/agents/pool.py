@@ -112,7 +112,7 @@ class Agents:
         """Return the host of a rank."""
         return self.hosts[rank_hosts(self.hosts)[rank].host]
 
-    # ---- hosts that go and come --------------------------------------------------------------------------------------
+    # ---- choice of hosts ---------------------------------------------------------------------------------------------
 
     def use(self, hosts: Sequence[str]) -> None:
         """Place ranks on these hosts, in this order, from now on.
@@ -174,6 +174,7 @@ class Agents:
         with self._coming:
             environments = self.environments(environment)
             self.set_generation(self._home.generation)
+            # Engines of an earlier start may still register: ignore them.
             self._muster.forget_new()
             self._await_imports([self.host_of(rank).name for rank in wanted], cancelled)
             started: dict[int, dict[str, Any]] = {}
@@ -371,7 +372,7 @@ class Agents:
         ended = [host for host, left in answers.items() if not left]
         return self._muster.launching.stop(self._muster.order(), ended)
 
-    # ---- asking ------------------------------------------------------------------------------------------------------
+    # ---- calls -------------------------------------------------------------------------------------------------------
 
     def call(self, host: str, function: Callable[..., Any], *arguments: Any, seconds: float = ANSWER_SECONDS) -> Any:
         """Call a function of `agents/tasks.py` on one host.

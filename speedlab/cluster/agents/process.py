@@ -159,6 +159,7 @@ def begin(file: Path | None, *, detach: bool) -> int:
     command = [sys.executable, "-m", "speedlab.cluster.agents.process", "--serve", str(folder)]
     command += [f"--device={order.device}", f"--engines={order.engines}"]
     if not detach:
+        # The system shows the environment with which a process was executed, so execute again with the token.
         os.execve(sys.executable, command, environment)
     with (folder / "log" / "agent.log").open("ab") as log:
         process = subprocess.Popen(
@@ -190,6 +191,7 @@ def make_folder(order: Order, host: str) -> Path:
     """
     folder = folder_of(order, host)
     folder.mkdir(mode=0o700, exist_ok=True)
+    # The path in the shared temporary folder is predictable, so another user may have made it.
     if folder.stat().st_uid != os.getuid():
         raise PermissionError(f"{folder} is somebody else's")
     for name in ("security", "log", "rendezvous"):

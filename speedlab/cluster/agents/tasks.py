@@ -442,6 +442,7 @@ def end() -> list[int]:
     if _nursery is not None:
         _nursery.close()
     shutil.rmtree(own_folder(), ignore_errors=True)
+    # Kill this process later, so that the answer of this call is sent first.
     threading.Timer(_ANSWERED_SECONDS, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     return left
 

@@ -59,8 +59,10 @@ def rank_environment(rank: int, devices: list[dict[str, Any]], rendezvous: str) 
         "LOCAL_WORLD_SIZE": str(len(devices)),
         "SPEEDLAB_RENDEZVOUS": rendezvous,
         "SPEEDLAB_DEVICE": json.dumps(device),
+        # The engine sees only its own GPU.
         "CUDA_VISIBLE_DEVICES": device["uuid"],
         **thread_limits(device["threads"]),
+        # All ranks are on this machine.
         "GLOO_SOCKET_IFNAME": "lo",
     }
 

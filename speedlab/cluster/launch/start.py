@@ -316,6 +316,7 @@ def _await_engines(
         asked.update(new)
         roll.ask(new)
         for who in roll.answers():
+            # Compare the process id: an engine of an earlier supervisor may have the same rank.
             if pids.get(who.rank) == who.pid:
                 found[who.rank] = EngineEntry(rank=who.rank, pid=who.pid, engine_id=who.engine_id)
         return [found[rank] for rank in sorted(found)] if len(found) == len(pids) else None

@@ -63,6 +63,7 @@ class Channel:
         """
         data = _encoder.encode(message)
         try:
+            # Several threads send: keep length and message together.
             with self._sending:
                 self._socket.sendall(_LENGTH.pack(len(data)))
                 self._socket.sendall(data)

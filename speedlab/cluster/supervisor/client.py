@@ -85,6 +85,7 @@ class Client:
             raise SupervisorGoneError(f"{path}: {error}") from None
         self._calls = itertools.count(1)
         self._open: dict[int, tuple[m.Question, Future[Any], Callable[[str], object] | None]] = {}
+        # Weak references: results that no caller holds need no notifications.
         self._hearers: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
         self._lost = threading.Event()
@@ -206,7 +207,7 @@ class Client:
                     "or a core. Try again, or end it; then the next client starts another one, which takes over"
                 )
 
-    # ---- on the thread that listens ----------------------------------------------------------------------------------
+    # ---- on the receiving thread -------------------------------------------------------------------------------------
 
     def _take(self, message: Any, printed: Callable[[list[int], str, str], object]) -> None:
         if isinstance(message, m.Ended | m.DisplayMessage):

@@ -408,7 +408,7 @@ class Engines:
             except Exception:  # An exception on a timer thread would be lost.
                 log.exception("ranks that wait for a failed one could not be interrupted")
 
-    # ---- engines that come and go ------------------------------------------------------------------------------------
+    # ---- start, restart and resize -----------------------------------------------------------------------------------
 
     def restart(self, *ranks: int) -> None:
         """End the engines of `ranks` if they still run, and start new ones on the same devices.
@@ -539,7 +539,7 @@ class Engines:
         self.output.close()
         self.client.close(linger=0)
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
+    # ---- private -----------------------------------------------------------------------------------------------------
 
     def _send(self, rank: int, work: bytes) -> Any:
         task: Any = send_to(self.client, self.state.engines[rank].engine_id, remote.call, work)
@@ -551,6 +551,7 @@ class Engines:
     def _count(self, state: ClusterState) -> None:
         self.state = state
         ranks = {engine.engine_id: engine.rank for engine in state.engines}
+        # Change the dict in place, because `RankOutput` holds its `get`.
         self._rank_by_id.update(ranks)
         for engine_id in self._rank_by_id.keys() - ranks.keys():
             del self._rank_by_id[engine_id]

@@ -237,7 +237,7 @@ class RemoteProcesses:
         fields = {"spec": self._spec, **self._agents.to_fields()}
         write_private(self._home.path / "hosts.json", json.dumps(fields))
 
-    # ---- folders of runs ---------------------------------------------------------------------------------------------
+    # ---- run folders -------------------------------------------------------------------------------------------------
 
     def wire(self, folder: RunFolder) -> RecordRelay | None:
         """Return the relay for a run whose folder not all hosts see; None if all do.
@@ -277,7 +277,7 @@ class RemoteProcesses:
         """
         return self._agents.ask_each(by_host, function, seconds=_FOLDER_SECONDS)
 
-    # ---- hosts that go -----------------------------------------------------------------------------------------------
+    # ---- lost hosts --------------------------------------------------------------------------------------------------
 
     def lost(self) -> dict[str, str]:
         """Return the lost hosts and why. A host whose agent alone has ended is lost only if the agent cannot be

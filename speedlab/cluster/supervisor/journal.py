@@ -63,6 +63,7 @@ class FileJournal:
     def sending(self, submission: Submission, rank: int) -> None:
         """Record that the submission is about to be sent to this rank."""
         with self._lock:
+            # First of several ranks: store the work for the ranks that wait.
             if len(submission.messages) == 1 and submission.unfinished != [rank]:
                 self._keep(submission)
             self._write(_entry(submission, rank))
@@ -132,6 +133,7 @@ class FileJournal:
             if len(self._lines) > _MOST_LINES:
                 del self._lines[:-_KEPT_LINES]
                 text = "".join(f"{json.dumps(line)}\n" for line in self._lines)
+                # Replace the file in one step: a crash leaves the old one.
                 draft = self._path.with_suffix(".draft")
                 draft.write_text(text)
                 draft.replace(self._path)

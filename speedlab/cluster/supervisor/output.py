@@ -76,6 +76,7 @@ class RankOutput:
         )
         self._wake = zmq.Context.instance().socket(zmq.PAIR)
         self._wake.bind(f"inproc://speedlab-output-{id(self)}")
+        # ZeroMQ drops what was sent before a subscription, so wait until it is complete.
         self._socket = _subscribed(f"{connection['interface']}:{connection['iopub']}", connection["curve_serverkey"])
         self._thread = threading.Thread(target=self._listen, name="speedlab-output", daemon=True)
         self._thread.start()
@@ -126,7 +127,7 @@ class RankOutput:
         with self._idle, contextlib.suppress(zmq.ZMQError):
             self._wake.send(b"", zmq.NOBLOCK)
 
-    # ---- on the thread that listens ----------------------------------------------------------------------------------
+    # ---- on the receiving thread -------------------------------------------------------------------------------------
 
     def _listen(self) -> None:
         woken = zmq.Context.instance().socket(zmq.PAIR)

@@ -179,7 +179,7 @@ class Recovery:
         self._note(f"{cause}; {what}, from step {step}")
         return Attempt(pause)
 
-    # ---- what is kept ------------------------------------------------------------------------------------------------
+    # ---- stored count ------------------------------------------------------------------------------------------------
 
     @property
     def _path(self) -> Path:
@@ -210,7 +210,7 @@ class Recovery:
             return fresh
         return found if found.token == fresh.token else fresh
 
-    # ---- on its own thread -------------------------------------------------------------------------------------------
+    # ---- on the recovery thread --------------------------------------------------------------------------------------
 
     def _go(self, attempt: Attempt | None) -> None:
         while attempt is not None:

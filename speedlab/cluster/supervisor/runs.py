@@ -336,7 +336,7 @@ class SupervisedRun:
                     self._changing -= 1
 
     def begin(self) -> None:
-        """Start the run from the beginning; a repeated request after a takeover starts it once."""
+        """Start the new run; a repeated request after a takeover starts it once."""
         self.trouble = None
         self._recovery.begin_anew()
         # A request repeated after a takeover must not start a second run.
@@ -357,6 +357,7 @@ class SupervisedRun:
         if self._wire is not None:
             self._wire.refuse(word)
         self._recovery.hand_over()
+        # A client repeats a request after a lost connection: post the command once.
         number = self.folder.number_of(key) if key else None
         if number is None:
             number = self.folder.post(word, key=key, **arguments)
@@ -502,6 +503,7 @@ class SupervisedRun:
 
     def _submit(self) -> None:
         self._follow_ranks(give=True)
+        # Remember these commands: they are dropped if the submission ends without executing them.
         self._given = self.waiting()
         try:
             self.task = self._ranks.submit(remote.advance, str(self.folder.path), label=str(self.folder.path))

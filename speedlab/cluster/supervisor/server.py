@@ -84,6 +84,7 @@ class Server:
                 connection.close()
                 continue
             channel = Channel(connection, m.FromClient)
+            # A client that does not read must not block the notifications of others.
             channel.bound_sending(_UNREAD_SECONDS)
             client = ClientSession(channel, self._supervisor, self)
             with self._lock:
@@ -119,7 +120,7 @@ class ClientSession:
             return False
         return True
 
-    # ---- reading -----------------------------------------------------------------------------------------------------
+    # ---- on the reading thread ---------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         try:
@@ -167,6 +168,7 @@ class ClientSession:
             if (cancelled := self._cancelled.get(question.call)) is not None:
                 cancelled.set()
         elif isinstance(question, _LONG):
+            # Before the thread starts, because a Cancel for this request may follow at once.
             self._cancelled[question.call] = threading.Event()
             threading.Thread(target=self._answer, args=(question,), name="speedlab-question", daemon=True).start()
         else:
@@ -183,10 +185,11 @@ class ClientSession:
         finally:
             self._cancelled.pop(question.call, None)
         self.send(m.Answer(call=question.call, value=msgspec.Raw(msgspec.msgpack.encode(value))))
+        # Only after the answer was sent.
         if isinstance(question, m.Stop):
             self._supervisor.end()
 
-    # ---- what is asked -----------------------------------------------------------------------------------------------
+    # ---- handlers of requests ----------------------------------------------------------------------------------------
 
     def _submit(self, question: m.Submit) -> list[int]:
         submission = self._supervisor.submit(question, self._say if question.shown else None)

@@ -284,6 +284,7 @@ class Supervisor:
         self._stopping = True
         log.error("%s", reason)
         self.runs.close()
+        # Record the reason first: handles that find the cluster dead show it.
         self.engines.home.write(replace(self.engines.state, over=reason))
         self.engines.abandon(reason)
         left = [found for found in processes.marked(self._token) if found.pid != os.getpid()]

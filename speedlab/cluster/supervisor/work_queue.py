@@ -182,6 +182,7 @@ class Submission:
                 callbacks, self._callbacks = self._callbacks, []
                 self._done.set()
             listeners = list(self._listeners)
+        # Outside of the lock: listeners may call methods of this submission.
         for listener in listeners:
             listener(self, rank)
         for callback in callbacks:
@@ -225,6 +226,7 @@ class WorkQueue:
             The submission.
         """
         with self._lock:
+            # The wall clock also orders submissions of successive supervisors.
             submission.place, submission.first = time.time_ns(), first
             for rank in submission.ranks:
                 waiting = self._waiting.setdefault(rank, deque())
@@ -369,7 +371,7 @@ class WorkQueue:
         """Stop the thread that sends."""
         self._events.put(None)
 
-    # ---- on the thread that serves the line --------------------------------------------------------------------------
+    # ---- on the sending thread ---------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
         while (event := self._events.get()) is not None:
@@ -402,6 +404,7 @@ class WorkQueue:
                 return False
             submission.messages[rank] = ""  # From here on, an interrupt treats it as begun.
         try:
+            # Record before sending: after a takeover, the rank may have received the work.
             self._journal.sending(submission, rank)
             task: Any = self._send(rank, submission.work)
         except Exception as error:
@@ -436,6 +439,7 @@ class WorkQueue:
         self._send_next([rank])
 
     def _ended(self, submission: Submission, rank: int, value: bytes, failure: RemoteFailure | None) -> None:
+        # Other ranks may wait for the failed one in a collective: release them.
         if submission.end(rank, value, failure) and failure is not None and not submission.done:
             self._on_failure(submission)
 

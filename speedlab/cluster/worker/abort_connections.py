@@ -36,6 +36,7 @@ def start_cutter() -> None:
     """Start the thread that waits for CUT_SIGNAL. Call it before any other thread starts, because threads inherit the
     signal mask.
     """
+    # sigwait receives only blocked signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, {CUT_SIGNAL})
     threading.Thread(target=_cut_when_told, name="speedlab-cutter", daemon=True).start()
 

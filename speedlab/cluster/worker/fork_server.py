@@ -33,10 +33,12 @@ def main() -> None:
     """Fork engines until stdin is closed."""
     processes.name_fork_server()
     answers = int(sys.argv[1])
+    # Programs that an engine executes must not hold the pipe open.
     os.set_inheritable(answers, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     remote.preload()
     _import_the_rest()
+    # Collect first, so that no garbage is frozen.
     gc.collect()
     gc.freeze()  # The collector does not touch frozen objects, so their memory stays shared with the engines.
     ended: dict[int, int] = {}

@@ -64,6 +64,7 @@ def call(work: bytes) -> Any:
         with _at_work(), _interruptible():
             names = Globals(_namespace())
             function, arguments, keywords = unpack(work, names)
+            # New work of the user frees the last exception; internal calls keep it.
             if of_a_person := all(function is not known for known in _BESIDE):
                 debugging.forget()
             with names.kept():

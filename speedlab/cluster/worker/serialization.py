@@ -128,6 +128,7 @@ def _dump(thing: Any) -> bytes:
 @contextlib.contextmanager
 def _by_value() -> Iterator[None]:
     """Pickle functions and classes of modules that are not installed by value, inside the block."""
+    # cloudpickle's registry is global: one thread at a time.
     with _registering:
         known = cloudpickle.list_registry_pickle_by_value()
         modules = [module for module in _modules_of_the_user() if module.__name__ not in known]
@@ -160,7 +161,7 @@ def _is_installed(file: str) -> bool:
     return os.path.realpath(file).startswith(tuple(os.path.realpath(folder) + os.sep for folder in folders))
 
 
-# ---- what cannot travel ----------------------------------------------------------------------------------------------
+# ---- find what cannot be pickled -------------------------------------------------------------------------------------
 
 
 def _fault(thing: Any) -> Exception | None:
