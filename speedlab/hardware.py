@@ -95,6 +95,7 @@ def _control_groups(controller: str) -> Iterator[tuple[int, Path]]:
     for version, root, own in ((2, CGROUP, version_2), (1, CGROUP / controller, version_1)):
         group = root / own.lstrip("/")
         # A container may see its own group as the root, while the listed path exists only on the host.
+        # A limit of any parent group holds, too.
         for folder in (group, *group.parents):
             if folder.is_relative_to(root):
                 yield version, folder

@@ -332,6 +332,7 @@ class Group:
             shard: This rank's (m,); may be its slice of `full`.
         """
         own = full.view(self.size, -1)[self.index]
+        # Transports expect this rank's shard in its slice of `full`.
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
         transport = self.transport_of(full.device)
@@ -442,6 +443,7 @@ class Group:
                 "all_gather",
                 (self.size - 1) * own.nbytes,
             ).wait()
+        # Along dimension 0 the gathered memory already has the right order.
         return every.flatten(0, 1) if dim == 0 else torch.cat(every.unbind(), dim)
 
     def scatter_sum(self, tensor: Tensor, dim: int) -> Tensor:

@@ -289,6 +289,7 @@ class SignMeans:
             piece.put(answer, *onebit_pack(None if server is None else server[number], own, chunk=CHUNK))
         messages = self._across.gather_along(answer, 0).view(self._across.size, -1)  # 3
         if rails is not None:
+            # Each rank of this host has the messages of its own rail; collect all rails and restore rank order.
             every = rails.inside.gather_along(messages, 0)
             messages = torch.empty_like(every)
             messages[[k for ranks in rails.places for k in ranks]] = every

@@ -252,6 +252,7 @@ class CodedSum:
         self._hosts, self._codec, self._into, self._accumulate = hosts, codec, into, accumulate
         slices = full.view(hosts.inside.size * hosts.across.size, -1)
         self._numel, self._dtype = slices.shape[1], full.dtype
+        # For each rank of this host: the slices of all ranks with its place.
         own = [[slices[index] for index in column] for column in hosts.places]
         # With one rank per host, skip the exchange inside the host.
         alone = hosts.inside.size == 1

@@ -118,6 +118,7 @@ class doing:  # noqa: N801  # a context manager, read like a function
             _state.gave_up = True
             publish()  # Keep the note: peers that give up a moment later report it, too.
         else:
+            # Publish at once: peers may already wait for this rank.
             own_note.set(f"left {self._where} with {kind.__name__}")
             publish()
 

@@ -119,6 +119,7 @@ class SimulatedLink:
             tag: Tag of both messages.
         """
         there = torch.zeros(1, dtype=torch.float64)
+        # Both messages have one tag; they arrive in the order of the sends.
         works = [group.recv([each], peer, tag) for each in (tensor, there)]
         return SimulatedMessage(self, works, there.item)
 

@@ -162,6 +162,7 @@ class CommStats:
             with self._lock:
                 self.wait_seconds[kind] += time.perf_counter() - start
             return
+        # Events on the current stream measure how long the stream is blocked, without a sync.
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         wait()

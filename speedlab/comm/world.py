@@ -151,12 +151,14 @@ def leave(*, failed: bool = False) -> None:
     watch = _watches.pop() if _watches else None
     if watch is not None:
         failed = failed or watch.lost is not None
+        # Notify peers before their connections close.
         watch.stop(failed=failed)
     leave_world()
     forget_process_groups(failed=failed)
     leave_all()
     if dist.is_initialized():
         if watch is not None and failed:
+            # destroy_process_group would wait for collectives that never end.
             distributed_c10d._abort_process_group()
         else:
             dist.destroy_process_group()

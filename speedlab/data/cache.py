@@ -133,6 +133,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         yield part
         if folder.exists():
             shutil.rmtree(folder)
+        # The rename is atomic: other ranks see the folder complete or not at all.
         part.rename(folder)
     finally:
         if part.exists():
@@ -154,10 +155,10 @@ def largest_token(header: TokenHeader, cache: Path) -> int:
     stat = header.path.stat()
     key = fingerprint(str(header.path.resolve()), stat.st_size, stat.st_mtime_ns)
     memo = cache / "verified" / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no memo, or not one of ours: look again
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # no valid cache entry: verify the file
         return int(json.loads(memo.read_text())["largest"])
     largest = verify(header)
-    with contextlib.suppress(OSError):  # a memo that cannot be kept only means looking again next time
+    with contextlib.suppress(OSError):  # without a cache entry, the next call only verifies again
         memo.parent.mkdir(parents=True, exist_ok=True)
         part = memo.with_suffix(f".{secrets.token_hex(4)}.part")
         part.write_text(json.dumps({"largest": largest}))

@@ -199,6 +199,7 @@ def _from_token_files(config: DataConfig, paths: list[Path], cache: Path) -> Cor
     end = end_token(config, tokenizer)
     parts = [map_tokens(header) for header in headers]
     if len(parts) == 1:
+        # A single token file has no documents to split by, so its end is held out.
         cut = int(len(parts[0]) * (1 - config.heldout_share))
         parts = [parts[0][:cut], parts[0][cut:]]
     if end is not None:

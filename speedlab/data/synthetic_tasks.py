@@ -78,6 +78,7 @@ class Task:
         half = (length - 1) // 2
         made = np.full((count, length), _MARK, dtype=np.int64)
         made[:, :half] = random.integers(1, vocabulary, (count, half))
+        # The mark at index `half` separates both copies.
         made[:, half + 1 : 2 * half + 1] = made[:, :half]
         return made
 

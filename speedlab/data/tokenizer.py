@@ -192,6 +192,7 @@ def train_bpe(texts: list[str], vocab_size: int, path: Path) -> FileTokenizer:
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     tokenizer = tokenizers.Tokenizer(models.BPE())
+    # Without a prefix space, every text decodes to itself.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(

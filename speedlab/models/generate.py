@@ -52,6 +52,7 @@ def generate(
     # Draw on the CPU, so that the random numbers do not depend on the device.
     generator = torch.Generator().manual_seed(seed)
     with _evaluating(model):
+        # Exactly `count` passes on every rank, because a pass may have collectives.
         for _ in range(count):
             seen = tokens if context is None else tokens[:, -context:]
             output = model(seen)
@@ -74,6 +75,7 @@ def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: to
     # Subtract the maximum, so that no temperature overflows.
     scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperature
     chosen = torch.multinomial(scaled.softmax(dim=-1), 1, generator=generator)
+    # With top_k, `chosen` is an index into the candidates.
     return chosen if candidates is None else candidates.gather(-1, chosen)
 
 

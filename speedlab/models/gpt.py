@@ -152,6 +152,7 @@ class CausalAttention(nn.Module):
         Returns:
             (B, H, T, D).
         """
+        # Without dropout, one fused kernel computes all heads.
         if not self.training or self.dropout == 0:
             if starts is not None:
                 return attend_within(q, k, v, starts)
@@ -492,6 +493,7 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
         (B, H, T, D) in the dtype of `x`.
     """
     cosine, sine = rotation
+    # Pairs are (i, i + D / 2), as in GPT-NeoX and Llama.
     a, b = x.chunk(2, dim=-1)  # (B, H, T, D / 2) each
     return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1).to(x.dtype)
 

@@ -74,12 +74,15 @@ def _look(model: nn.Module) -> Labels:
     if not is_transformers(owner):
         return Labels.SHIFTED if "shift_labels" in _parameters(owner) else Labels.SHIFTED_ONLY
     whole: Any = owner
+    # 4: not a mean over labels.
     if getattr(whole, "loss_type", None) == "ForCTC":
         return Labels.UNKNOWN
     names = [(code.co_names, code.co_varnames) for code in _forwards(owner)]
     if any("loss_function" in used for used, _ in names):
+        # 1: transformers' own loss function.
         taken = inspect.signature(whole.loss_function).parameters
         return Labels.SHIFTED if "shift_labels" in taken else Labels.ALIGNED
+    # 2 and 3: local variables with these names show that the forward pass shifts labels itself.
     moved = {"shift_logits", "shift_labels"}
     return Labels.SHIFTED_ONLY if any(moved & set(local) for _, local in names) else Labels.ALIGNED
 

@@ -103,6 +103,7 @@ class _Forward(_Within):
         finally:
             self._mode.__enter__()
             _within.reset(token)
+        # Keep versions, to detect in-place changes before the recomputation reads the results.
         self._results.append((tuple(each.detach() for each in found), [each._version for each in found]))
         return found
 

@@ -72,6 +72,7 @@ class _Tiles(Function):
         sums: list[Tensor] = []
         for start, part in _cut(x, ctx.tile):  # 2
             count = part.shape[_TOKENS]
+            # A detached tile is a leaf, so its graph ends here and is freed after this tile.
             part = part.detach().requires_grad_(wants_input)
             with torch.enable_grad(), torch.autocast(**ctx.autocast):
                 result = ctx.layer(part)

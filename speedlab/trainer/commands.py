@@ -141,16 +141,19 @@ def _act(training: Training, command: RunCommand) -> CommandResult:
         CommandRefused: On all ranks, if nothing has changed.
         RanksDiverged: If the ranks may differ.
     """
+    # 2: arguments.
     word = WORDS[command.word]
     if training.state in (RunState.STOPPED, RunState.FINISHED) and command.word not in _ALSO_AT_THE_END:
         raise CommandRefused(f"the run is {training.state.value}; {_GOES_ON[training.state]}")
     problem = _problem(word, command.arguments)
     if problem is not None:
         raise CommandRefused(problem)
+    # 3: plan without collectives; a refusal changes nothing.
     action = agreed(training.control, lambda: _planned(word, training, command.arguments))
     # If the action is cut off while this is True, the run can only continue from a checkpoint.
     training.changing = word.changes
     try:
+        # 4: execute together.
         answer = together(training, action)
     except CommandRefused:
         training.changing = False
@@ -222,10 +225,12 @@ def _resume(training: Training, step: int | None = None, tag: str | None = None,
         if end != training.config.steps:
             training.config = training.config.replace(steps=end)
             told.append(f"to step {end}")
+        # The number of steps may have changed, and a loaded scheduler has the old one.
         follow_schedule(training.engine.scheduler, training.config)
         if training.world.rank == 0:
             if path is not None:
                 go_back_to(path)
+            # A restarted run must end at the same step.
             training.folder.update_config(training.folder.config.replace(steps=end))
         training.state, training.budget = RunState.RUNNING, None
         return CommandResult("resumed", " ".join(told))

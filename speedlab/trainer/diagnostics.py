@@ -75,6 +75,7 @@ def first_non_finite(engine: Engine, batches: Iterable[tuple[Tensor, ...]]) -> s
 
     hooks = [module.register_forward_hook(look) for _, module in named]
     try:
+        # evaluate runs forward passes without gradients.
         engine.evaluate(batches)
     finally:
         for hook in hooks:

@@ -99,6 +99,7 @@ class Supervised:
         except OSError:
             return True  # No file: the cluster has no supervisor, is being removed, or its agent still has contact.
         try:
+            # A shared lock fails only while the supervisor holds its exclusive one; engines do not block each other.
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True

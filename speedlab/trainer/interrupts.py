@@ -49,6 +49,7 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         self.asked, self.came_at, self._last = False, float("-inf"), float("-inf")
+        # Python allows signal handlers in the main thread only.
         if threading.current_thread() is threading.main_thread():
             for number, handler in ((signal.SIGINT, self._ask), (signal.SIGALRM, self._force)):
                 self._before[number] = signal.signal(number, handler)
@@ -107,6 +108,7 @@ class Interruption:
 
     def _disarm(self) -> None:
         if self._before:
+            # 0 stops the timer.
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _ask(self, number: int, frame: FrameType | None) -> None:

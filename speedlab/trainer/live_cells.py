@@ -75,9 +75,12 @@ def run_between_steps(training: Training, code: str, name: str, ranks: Collectio
     training.engine.finish_update()  # The cell sees the parameters after the last step, even if updates are delayed.
     board = StoreMailbox(f"cell/{name}")
     with training.interruption.held():
+        # 1 and 2: run the cell and undo side effects.
         said = _look(training, code, name if asks else "") if rank in ranks else None
         end = _end_of(said, interrupted=training.interruption.asked)
+        # 3: all ranks learn all ends.
         ends = _exchanged(training, board, end)
+        # 4: interrupted ranks pause without another collective.
         if _End.INTERRUPTED in ends:
             raise _cut_off(training, name, said, alone=_End.FAILED in ends)
         if _End.FAILED in ends:

@@ -44,6 +44,7 @@ def _held(
         if home.holders is Replication.SECONDARY and flat.secondary is not None:
             group = flat.secondary.group
             low, high = partition_range(flat.padded, group.size, group.index)
+        # Intersect the partition [low, high) of the flat parameter with this tensor.
         first = min(max(low - slot.offset, 0), slot.numel)
         end = max(first, min(high - slot.offset, slot.numel))
     copies = moments_of(flat) if state == "moments" else 1

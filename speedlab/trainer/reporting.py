@@ -42,6 +42,7 @@ class Reporter:
         self._writer = RecordWriter(training.folder, training.world.rank, stream_hz=training.config.telemetry.stream_hz)
         # A client may have dropped its commands after a failure. Do not execute these later.
         self.last_command = max(self.last_command, training.folder.read_status().command)
+        # Remove an event only after it is written: writing may raise.
         while self._untold:
             self._writer.event(self._untold[0])
             self._untold.pop(0)

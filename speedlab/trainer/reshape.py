@@ -72,13 +72,16 @@ def rebuild(
     before = engine.config
     through = _through(engine, states, control)
     # `together` ends with a barrier, so all ranks have read the folder before it is removed.
+    # 1: write the state.
     with _folder_of_all(_IN_MEMORY if through == "memory" else folder, control) as place:
         # No hashes: the same processes read this checkpoint back at once.
         engine.save_checkpoint(place, _TAG, verify=False)
+        # 2: free the old engine before the new one allocates.
         engine.destroy(keep_parameters=False)
         try:
             made = together(ControlGroup(control), lambda: _build_from(place, config, build))
         except RanksDiverged as parted:
+            # 3: roll back.
             made = together(ControlGroup(control), lambda: _build_from(place, before, build))
             raise Undone(made, f"{parted}; the run goes on under {made.layout} as before") from None
     release_freed_memory(made.world.device)

@@ -63,6 +63,7 @@ def advance(
     everywhere = Group(range(world.size), CommStats(), world.device, channel="control")
     run = agreed(everywhere, lambda: _known(folder))
     trainer = _trainers.get(run.path)
+    # The run continues in its engines only if every rank holds a complete state.
     if all(everywhere.collect(trainer is not None and trainer.training.whole)):
         assert trainer is not None
         return str(trainer.advance())
@@ -216,6 +217,7 @@ def _held_by_all(folder: str | os.PathLike[str]) -> Trainer:
 
 def _write(trainer: Trainer, prompt: str, tokens: int, temperature: float, seed: int) -> str:
     engine, tokenizer = trainer.engine, trainer.training.corpus.tokenizer
+    # generate needs at least one token, so an empty prompt becomes token 0.
     ids = tokenizer.encode(prompt) or [0]
     start = torch.tensor([ids], dtype=torch.int64, device=trainer.training.world.device)
     known = tokenizer.vocab_size

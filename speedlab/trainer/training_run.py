@@ -227,6 +227,7 @@ class Training:
                     folder=self.folder.path,
                 )
         except Undone as undone:
+            # The old layout was rebuilt in a new world.
             self.engine, self.world = undone.engine, join()
             raise
         self.engine = engine

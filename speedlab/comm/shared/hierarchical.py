@@ -181,6 +181,7 @@ class Hierarchy:
             self.all_reduce(wide)
             flat.copy_(_divided(wide, self._size))
             return
+        # 1, 2 and 3 of the table.
         self._inside.all_reduce(flat, op)
         if self._leads:
             blocks = flat.tensor_split(len(self._hosts))

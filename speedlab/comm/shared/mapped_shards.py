@@ -70,6 +70,7 @@ class _ShardPages:
         if self.mapped is None:
             memmove(self.start, source, self.end - self.start)
             return
+        # Copy the parts in pages that this shard has in common with its neighbours.
         memmove(self.start, source, self.low - self.start)
         memmove(self.high, source + self.high - self.start, self.end - self.high)
 

@@ -176,6 +176,7 @@ class FileHandle:
             OSError: If that process has ended, has closed the file, or belongs to another user.
         """
         descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        # The peer may have closed the file and reused the descriptor for another one.
         if os.fstat(descriptor).st_ino != self.inode:
             os.close(descriptor)
             raise FileNotFoundError(f"process {self.pid} has closed its shared segment {self.descriptor}")

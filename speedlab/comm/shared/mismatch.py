@@ -129,6 +129,7 @@ class GroupFault:
 
     def _write(self, own: dict[str, object]) -> None:
         data = json.dumps(own).encode()
+        # FAULT is raised after both writes, so peers never read a partial text.
         memmove(self._texts[self._index] + 8, data, len(data))
         memmove(self._texts[self._index], len(data).to_bytes(8, "little"), 8)
 

@@ -168,6 +168,7 @@ class P2PMailbox:
             address, nbytes, tag, dtype = message
             receive = next((r for r in self._expected[peer] if r.tag == tag), None)
             if receive is None:
+                # Copy the message, because its buffer is reused after `fetched`.
                 self._early[peer].append((tag, tensor_at(address, nbytes, torch.uint8).clone(), dtype))
             else:
                 self._deliver(receive, peer, address, nbytes, dtype)

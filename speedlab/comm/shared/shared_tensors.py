@@ -113,6 +113,7 @@ class Arena:
             self._blocks[block.address] = block
             insort(self._starts, block.address)
             self._living_bytes += nbytes
+        # Clear reused pages outside of the lock.
         if not zeros:
             ctypes.memset(block.address, 0, size)
         return torch.from_numpy(array).view(dtype)

@@ -72,6 +72,7 @@ class StagedCollectives:
 
     def _begin(self) -> tuple[int, np.ndarray]:
         """Return (address of this rank's half, addresses of all ranks' halves), after this half may be written."""
+        # 1: peers must have read this half.
         if self._round >= 2:
             self._meeting.wait_all(Number.READ, self._round - 1)
         halves = self._halves[self._round % 2]
@@ -79,6 +80,7 @@ class StagedCollectives:
 
     def _written(self) -> None:
         """Report that this rank's part is written, and wait for all peers' parts of the same call."""
+        # 2 and 3, with the comparison of calls.
         self._meeting.meet(self._round)
 
     def _read(self) -> None:

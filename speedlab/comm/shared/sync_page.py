@@ -253,6 +253,7 @@ class SyncPage:
         *,
         closes: bool = True,
     ) -> None:
+        # Spin, yield, then sleep for up to 30 ms.
         missing = wait_for_flags(addresses, value, self._spins, self._yields, True)
         if missing < 0:
             return
@@ -328,6 +329,7 @@ class SyncPage:
             CollectiveMismatch: On all ranks, if calls differ.
         """
         kind, elements, _, _ = self._call
+        # Even and odd rounds use different words: a fast rank may write the next round before a peer compares this one.
         third, words = self._third, _WORDS[number % 2]
         written = self._own_written
         raise_flag_with(written, number + 1, written + words, kind, elements, third)
@@ -542,6 +544,7 @@ class SyncPage:
         self.raise_own(Number.TAKEN, self._taken)
 
     def _recycle(self) -> None:
+        # The ring entry is reused, so all peers must have read its old offer.
         if self.offered >= _OFFERS:
             self.wait_all(Number.TAKEN, self.offered - _OFFERS + 1)
         while self._pinned and self.reached(Number.TAKEN, self._pinned[0][0] + 1):

@@ -39,6 +39,7 @@ class Work(dist._Work):
         Args:
             timeout: Ignored; the group's timeout holds.
         """
+        # Remove `finish` first, so that it runs only once.
         finish, self._finish = self._finish, None
         if finish is not None:
             try:
