@@ -98,6 +98,7 @@ class KeptInputs:
         kept, shape = saved.detach(), None
         if cut and self._ranks is not None and saved.numel() > 0:  # 1
             flat = kept.reshape(-1)
+            # Ceiling division; the last shards are padded.
             width = -(-len(flat) // self._ranks.size)
             part = flat[width * self._ranks.index :][:width]
             # A copy, so that the whole tensor can be freed.

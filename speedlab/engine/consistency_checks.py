@@ -76,6 +76,7 @@ class DataConsistencyCheck:
         self._mesh = mesh
         peers = math.prod(mesh.layout.size(axis) for axis in _ONE_BATCH)
         leads = all(mesh[axis].index == 0 for axis in _ONE_BATCH)
+        # (peers - 1) times the first peer's number, minus the numbers of the others: 0 if all are equal.
         self._factor = (peers - 1 if leads else -1) * (mesh.data_index % _FACTORS + 1)
         self._alone = peers == 1
         self._compare_next = compare_first
@@ -115,6 +116,7 @@ class DataConsistencyCheck:
         total = torch.full((), self._on_host(), dtype=torch.int64, device=self._mesh.device)
         for kind, number in self._sums.items():
             total = total if kind == "cpu" else total + number
+        # Only the top bits, so that the sum over ranks is exact in float64.
         small = (total >> (64 - _BITS)).double() * self._factor
         return small + (SAME if self._mesh.everyone.index == 0 else 0.0)
 
@@ -135,7 +137,9 @@ class DataConsistencyCheck:
 
     def _number_of(self, tensor: Tensor) -> Tensor:
         values = tensor.detach().reshape(-1)
+        # Sample large tensors with a stride.
         values = values[:: max(1, math.ceil(values.numel() / _SAMPLED_ELEMENTS))]
+        # The bits of floats as integers, because integer sums do not depend on the order.
         values = values.double().view(torch.int64) if values.is_floating_point() else values.long()
         weights = self._weights_of(values.numel(), values.device)
         return (values * weights).sum() * (_ODD[2] + 2 * self._count)
@@ -237,6 +241,7 @@ class GradientConsistencyCheck:
         device = self._mesh.device
         nothing = torch.zeros(1 + _NUMBERS, dtype=torch.float64, device=device)
         own = torch.stack([nothing, *(self._seen.get(name, nothing) for name in self._names)])
+        # Row 0 is a placeholder, so that a rank without such parameters can stack and gather too.
         every = self._mesh["tp"].gather_along(own, 0).view(-1, *own.shape)[:, 1:]
         norms = every[..., 0].amax(0).sqrt()
         apart = (every[..., 1:] - every[0, :, 1:]).abs().amax(0)
@@ -289,6 +294,7 @@ class GradientConsistencyCheck:
             return
         values = gradient.detach().reshape(-1)
         values = values[:: max(1, math.ceil(values.numel() / _SAMPLED_GRADIENT_ELEMENTS))].double()
+        # Weights without a pattern that need no random generator and are equal on all ranks.
         places = torch.arange(1, values.numel() + 1, dtype=torch.float64, device=values.device)
         weights = torch.stack([torch.cos(places * places * (0.7 + number)) for number in range(_NUMBERS)])
         numbers = torch.cat([(values @ values).view(1), weights @ values])
@@ -345,6 +351,7 @@ class UntrackedWriteCheck:
         for flat in unit.flats:
             before = self._came.pop(flat.name, None)
             if before is not None:
+                # A write that torch counted is lost, too, because the release drops the gathered values.
                 seen = [flat.is_written(index) for index in range(len(flat.slots))]
                 changed = before != _numbers(flat.full, flat)
                 self._add(flat, changed | torch.tensor(seen, device=changed.device) if any(seen) else changed)
@@ -418,6 +425,7 @@ class UntrackedWriteCheck:
             return
         low, high = flat.state_range
         made = flat.master.to(narrow.dtype)
+        # NaN counts as equal to NaN.
         differs = (narrow != made) & ~(narrow.isnan() & made.isnan())
         ranges = [slice(max(slot.range.start, low) - low, min(slot.range.stop, high) - low) for slot in flat.slots]
         here = [differs[own].any() if own.start < own.stop else differs.new_zeros(()) for own in ranges]

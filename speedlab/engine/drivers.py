@@ -164,6 +164,7 @@ class WholeModel:
         return args, kwargs if targets is None else with_one_counted(kwargs, targets)
 
     def _backward(self, loss: Tensor, count: Count, *, again: bool = False, retain_graph: bool = False) -> None:
+        # Sharded gradients are reduced in every backward, others only in the last one of a step.
         due = self._step.sync and (self._step.at_boundary or self._zero.zero_policy.grads_sharded)
         with self._clock.phase("backward"):
             (scale,) = self._step.scales([count], again=again)
@@ -203,6 +204,7 @@ class WholeModel:
         """Context around the forward of a micro-batch."""
         if torch.is_grad_enabled() and self._step.trains:
             self._step.data.look(given)
+        # As in DistributedDataParallel: batch norms use rank 0's running statistics.
         for buffer in self._running_statistics:
             self._state.group.broadcast(buffer)
         self._step.begin_micro_batch()
@@ -358,11 +360,13 @@ class PipelineStages:
                 "train_batch: positions came with some micro-batches and not with others; give all or none"
             )
         self._check_length(parts[0][0].shape[1])
+        # One transfer for all micro-batches.
         given = [self._state.to_device(torch.cat(each)) for each in zip(*parts, strict=True)]
         with self._clock.phase("forward"):
             scales = step.scales(counts)
         losses = self._pipeline.train(*given, micro_batches=step.micro_batches.size, scales=scales)
         step.ended_backward(losses)
+        # All micro-batches have run, so the next `step` call ends the step.
         step.micro_batches.ended = step.micro_batches.size - 1
 
     def evaluate(self, batch: Batch) -> list[tuple[Tensor, Count]]:

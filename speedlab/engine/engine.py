@@ -104,6 +104,7 @@ class Engine(DeepSpeedNames):
             remember(part.zero)
             remember_parts(part)
         if self.layout.pp == 1:  # Under a pipeline, ranks of other stages do not take part in a gather.
+            # A weak reference, because the engine owns the Zero.
             this = weakref.ref(self)
             (zero,) = self.zeros
             zero.finish_update = lambda: engine.finish_update() if (engine := this()) is not None else None
@@ -186,6 +187,7 @@ class Engine(DeepSpeedNames):
             updated = self._step.end(signals, self.config.clip_norm)
         note_update()
         self.skipped_steps += not updated
+        # With offload: all lasting memory is allocated after the first update.
         if updated and not self._settled:
             settle_allocator(self.world.device)
             self._settled = True
@@ -216,6 +218,7 @@ class Engine(DeepSpeedNames):
 
         At other times the call finds nothing to clear; many loops call it before each backward.
         """
+        # A weak reference, so that an optimizer which the caller keeps does not keep the engine.
         this, own = weakref.ref(self), self.optimizer.zero_grad
 
         def zero_grad(*args: Any, **kwargs: Any) -> None:
@@ -255,6 +258,7 @@ class Engine(DeepSpeedNames):
         self._step.refuse_after_cut()
         self._step.refuse_inside("train_batch")
         self._step.micro_batches.boundary = None
+        # Read all batches first: their number is checked before anything runs.
         given = list(batches)
         if len(given) != self.accumulation:
             raise ValueError(
@@ -632,6 +636,7 @@ class Engine(DeepSpeedNames):
             NonFiniteError: As PeerLost.
         """
         checkpoint.finish_saving(self)
+        # Errors are raised at the end, after everything is released.
         parted = self._become_one() if keep_parameters else None
         self.islands.give_up()
         self.partitioned_optimizer.settle()
@@ -657,9 +662,11 @@ class Engine(DeepSpeedNames):
                 part.zero.gathers.order.clear()
         finally:
             self.stores.close()  # Close the stores even if a disk has lost a state.
+        # Undo `_watch_zero_grad`.
         vars(self.optimizer).pop("zero_grad", None)
         self.optimizer.state.clear()
         for group in self.optimizer.param_groups:
+            # Free the segments, even if the caller or a scheduler keeps the optimizer.
             group["params"] = []
         self.partitioned_optimizer.forget()
         self._timeout = None

@@ -34,6 +34,7 @@ def mean_loss(
         ValueError: If ranks of one data index got different micro-batches, without any micro-batch or counted target,
             and if only some numbers of targets are known.
     """
+    # Per submodule, because a user may keep some of them in evaluation mode.
     modes = [(module, module.training) for part in modules for module in part.modules()]
     found: list[tuple[Tensor, Count]] = []
     data = DataConsistencyCheck(mesh, compare_first=False)

@@ -64,6 +64,7 @@ class Accumulation:
         """
         if self.size > 1 and self.backwards:
             now = self._forwards()
+            # A forward after the last backward, or a second forward, belongs to another micro-batch.
             if now > self._seen or now > self._began_at + 1:
                 if self.boundary is None and not self._unsummed:
                     raise RuntimeError(

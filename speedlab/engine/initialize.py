@@ -163,6 +163,7 @@ def _build(
         _take_back(model)
     attention = BlockSparse(config.model.attention)
     with ExitStack() as on_failure:
+        # On an error the caller's model gets its own attention back.
         on_failure.callback(attention.undo)
         model = attention.within(model)
         traffic = CommStats()
@@ -187,9 +188,11 @@ def _build(
                 groups=recipe.group_of,
                 compute_dtype=dtype,
                 accumulation=batch.accumulation,
+                # Never both: `_check_communicating` refuses such optimizers with islands.
                 kept=kept_by(recipe.kind) or kept_by_diloco(config.outer, layout.islands),
                 optimizer_reduces=kept_by(recipe.kind) is not None,
                 stores=stores,
+                # Unknown for a user's optimizer: assume two moments, as Adam.
                 moments=config.optimizer.moments if optimizer is None else 2,
             )
             for plan in plans
@@ -213,6 +216,7 @@ def _build(
             trains=trains,
             timeout=timeout,
         )
+        # Success: from now on `engine.destroy` undoes the attention.
         on_failure.pop_all()
     return engine
 
@@ -249,6 +253,7 @@ def _recipe(
         problem = recipe.forms.problem(recipe.kind.__name__, needs_of(config, mesh))
     except Exception as raised:
         error, problem = raised, str(raised) or type(raised).__name__
+    # All ranks raise together, so that none waits in the next collective.
     problem = next(filter(None, mesh.everyone.collect(problem)), "")
     if error is not None:
         raise error
@@ -273,6 +278,7 @@ def _partitioned(recipe: OptimizerFactory, parts: Sequence[ModelPart], mesh: Mes
         mesh.summed_first,
         recipe.build,
         group_count=recipe.group_count,
+        # Layer-wise optimizers, and those that fail on joined parameters, need one segment per parameter.
         apart=issubclass(recipe.kind, LayerwiseOptimizer) or recipe.forms.whole_only,
         forms=recipe.forms,
     )

@@ -95,6 +95,7 @@ def _call(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor |
     positional = sum(
         kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds
     )
+    # A wrapper with forward(*args, **kwargs), such as PEFT's, passes labels on.
     takes_anything = inspect.Parameter.VAR_KEYWORD in kinds and not positional
     if {"input_ids", "labels"} <= parameters.keys() or takes_anything:
         return _call_with_labels(model, tokens, targets)
@@ -129,8 +130,10 @@ def _call_with_labels(model: nn.Module, tokens: Tensor, targets: Tensor, **other
     if rule is Labels.SHIFTED:
         return model(input_ids=tokens, labels=labels, shift_labels=labels, **others)
     if rule is Labels.SHIFTED_ONLY:
+        # Any valid id is right, because no earlier output sees it.
         last = torch.where(targets[:, -1:] < 0, tokens[:, -1:], targets[:, -1:])
         tokens = torch.cat((tokens, last), dim=1)
+        # The model shifts labels by one place, which moves target t back to output t.
         labels = F.pad(labels, (1, 0), value=IGNORED)
         others = {name: torch.cat((each, each[:, -1:] + 1), dim=1) for name, each in others.items()}
     output = model(input_ids=tokens, labels=labels, **others)

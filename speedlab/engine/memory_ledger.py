@@ -173,6 +173,7 @@ class PeakMemory:
 def _of_peers(status: str) -> int:
     """Return resident bytes that belong to other ranks: shared pages beyond this rank's own."""
     shared = next((line for line in status.splitlines() if line.startswith("RssShmem:")), "RssShmem: 0")
+    # This rank's own shared memory is its arena.
     return max(0, int(shared.split()[1]) * 1024 - arena().nbytes)
 
 
@@ -403,6 +404,7 @@ def make_ledger(
     host, disk = ((away or {}).get(where, {}) for where in (MemoryKind.HOST, MemoryKind.DISK))
     counted = sum(states.values()) + activations + buffers + outside
     if device.type == "cpu":
+        # On a CPU the resident set includes host stores, which the ledger lists separately.
         reported -= sum(host.values())
     return Ledger(
         **states,
@@ -532,6 +534,7 @@ class MemoryMarks:
         """Return the marks of the step that ends; [] if it is not marked."""
         if self._found is None:
             return []
+        # Reading costs at most 1/_SPARING of the time.
         self._due = self._began + max(_SECONDS, _SPARING * self._spent)
         return self._found
 

@@ -75,6 +75,7 @@ class PhaseClock:
     def _count(self, name: str, outer: str, seconds: float) -> None:
         self._seconds[name] += seconds
         if outer:
+            # Phases are exclusive, so the enclosing phase does not count this time.
             self._seconds[outer] -= seconds
 
     def begin(self) -> None:

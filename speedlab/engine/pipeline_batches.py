@@ -72,6 +72,7 @@ def _parts_of_arguments(given: Mapping[str, Any], stage: StageModule, layout: ob
     if isinstance(stage, DecoderStage):
         mask = rest.pop("attention_mask", None)
         if targets is not None:
+            # Hugging Face's models shift labels in their loss: target t is label t + 1.
             targets = F.pad(targets[:, 1:], (0, 1), value=IGNORED)
         targets = rest.pop("shift_labels", targets)
     for name, value in (("tokens", tokens), ("targets", targets)):

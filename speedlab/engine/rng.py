@@ -88,6 +88,7 @@ class RandomStreams:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if module.training:
+            # Blocks seed the generators; `_leave` restores them for user code between forwards.
             self._outside = [torch.get_rng_state()]
             if self._device.type == "cuda":
                 self._outside.append(torch.cuda.get_rng_state(self._device))

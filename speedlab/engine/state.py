@@ -107,6 +107,7 @@ class TrainingState:
         """
         self.epochs: Epochs | None = None
         """Position of the data loader that `initialize` made; None without such a loader."""
+        # Parameters that the warning of local steps has already named.
         self._told_apart: set[str] = set()
         self.updating = False
         """True from the first changed parameter to the end of a step.

@@ -93,6 +93,7 @@ def reduce_step(
     numbers = [len(losses), known, unused, written, *signals]
     told = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
     zero = torch.zeros_like(squares)
+    # One slot per island, so that a single sum returns the values of every island.
     of_islands = [each if index == own_island else zero for each in (squares, targets) for index in range(islands)]
     looked = [zero if found is None else found for found in (difference, lost)]
     measured = torch.stack([*of_islands, weighted, *looked])
@@ -114,6 +115,7 @@ def reduce_step(
         none_counts=known == count > 0 and min(counts) == 0,
         some_unknown=0 < known < count,
         weight=weight,
+        # NaN fails the comparison.
         grad_norm=math.sqrt(total) * weight / scale if total >= 0 else math.nan,
         signals=tuple(summed),
         finite=math.isfinite(sum(totals)),

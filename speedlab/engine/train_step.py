@@ -268,6 +268,7 @@ class StepState:
         # A frozen model never ends a step: count each forward as one, so that no stream state is kept.
         frozen = None if self.trains else sum(zero.gathers.forwards for zero in self._state.zeros)
         number = self.micro_batches.next if index is None else index
+        # The global number of the micro-batch: equal under all layouts, so that all layouts drop the same elements.
         place = number * layout.data_size + self._state.mesh.data_index
         self._streams.begin(self._state.global_step if frozen is None else frozen, place)
 
@@ -277,6 +278,7 @@ class StepState:
         Args:
             losses: The losses of this backward, one per micro-batch.
         """
+        # The losses stay on the device until the end of the step, to avoid a sync.
         self._losses += [loss.detach() for loss in losses]
         self._fed = True
         self._state.partitioned_optimizer.hold_gradients(True)
@@ -338,6 +340,7 @@ class StepState:
                     return False
                 self._same_gradients.took(totals.unseen)
                 self._unseen_writes.took()
+                # `totals.unused` is equal on all ranks, so all of them skip or make the next collective together.
                 left_alone = totals.unused and not self._in_backward and not updates_unused(state.optimizer)
                 unused = self._unused() if left_alone else {}
                 state.before_change()
@@ -347,6 +350,7 @@ class StepState:
                 state.partitioned_optimizer.hold_gradients(False)
                 factor = state.partitioned_optimizer.exchange(self._factor(totals, clip_norm), unused)
             except Exception:
+                # With in_backward, backward has already changed parameters, so the step stays marked as interrupted.
                 state.updating = self._in_backward and state.updating
                 self.reset()
                 raise
@@ -370,11 +374,13 @@ class StepState:
 
     def _update(self, factor: float, unused: Mapping[str, Collection[int]]) -> None:
         state = self._state
+        # Double-buffered gradients belong to a delayed update, which runs on a thread.
         if not state.zeros[0].zero_policy.grads_double_buffered:
             state.partitioned_optimizer.step(factor, unused, number=state.global_step)
             return
         state.partitioned_optimizer.step_late(factor, unused, number=state.global_step)
         first = state.config.offload.delayed_update
+        # Before step `delayed_update` the update is applied at once, as without a delay.
         if first is None or state.global_step + 1 < first:
             state.partitioned_optimizer.publish()
 
@@ -406,9 +412,11 @@ class StepState:
 
     def _factor(self, totals: StepReduction, clip_norm: float | None) -> float:
         factor = totals.weight / self._state.loss_scale.value
+        # No rank knows the norm of the sum, so nothing is clipped.
         if sums_itself(self._state.optimizer):
             return factor
         if clip_norm is not None and totals.grad_norm > clip_norm:
+            # The same epsilon as in torch.nn.utils.clip_grad_norm_.
             factor *= clip_norm / (totals.grad_norm + 1e-6)
         return factor
 
@@ -443,6 +451,7 @@ class StepState:
             raise some_unknown(self._state.global_step + 1)
         if totals.none_counts:
             raise none_counts(self._state.global_step + 1)
+        # A NaN loss with a finite gradient comes from a micro-batch without counted targets.
         if totals.finite and math.isnan(totals.loss):
             raise loss_of_no_targets(
                 self._state.everyone, self._losses, step=self._state.global_step + 1, updated=self._in_backward
@@ -451,6 +460,7 @@ class StepState:
             raise self._same_gradients.error(self._state.global_step + 1, updated=self._in_backward)
         if totals.written:
             raise RuntimeError(f"step: {self._state.words_of_early_writes()}")
+        # `end` handles a gradient that is not finite next.
         if totals.lost and totals.finite:
             raise self._unseen_writes.error(self._state.global_step + 1, updated=self._in_backward)
 
@@ -471,6 +481,7 @@ class StepState:
         state, error = self._state, None
         if self._in_backward:
             error = updated_non_finite(state.everyone, self._losses, step=state.global_step + 1)
+        # Finite, so the norm is above _MOST_EXCHANGED.
         elif state.loss_scale.exhausted and totals.finite:
             error = too_large_to_exchange(totals.grad_norm, step=state.global_step + 1)
         elif state.loss_scale.exhausted:
@@ -480,6 +491,7 @@ class StepState:
         self.reset()
         if error is not None:
             raise error
+        # A skipped step must not leave the previous delayed update pending.
         if state.partitioned_optimizer.late:
             state.before_change()
             state.apply_late()

@@ -122,6 +122,7 @@ class OuterStep:
                 gradient.kept[ERROR].copy_(missed)
                 squares += torch.linalg.vector_norm(missed).double().square()
             self._update(gradient.kept, mean)
+            # With mixing 0 the anchor replaces the parameters.
             flat.own_master.lerp_(gradient.kept[ANCHOR], 1 - mixing)
         return squares
 
@@ -311,12 +312,14 @@ class DiLoCo:
             return
         self.apart = True
         outer, flats = self._outer, self._optimizer.flats
+        # Steps until each fragment's meeting; fragments are spread evenly over `every_steps`.
         waits = [
             (-step - outer.every_steps * number // outer.fragments) % outer.every_steps for number in self._numbers
         ]
         self._told = {"met": 0.0, "steps_to_meeting": min(wait or outer.every_steps for wait in waits)}
         self._told |= {"sent_bytes": 0.0, "float32_bytes": sum_bytes(self.group, sum(map(partition_size, flats)))}
         self._end([number for number, (end, _) in self._under_way.items() if end == step])
+        # Without a delay these meetings end below, in the same step.
         for number in (number for number, wait in enumerate(waits) if wait == 0):
             self._begin(number, step)
         self._end([number for number, (end, _) in self._under_way.items() if end == step])
@@ -363,6 +366,7 @@ class DiLoCo:
     def _refuse_non_finite(self, meeting: OuterStep, step: int) -> None:
         """Raise before a non-finite value enters momentum or feedback, because it would remain there."""
         counts = torch.zeros(self.group.size, dtype=torch.float64)
+        # One slot per island, so that the sum shows which islands are not finite.
         counts[self.index] = float(not meeting.finite)
         found = self._everyone.sum_scalars(counts).nonzero().flatten().tolist()
         if found:
@@ -387,6 +391,7 @@ class DiLoCo:
                 states = [flat.master, *(state for _, state in sorted(self._optimizer.states_of(flat).items()))]
                 low = flat.state_range[0]
                 own = [state[flat.start - low : flat.end - low] for state in states]
+                # One message for masters and moments.
                 together = island_buffer(self.group, len(own) * partition_size(flat))
                 pieces = pieces_of(together, [partition_size(flat)] * len(own))
                 for piece, state in zip(pieces, own, strict=True):

@@ -97,6 +97,7 @@ def publishing(flat: FlatParam, ahead: FlatParam | None) -> Iterator[None]:
 
 def _fetch(flat: FlatParam, states: list[OffloadedTensor], *, update: bool) -> None:
     if flat.lies_away:
+        # The update overwrites the parameters, or they are on the device: fetch only a buffer for them.
         needless = flat.offloaded.get("parameter") if flat.written_by_update is not None or flat.at_hand else None
         for state in states:
             state.fetch(values=not (update and state is needless))

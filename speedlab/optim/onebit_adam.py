@@ -91,6 +91,7 @@ class WarmupThenCompressed(ShardedSignCompression):
         updates, beta2 = first["updates"], first["betas"][1]
         if self._freeze_step is not None:
             return updates >= self._freeze_step
+        # Compare the variance only once per 1 / (1 - beta2) updates.
         if updates % max(1, round(1 / (1 - beta2))):
             return False
         sums = [each.moments["exp_avg_sq"].sum(dtype=torch.float64) for each in flats if "exp_avg_sq" in each.moments]

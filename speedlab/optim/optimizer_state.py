@@ -397,6 +397,7 @@ class OptimizerStates:
             known = iter(histories)
             last = histories[0] if histories else None
             each = [(last := next(known)) if name in own else last for name in names]
+            # Cut between neighbours with different histories.
             differ = {index for index in range(1, len(each)) if each[index] != each[index - 1]}
             self._begins[flat.name] = differ
         self.inner.state.clear()

@@ -153,6 +153,7 @@ _MOST_KNOWN = 256
 def _try(subject: OptimizerMaker, device: torch.device) -> ParameterForms:
     with _nothing_changes(device):
         found = _Trial(subject, device, _SMALL, _STEPS).found()
+        # Large shapes only for optimizers that pass on small ones; see `_LARGE`.
         if not (found.flattened or found.joined):
             return found
         large = _Trial(subject, device, _LARGE, _STEPS_LARGE).found()

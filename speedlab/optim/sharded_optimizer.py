@@ -299,7 +299,9 @@ class PartitionedOptimizer:
             if moving is not None:
                 moving.wait()  # The next backward overwrites the source buffers.
         for flat in self.flats:
+            # Masters are newer than parameters until `publish`.
             flat.ahead = True
+        # A scheduler may change options of the original during the next step.
         self._twin = OptimizerSnapshot(self.inner)
         self._update = self._update_by(self._twin.optimizer, self.flats, None)
         self._late = DelayedUpdate(partial(self._make_late, self._update, factor, unused))

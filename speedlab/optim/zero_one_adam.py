@@ -230,6 +230,7 @@ class ZeroOneAdam(SignCompressedOptimizer):
                 state = self.state.get(segment) or _UNBORN
                 sent = self._kind is StepKind.SIGNS and not self._alone
                 weight = self._rates(state, group_of[segment], ahead=1)[0] if sent else 1.0
+                # Times `size`, because the exchange takes the mean over ranks, and the gradient is a sum.
                 terms[here].mul_((1 - beta1) * factor * size * weight)
                 if "exp_avg" in state:
                     terms[here].add_(state["exp_avg"], alpha=beta1 * weight)
@@ -258,6 +259,7 @@ class ZeroOneAdam(SignCompressedOptimizer):
                 before, now = float(state.get("worth", 0.0)), self._rates(state, group_of[segment], ahead=1)[0]
                 if float(state["rates"]) or not before or 1 / FAR < now / before < FAR:
                     continue
+                # A power of two rounds nothing.
                 factor = 2.0 ** round(math.log2(now / before))
                 for error in (kept[TO_SEND][here], kept[SERVER_ERROR][served(each.gradient, here)]):
                     error.mul_(factor)
@@ -333,6 +335,7 @@ class ZeroOneAdam(SignCompressedOptimizer):
             if self._steps.freeze_step is not None:
                 state["anchor"] = torch.zeros_like(segment)
             if self.communicates:
+                # Infinite variance: the segment does not move until the variance is updated.
                 state["exp_avg_sq"].fill_(math.inf)
         return state
 

@@ -89,6 +89,7 @@ def export_hf(
         return folder
     if tag is not None:
         raise CheckpointError(f"tag={tag!r} names a checkpoint, and the source is an engine; give its folder instead")
+    # A temporary checkpoint, because the export reads checkpoints, of any layout.
     passing = folder.parent / f".{folder.name}.checkpoint"
     engine = source
     on_first(engine.everyone, lambda: shutil.rmtree(passing, ignore_errors=True))

@@ -62,6 +62,7 @@ def load(engine: TrainingState, place: Place, tag: str | None, *, verify: bool =
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {newest_good(engine, path.parent, path)}") from None
     _refuse_other_optimizer(engine, manifest)
+    # No thread may update states during the load.
     engine.partitioned_optimizer.settle()
     engine.replace_what_is_lost()
     with Files(path) as files:  # 3

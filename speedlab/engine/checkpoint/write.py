@@ -95,6 +95,7 @@ def save(
     target, hidden = folder / tag, folder / f".{tag}.partial"
     part = _own_part(engine, hidden, verify=verify, moments=moments)
     common = common_of(engine, client_state)
+    # A copy of states on disk would need the memory that the offload saves.
     wait = wait or any(zero.zero_policy.states_at is MemoryKind.DISK for zero in engine.zeros)
     told = group.collect([part.nbytes, whose()])
     needed = sum(nbytes for nbytes, _ in told)
@@ -213,6 +214,7 @@ def _when_here(copy: Tensor) -> Any:
     if not copy.is_pinned():
         return lambda: copy
     event = torch.cuda.Event()
+    # The writer waits for this event, not for the whole device.
     event.record()
 
     def arrived() -> Tensor:

@@ -100,6 +100,7 @@ class Observation:
 
         def see(gradient: Tensor) -> None:
             if self.counted is None:
+                # A position counts if any element of its gradient is nonzero.
                 self.counted = (gradient.detach() != 0).any(dim=-1)
                 self.reason = ""
 

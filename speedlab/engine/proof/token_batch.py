@@ -139,6 +139,7 @@ def _of_mapping(batch: Mapping[str, Any], model: nn.Module) -> TokenBatch:
 
     targets = labels
     if shifts:
+        # The model shifts labels in its loss: target t is label t + 1.
         targets = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], dim=1)
     return TokenBatch(
         tokens=tokens, targets=targets, positions=positions, _make=make, rows_given=torch.arange(len(tokens))
