@@ -57,6 +57,7 @@ def measure(engines: Sequence[int], *, rounds: int = 4, say: Callable[[str], obj
     samples: list[Samples] = []
     with _started(threads, say) as (sets, process):
         for number, ranks in sets.items():
+            # More engines than cores: scale the kernels measured with one engine for each core.
             taking_turns = not gpus and number > cores
             known = {sample.dtype: sample for sample in samples if sample.engines == cores} if taking_turns else {}
             for dtype in DTYPES:

@@ -91,6 +91,7 @@ def progress_line(feed: Feed, width: int | None = None) -> str:
     """
     parts = _parts(feed)
     line = _joined(parts)
+    # Omit one part after the other until the line fits.
     for name in _DROPPED:
         if width is None or len(line) <= width:
             break

@@ -325,6 +325,7 @@ def _longformer(attention: AttentionConfig, row: int) -> set[int]:
 def _bigbird(attention: AttentionConfig, row: int) -> set[int]:
     seen = _longformer(attention, row)
     others = [key for key in range(row) if key not in seen]
+    # One generator for each row, so that a row does not depend on the length.
     draw = Random(f"{attention.seed}/{row}").random
     return seen | set(sorted(others, key=lambda _: draw())[: attention.random_blocks])
 

@@ -245,6 +245,7 @@ def _cut_host(islands: int, hosts: Sequence[str]) -> str | None:
     size, start = len(hosts) // islands, 0
     for host, ranks in groupby(hosts):
         end = start + len(list(ranks))
+        # A host may start and end at borders of islands, or be inside one island.
         whole_islands = start % size == end % size == 0
         if not whole_islands and start // size != (end - 1) // size:
             return host

@@ -127,6 +127,7 @@ class _Scale:
     last: float
 
     def __call__(self, value: float) -> float:
+        # The clamp below keeps an outlier from drawing paths of millions of pixels.
         share = (value - self.low) / (self.high - self.low)
         return self.first + min(2.0, max(-1.0, share)) * (self.last - self.first)
 
@@ -245,6 +246,7 @@ class _Panel:
             below: for each bar the height of the stack so far, above and below zero.
         """
         fill = trace["marker"]["color"]
+        # `bar_marker` fills hatched bars with transparency and draws a pattern instead.
         hatched = fill == "rgba(0,0,0,0)"
         rects = []
         if self._lanes:

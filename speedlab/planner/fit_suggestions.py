@@ -65,6 +65,7 @@ def cheapest_change(
     found = _fitting(singles, before, machines, efficiency, memory)
     if len(found) < count:
         known = {change.setup for change in found}
+        # Pairs are many and each needs a memory prediction, so they come second.
         pairs = {twice for once in singles for twice in _changes(once, machines)} - known
         found += _fitting(pairs, before, machines, efficiency, memory)
     return found[:count]

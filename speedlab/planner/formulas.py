@@ -81,6 +81,7 @@ def rank_parameters(model: ModelConfig, layout: Layout, counts: Sequence[int]) -
         pipeline, tensor = at["pp"], at["tp"]
         first, last = pipeline == 0, pipeline == (len(counts) - 1) % layout.pp
         start, end = share_of(model.vocab_size, layout.tp, tensor)
+        # A tied table is stored once if both ends are on the same rank.
         tables = int(first) + int(last) - int(first and last and model.tied)
         held.append(
             sum(counts[pipeline :: layout.pp]) * block_parameters(model, tp=layout.tp)
@@ -185,6 +186,7 @@ def model_states(
     compute_bytes = _DTYPE_BYTES[dtype]
     gradients = compute_bytes * gradient_share
     if config.sums_itself:
+        # Whole float32 gradients, the rank's own error (same size), and the error of its partition.
         gradients = _FLOAT32_BYTES * (2 * parameters + Replication.OWN_PART.share(parameters, dp))
     return ModelStates(
         stage=stage,

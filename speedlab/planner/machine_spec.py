@@ -52,6 +52,7 @@ def read_words(text: str) -> MachineWords:
     Raises:
         ValueError: the text does not say how many of which device, or counts hosts twice.
     """
+    # Normalise: punctuation to spaces, '×' and '*' to 'x', no filler words.
     plain = _NOISE.sub(" ", re.sub(r"[×*]", "x", re.sub(r"[,;+()]", " ", text)))
     found = _WORDS.fullmatch(" ".join(plain.split()))
     if found is None or (found["named"] and not (found["count"] or found["after"])):

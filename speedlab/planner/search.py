@@ -172,6 +172,7 @@ def _first_that_fit(times: list[StepTime], machines: Machines, memory: Memory, c
     too_large: dict[Setup, float] = {}
     for time in times:
         setup = time.setup
+        # Memory grows with the micro-batch, so a larger one of the same kind cannot fit either.
         kind = replace(setup, micro_size=1, accumulation=1)
         if setup.layout in found or setup.micro_size >= too_large.get(kind, math.inf):
             continue
@@ -222,6 +223,7 @@ def _states(setup: Setup) -> float:
         "master_weights": zero_policy.optimizer_states,
         "optimizer_moments": zero_policy.optimizer_states,
     }
+    # "cuda" and "cpu" differ only in masters of offloaded updates, which do not count here.
     widths = state_widths(setup, "cuda")
     return sum(
         widths[state] * holders[state].share(held, setup.layout.replicas)

@@ -129,6 +129,7 @@ class Calibration:
         if not found:
             known = ", ".join(sorted({constants.dtype for constants in self.constants}))
             raise ValueError(f"{self.machine} was measured in {known}, not in {dtype}; choose one of these")
+        # Nearest by ratio; on a tie the larger number of engines.
         return min(found, key=lambda constants: (abs(math.log(constants.engines / engines)), -constants.engines))
 
     def machines(self, engines: int, dtype: str = "float32", kind: str = "rotary") -> Machines:
@@ -262,6 +263,7 @@ class Calibration:
             (factor, between 1/2 and 2; number of runs).
         """
         ratios = [run.ratios[name] for run in self.runs if name in run.ratios]
+        # The + 1 is the additional exact prediction, with a logarithm of 0.
         mean = sum(math.log(ratio) for ratio in ratios) / (len(ratios) + 1)
         return min(_BOUND, max(1 / _BOUND, math.exp(mean))), len(ratios)
 

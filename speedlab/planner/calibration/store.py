@@ -76,6 +76,7 @@ def save(calibration: Calibration, folder: Path | None = None) -> Path:
         CalibrationError: the file cannot be written.
     """
     target = path(folder)
+    # Write to a temporary file and rename, so that a reader never sees half a calibration.
     part = target.with_suffix(f".{secrets.token_hex(4)}.part")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

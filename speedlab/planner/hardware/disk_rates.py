@@ -63,6 +63,7 @@ def keep(folder: Path, rates: DiskRates, *, cache: Path | None = None) -> None:
         raise ValueError(f"{rates} is no speed of a disk; both have to be above 0")
     disks = _load(cache)
     system = _file_system(folder)
+    # Reinsert at the end: the oldest entries are at the start and are dropped first.
     disks.pop(system, None)
     disks[system] = (rates.read_bytes_per_second, rates.write_bytes_per_second)
     file = path(cache)

@@ -146,6 +146,7 @@ def _devices_here(devices: Sequence[Device], dtype: str) -> Hardware:
 
 def _calibration() -> Calibration | None:
     try:
+        # The modification time is the cache key, so a new calibration is used at once.
         changed = store.path().stat().st_mtime_ns
     except OSError:
         return None

@@ -39,8 +39,10 @@ class Passing:
             shard = elements // dp
             gathered += elements * element_bytes if zero_policy.params_unsharded_on_demand else 0
             if zero_policy.parameters_sent and (trainable or zero_policy.params_unsharded_on_demand):
+                # int8 codes.
                 message += message_bytes(shard, 8)
             if zero_policy.gradients_sent and trainable:
+                # Slices for all ranks, and as many from them; int4 codes.
                 exchanged += 2 * dp * message_bytes(shard, 4)
         return cls(gathered=gathered, message=message, arriving=dp * message, exchanged=exchanged)
 

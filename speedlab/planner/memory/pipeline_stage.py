@@ -423,6 +423,7 @@ def step_peak(setup: Setup, stages: Sequence[MicroBatchMemory], pipeline: int) -
     """
     pp, m = setup.layout.pp, setup.accumulation
     if pp > 1 and setup.schedule in ("interleaved", "zero-bubble"):
+        # The memory is periodic, so a few rounds have the same peak as all micro-batches.
         some = min(m, _ROUNDS * _round(pp, m))
         return max(peak for *_, peak in held(setup, stages, pipeline, some))
     (stage,) = stages

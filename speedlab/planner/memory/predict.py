@@ -98,6 +98,7 @@ def memory_by_rank(setup: Setup, positions: Sequence[RankMemory]) -> list[RankMe
     found = []
     for rank in range(setup.layout.world_size):
         at = setup.layout.coordinates(rank)
+        # Ranks of a pipeline stage differ only in the rows of their vocabulary share.
         alike = of_pipeline[at["pp"]]
         found.append(alike.get(rows[at["tp"]]) or next(iter(alike.values())))
     return found
@@ -328,13 +329,16 @@ def _with_states(rank: RankMemory, setup: Setup, stages: Sequence[Flats], device
         kept = _FLOAT32 * (elements + Replication.OWN_PART.share(elements, dp))
         by_place[MemoryKind.DEVICE]["gradients"] += kept
     if setup.layout.islands > 1:
+        # Anchor, momentum and error feedback of the outer optimizer.
         by_place[MemoryKind.DEVICE]["gradients"] += (
             _FLOAT32 * setup.outer.states * Replication.OWN_PART.share(elements, dp)
         )
     if zero_policy.secondary_ranks:
+        # The second copy of the parameters, partitioned inside a host (ZeRO++).
         again = Replication.SECONDARY.share(elements, zero_policy.secondary_ranks)
         by_place[MemoryKind.DEVICE]["parameters"] += round(widths["parameters"] * again)
     if zero_policy.grads_double_buffered:
+        # A delayed update reads the last step's gradients while backward writes new ones.
         there = by_place[zero_policy.states_at]
         there["gradients"] = there.get("gradients", 0) + round(widths["gradients"] * owned)
     passing = zero_policy.optimizer_states.share(largest, dp)

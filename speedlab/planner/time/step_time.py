@@ -196,6 +196,7 @@ def predict_time(setup: Setup, machines: Machines, efficiency: Efficiency) -> St
     micro_batches = setup.accumulation
     parts = {part: micro_batches * seconds for part, seconds in turn.items()}
     share = bubble_share(setup.schedule, pp=setup.layout.pp, chunks=setup.chunks, micro_batches=micro_batches)
+    # `share` is relative to the total with the bubble: total = work / (1 - share).
     parts["bubble"] = sum(parts.values()) * share / (1 - share)
     exposed, hidden = _data_parallel(setup, machines, groups, rates, turn, efficiency)
     parts["data parallel"] = exposed
@@ -269,10 +270,12 @@ def _turn(
     again = setup.checkpointing == "block"
     forward = plain * block.forward + crossed * cross.forward
     some = plain * block.again + crossed * cross.again
+    # A cross-attention adds a third sum to a block. Recomputation repeats the sums of forward.
     sums = (2 * plain + 3 * crossed) * (3 if again else 2)
     boundary = hidden_bytes / layout.tp if setup.sequence_parallel or setup.scattered_messages else hidden_bytes
     gathered = (plain + crossed) * groups.tp.gather(hidden_bytes) if setup.cuts_inputs else 0.0
     positions = _between_positions(setup, groups.cp, hidden_bytes / layout.tp, again=again)
+    # An activation forward and its gradient backward, for each stage of the rank.
     messages = 2 * setup.chunks if setup.schedule in ("interleaved", "zero-bubble") else 2
     return {
         "forward": forward,
@@ -325,9 +328,11 @@ def _data_parallel(
         return _listed(setup, dp, efficiency), 0.0
     element = 4 if setup.dtype == "float32" else 2
     held = rank_parameters(setup)
+    # A single micro-batch needs no sum, so its gradients stay in the compute dtype.
     summed = 4 if setup.wide_sums and setup.accumulation > 1 else element
     pipeline = setup.layout.pp > 1
     scatters = 1 if setup.zero_stage < 2 or pipeline else setup.accumulation
+    # One unit for each block, and the root.
     units = max(blocks_by_rank(setup)) + 1
     mapped = machines.device.on_host and not dp.crosses_hosts and zero_policy_of(setup).shards_stay
     sending = Sending(
@@ -378,6 +383,7 @@ def _listed(setup: Setup, dp: Ring, efficiency: Efficiency) -> float:
     matrices = 5 if setup.shape.gated else 4
     count = matrices * max(blocks_by_rank(setup)) + 1
     each = dp.gather(rank_parameters(setup) * element / count) + dp.ranks * efficiency.kernel_seconds
+    # Gather for forward, gather for backward, reduce; and gather again to recompute a block.
     times = 4 if setup.checkpointing == "block" else 3
     return setup.accumulation * times * count * each
 
