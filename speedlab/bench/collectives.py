@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from speedlab.comm.shared.sync_page import SyncPage
 
 _SMALL_BYTES, _SMALL_CALLS = 4 << 10, 50
-"""Small ones are called many times in a row, so that the barriers around them do not count."""
+"""Small messages are sent many times between two barriers, so that the barriers do not count."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,7 +79,7 @@ def _time(call: Callable[[], object], device: torch.device) -> float:
     before.record()
     call()
     after.record()
-    after.synchronize()  # The synchronisation is part of the measurement.
+    after.synchronize()  # An intended sync: the times are known only now.
     return before.elapsed_time(after) / 1e3
 
 

@@ -19,7 +19,7 @@ from speedlab.config.errors import ConfigError
 _SEEN, _UNSEEN = "x", "."
 _BLOCK_MULTIPLE = 16
 _HEAD_MULTIPLE, _LEAST_HEAD, _LARGEST_HEAD = 8, 16, 256
-"""Of elements of a head, for the kernels: cuda_ops/block_sparse_attention.py."""
+"""Limits of the kernels for the elements of a head: cuda_ops/block_sparse_attention.py."""
 
 HEADS_THAT_FIT = f"heads of a multiple of {_HEAD_MULTIPLE} elements from {_LEAST_HEAD} to {_LARGEST_HEAD}"
 

@@ -157,7 +157,14 @@ class OptimizerConfig(ConfigSection):
         return self.name in _PLAIN
 
     def of_no_use(self, name: str) -> list[tuple[str, tuple[OptimizerName, ...]]]:
-        """Fields that are set, and say how other optimizers go than `name`: which, and whose they are."""
+        """Return the changed fields that an optimizer does not use.
+
+        Args:
+            name: name of the optimizer.
+
+        Returns:
+            (field, the optimizers that use the field).
+        """
         usual = OptimizerConfig()
         changed = [field for field in _MADE_FOR if getattr(self, field) != getattr(usual, field)]
         return [(field, _MADE_FOR[field]) for field in changed if name not in _MADE_FOR[field]]

@@ -207,7 +207,7 @@ class RunConfig(ConfigSection):
 
         Raises:
             LayoutError: there is no such layout; the message has the equation and what would work.
-            ConfigError: the update, the attention or the batch does not work with the layout.
+            ConfigError: the update or the attention does not work with the layout.
         """
         return resolve(self, world_size, built_in=built_in)
 

@@ -77,7 +77,7 @@ PHASE_COLOURS = {
 ACCENT = "#D55E00"
 INK = "#808080"
 PAPER_INK, PAPER_GRID = "#1c2530", "#dde2e8"
-"""Of text and grid where a picture has its own white background."""
+"""Colours of text and grid on a picture with its own white background."""
 
 
 def base_layout(title: str, unit: str) -> Figure:

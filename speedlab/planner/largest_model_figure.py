@@ -14,7 +14,7 @@ from speedlab.planner.search import Candidate
 
 _ROW_PIXELS, _REST_PIXELS = 46, 90
 _BAR, _HALF_GAP = 0.38, 0.02
-"""Of a row's height: a bar, and half of what lies between two."""
+"""Shares of a row's height: a bar, and half of the gap between two bars."""
 _PALE = "rgba(0,114,178,0.25)"
 """Fill of planned bars: a transparent version of the colour of parameters, which announced bars have."""
 _BESIDE = 12.0

@@ -17,7 +17,7 @@ from speedlab.planner.hf_config import describes, read_shape
 
 _FILES = (".yaml", ".yml", ".json")
 _VOCABULARY, _SEQUENCE = 50257, 2048
-"""Of a model that is described by its sizes, where nothing else is said: GPT-2's, GPT-3's."""
+"""Defaults of a model that is described by its sizes: GPT-2's vocabulary, GPT-3's sequence length, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,12 @@ from speedlab.config.deepspeed.keys import RemainingKeys, whole, word, yes
 
 SECTION = "sparse_attention"
 FEATURE, HEADS = "sparse-attention", "head-layouts"
-"""What `ignore` may name: the section is left out; all heads have the layout of the first."""
+"""Names for `ignore`: read without the section; give all heads the layout of the first."""
 
 _BLOCK = 16
 _WINDOWS = {"fixed": ("num_local_blocks", 4), "bigbird": ("num_sliding_window_blocks", 3)}
 _WINDOWS |= dict.fromkeys(("bslongformer", "local_sliding_window"), _WINDOWS["bigbird"])
-"""Mode -> the key of its window, and its default, blocks."""
+"""Mode -> (the key of its window, its default in blocks)."""
 
 _PATTERNS = {
     "fixed": "fixed",

@@ -1,6 +1,6 @@
 """Store measured disk speeds of this machine, by file system, in a small file next to the calibration. No torch.
 
-`speedlab.offload` measures; this module only stores.
+This module only stores: the caller measures, which needs torch.
 """
 
 from __future__ import annotations
