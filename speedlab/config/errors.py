@@ -123,7 +123,7 @@ def explain(error: ValidationError) -> ConfigError:
     """
     problems: dict[tuple[str, str], None] = {}
     for item in error.errors(include_url=False):
-        # A field that takes one of several types reports each of them, with the type at the end of its path.
+        # For a union field, pydantic reports an error for each type, with the type at the end of the path.
         where = ".".join(str(part) for part in item["loc"] if str(part).isidentifier() and part not in ("str", "int"))
         value, cause = item.get("input"), item.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError) and cause.problems:

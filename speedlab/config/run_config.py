@@ -122,7 +122,7 @@ class RunConfig(ConfigSection):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str | None) -> str | None:
-        # A leading dot would hide the folder, a leading dash would read as an option on a command line.
+        # A leading dot would hide the folder; a leading dash would look like a command-line option.
         if name is not None and (not re.fullmatch(r"\w[\w.-]*", name) or len(name.encode()) > _NAME_BYTES):
             raise ValueError(
                 f"{name!r} cannot name a folder; use letters, digits, '_', '-' and '.', starting with one of the "

@@ -91,7 +91,7 @@ def names() -> list[str]:
 
 
 def _guide_files() -> dict[str, Path]:
-    """Each guide's file by its name: the file's stem, and for decisions `decisions/` and the stem."""
+    """Return name -> file of each guide. The name is the file's stem; for decisions `decisions/` and the stem."""
     return {
         f"{folder}/{path.stem}" if folder == "decisions" else path.stem: path
         for folder in KINDS
@@ -108,7 +108,7 @@ def sections(text: str) -> dict[str, str]:
     Returns:
         Heading -> body, which includes the heading line.
     """
-    # A line of code may begin as a heading does.
+    # Blank out code first: a line of code may start like a heading.
     starts = [match.start() for match in _HEADING.finditer(_FENCED.sub(lambda code: "`" * len(code[0]), text))]
     bodies = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)], strict=True)]
     return {body.partition("\n")[0].removeprefix("## "): body for body in bodies}

@@ -93,7 +93,7 @@ def base_layout(title: str, unit: str) -> Figure:
         "margin": {"l": 58, "r": 58, "t": 44, "b": 78},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        # At the card's lower edge, so that it never meets the axis' title, however wide the card.
+        # At the lower edge of the card, so that the legend never overlaps the axis title at any width.
         "legend": {"orientation": "h", "x": 0, "y": 0, "yref": "container", "yanchor": "bottom", "font": {"size": 11}},
         "hovermode": "x unified",
         "uirevision": title,

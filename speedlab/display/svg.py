@@ -236,7 +236,7 @@ class _Panel:
         )
         drawn = path + marks
         if len(points) == 1 and not marks and points[0] is not None:
-            drawn += "h0.1"  # One step is a dot.
+            drawn += "h0.1"  # A single step is drawn as a dot.
         return _path(drawn, _line(trace["line"], _colour(trace), trace.get("opacity", 1)))
 
     def _bars(self, trace: Mapping[str, Any], below: dict[int, list[float]]) -> str:

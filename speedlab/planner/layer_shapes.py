@@ -92,10 +92,12 @@ class BlockWeights:
 
     @property
     def matrices(self) -> int:
+        """Elements of the four matrices."""
         return self.attention_in + self.attention_out + self.feed_forward_in + self.feed_forward_out
 
     @property
     def total(self) -> int:
+        """Elements of the whole block."""
         return self.matrices + self.rest
 
 

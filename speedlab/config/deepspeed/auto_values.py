@@ -112,7 +112,7 @@ def _of_hidden(elements: Callable[[int], int]) -> Auto:
 
 
 AUTO: dict[str, Auto] = {
-    # train_batch_size follows from these two and the ranks.
+    # train_batch_size follows from these two and the number of ranks.
     "train_micro_batch_size_per_gpu": _one("per_device_train_batch_size"),
     "gradient_accumulation_steps": _one("gradient_accumulation_steps"),
     "gradient_clipping": _one("max_grad_norm"),

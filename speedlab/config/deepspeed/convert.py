@@ -341,4 +341,4 @@ RULES = (
     *(batch, clipping, precision, zero, offload, optimizer, schedule, trainer_steps),
     *(activation, activations, parallel, gradient_sums, sparse_attention, reports),
 )
-"""In this order, because later rules read settings of earlier ones."""
+"""The order of conversion: later rules read settings of earlier ones."""

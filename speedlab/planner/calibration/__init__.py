@@ -202,7 +202,7 @@ class Calibration:
         """
         engines = setup.layout.world_size
         here = self.of(engines, setup.dtype)
-        # Halves of a backward cost this engine on processors what they save: zero-bubble takes .96 to 1.14 times as
+        # On CPUs the split of backward costs this engine as much as it saves: zero-bubble takes .96 to 1.14 times as
         # long as 1F1B (pp 2, 4 micro-batches).
         halves = setup.schedule == "zero-bubble" and self.device == "cpu"
         timed = replace(setup, schedule="1f1b") if halves else setup

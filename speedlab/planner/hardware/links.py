@@ -19,7 +19,7 @@ class Link:
 
     name: str
     bandwidth_bytes_per_second: float
-    """In one direction, of one card if there are several."""
+    """Bandwidth in one direction, of one card if there are several."""
     latency_seconds: float
     """From the send of one rank to the receive of the other, including software."""
     cards: int = 1

@@ -89,8 +89,8 @@ def norm_backward(t: Tally, s: ActivationSizes, *, residual: bool) -> None:
     if s.low:
         t.take(wide)
         t.free(x)
-    t.take(wide, wide, vector)  # Of the weight, and of what it was multiplied with.
-    t.free(vector, wide, wide, wide)  # The first product, the gradient that came, the normalised input.
+    t.take(wide, wide, vector)  # Gradients of the weight and of its factor.
+    t.free(vector, wide, wide, wide)  # First product, incoming gradient, normalised input.
     t.take(wide, wide, row)
     t.free(wide, wide)
     if not s.low:
@@ -98,7 +98,7 @@ def norm_backward(t: Tally, s: ActivationSizes, *, residual: bool) -> None:
     t.take(wide)
     t.free(row, row)
     t.take(wide, wide, wide)
-    t.free(wide, wide, wide, wide)  # All but the last product, and the saved input.
+    t.free(wide, wide, wide, wide)  # All products but the last, and the saved input.
     t.take(wide)
     t.free(wide, wide)
     if s.low:
@@ -224,7 +224,7 @@ def drop(t: Tally, s: ActivationSizes) -> None:
         s: sizes of the tensors.
     """
     if s.sequence:
-        t.touch(s.hidden)  # Drawn for all tokens.
+        t.touch(s.hidden)  # The mask is drawn for all tokens.
     t.take(s.mask, s.local)
     t.free(s.local)
 
@@ -249,7 +249,7 @@ def block_forward(t: Tally, s: ActivationSizes, *, again: bool = False) -> None:
         leave_attention(t, s)
     leave(t, s, "attention out")
     if s.setup.shape.norms == 1:
-        t.take(s.local)  # The first one's result, as if it were another.
+        t.take(s.local)  # The shared norm has one result; count its second use.
     else:
         norm_forward(t, s)
     enter(t, s)
@@ -261,7 +261,7 @@ def block_forward(t: Tally, s: ActivationSizes, *, again: bool = False) -> None:
             leave(t, s, "feed-forward")
         return
     t.take(_widths(s) * s.inner)
-    t.take(_steps(s), _widths(s) * s.inner)  # Of a gate its function, and the product with what it lets through.
+    t.take(_steps(s), _widths(s) * s.inner)  # The activation of the gate, and its product.
     if again and s.setup.shape.norms < 4:
         if s.sequence:
             t.free(s.local)
@@ -295,7 +295,7 @@ def block_backward(t: Tally, s: ActivationSizes, *, held: bool = False) -> None:
         widths = _widths(s)
         if shape.gated:
             t.take(2 * s.inner)
-            t.free(3 * s.inner)  # The product's gradient, and its factors.
+            t.free(3 * s.inner)  # The product's gradient and its factors.
         t.take(s.inner)
         t.free(2 * s.inner, _steps(s))
         _linear_backward(t, weight=widths * up, out=s.hidden, gradient=widths * s.inner, saved=s.hidden)

@@ -63,7 +63,7 @@ def _whole_attention(t: Tally, s: ActivationSizes) -> None:
     """Count attention through whole probabilities, which stay alive, like dropout's mask and their product."""
     q, pair = s.heads, s.pair
     wide, p = _math_sizes(s)
-    t.take(3 * wide)  # Queries and keys scaled, values, contiguous.
+    t.take(3 * wide)  # Scaled queries and keys, contiguous values.
     _to_probabilities(t, s, wide, p)
     t.take(q)
     t.free(wide if _keeps_projections(s) else q + pair)
@@ -85,7 +85,7 @@ def _attention_by_head(t: Tally, s: ActivationSizes) -> None:
         t.take(3 * wide if s.low else 2 * wide)
         _to_probabilities(t, s, wide, p)
         t.take(s.heads // count)
-    t.touch(s.heads)  # Side by side, and then once more in the order of tokens.
+    t.touch(s.heads)  # Concatenated, then copied into the order of tokens.
     if s.low:
         t.free(s.heads + s.pair)
 
@@ -115,7 +115,7 @@ def attend_backward(t: Tally, s: ActivationSizes) -> None:
         attend_long_backward(t, s)
     elif not keeps_probabilities(s):
         t.take(q + pair)
-        t.free(q, q + pair, s.queries, q)  # What came; and saved: the projections, statistics, outputs.
+        t.free(q, q + pair, s.queries, q)  # The gradient, saved projections, statistics, outputs.
         if rotary:
             t.free(q, pair // 2)
     elif s.setup.attention == "plain":
@@ -125,8 +125,8 @@ def attend_backward(t: Tally, s: ActivationSizes) -> None:
     if rotary:
         for size in (q, pair // 2):
             t.touch(2 * size)
-    t.touch(q + pair)  # Laid side by side,
-    t.touch(q + pair)  # and then contiguous.
+    t.touch(q + pair)  # Concatenate,
+    t.touch(q + pair)  # then make contiguous.
 
 
 def _whole_attention_backward(t: Tally, s: ActivationSizes) -> None:
@@ -173,7 +173,7 @@ def _from_probabilities(t: Tally, s: ActivationSizes, wide: int, p: int) -> None
     Queries and keys are freed.
     """
     if s.setup.shape.dropout > 0:
-        t.free(p)  # What was multiplied with values.
+        t.free(p)  # The probabilities that multiplied the values.
         t.take(p)
         t.free(p, p)
     t.take(p)

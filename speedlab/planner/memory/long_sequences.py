@@ -77,7 +77,7 @@ def attend_long_forward(t: Tally, s: ActivationSizes) -> None:
     """
     q, pair = s.heads, s.pair
     if shares_heads(s):
-        with t.passing(q + pair):  # One tensor of all three.
+        with t.passing(q + pair):  # Queries, keys and values in one tensor.
             _exchange(t, q + pair)
     elif s.setup.attention == "sparse":
         t.take(2 * q if _grouped(s) else pair // 2 if _rotary(s) else q + pair)
@@ -194,8 +194,8 @@ def tiles_backward(t: Tally, s: ActivationSizes, came: int) -> None:
     matrix = s.matrix(shape.hidden, shape.ffn_hidden)
     sums = 2 * matrix // s.element * _FLOAT32  # Float32 sums of the weights' gradients over the tiles.
     t.take(s.hidden, sums)
-    t.take(inner, inner, out)  # Forward again,
-    t.take(inner, matrix)  # and the backwards of its three operations.
+    t.take(inner, inner, out)  # Recompute forward,
+    t.take(inner, matrix)  # then the backwards of its three operations.
     t.free(inner)
     t.take(inner)
     t.free(2 * inner)

@@ -43,15 +43,26 @@ CALIBRATION = frozenset(
         "nanotron-1.34B-2n",
     }
 )
-"""Rows that set constants: each by a search over round values for the smallest mean error of its device's rows, except
-that the H100's share of the network was held at 0.7 (its rows alone asked for the end of the range, 0.9), and that the
-V100's is a measurement: 55 of 400 Gbit/s in an all-reduce over 16 hosts (bigscience experiments/bandwidth).
+"""Rows that set constants: by a search over round values for the smallest mean error of their device's rows.
 
-The other rows are no blind test, but for bs-187b, which came later. All were in sight when it was decided what the
-model counts and which rows set constants: that hidden communication has a price, that messages have a share of their
-own, the bytes of a logit, how ZeRO-3 gathered in early 2021, what heads cost that matrix units do not take, which
-networks and micro-batches are assumed where none is printed. No constant was changed for the sake of one of them but
-the V100's share of the network, which was looked up because bs-52b-z3-tp1 was missed."""
+Exceptions:
+
+- The H100's share of the network was held at 0.7; its rows alone asked for the end of the range, 0.9.
+- The V100's share is a measurement: 55 of 400 Gbit/s in an all-reduce over 16 hosts (bigscience experiments/bandwidth).
+
+The other rows are not a blind test, except for bs-187b, which was added later. All others were visible when these
+decisions were made:
+
+- hidden communication has a cost
+- messages have their own share
+- the bytes of a logit
+- how ZeRO-3 gathered in early 2021
+- the cost of heads that matrix units do not take
+- the networks and micro-batches assumed for incomplete rows
+
+No constant was changed to fit one of them, except the V100's share of the network, which was looked up because
+bs-52b-z3-tp1 was missed.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +191,10 @@ def _states(row: Row) -> Iterator[Outcome]:
 # Memory peaks
 
 _DRIVER_BYTES = 2e9
-"""What the driver counts of a process besides its tensors: the context, communication. A round guess, kept because it
-and the buckets together brought BigScience's rows near; so these rows do not test it."""
+"""Bytes that the driver counts for a process besides its tensors: the context, communication.
+
+A round guess, chosen because together with the buckets it fits BigScience's rows; so these rows do not test it.
+"""
 _BUCKET_BYTES = 2 * 2 * 5e8
 """DeepSpeed's reduction and gather buckets of 5·10⁸ elements each, its default."""
 
@@ -321,7 +334,7 @@ def _formulas(row: Row) -> Iterator[Outcome]:
     name, value = row["id"], row["value"]
     if name == "ds3-bubble":
         for times, published in zip((4, 8), value, strict=True):
-            pp = 64  # Of many stages; the paper gives the limit.
+            pp = 64  # Large, because the paper gives the limit of many stages.
             share = bubble_share("1f1b", pp=pp, micro_batches=times * pp)
             yield outcome(f"used share, {times} micro-batches a stage", published, 1 - share)
     elif name.startswith("zero-comm"):

@@ -118,6 +118,11 @@ class Case:
 
 
 def system_of(row: Row) -> System | None:
+    """Return the system of a row, by the longest matching prefix of its id; None if there is none.
+
+    Args:
+        row: the published row.
+    """
     found = [beginning for beginning in SYSTEMS if row["id"].startswith(beginning)]
     return SYSTEMS[max(found, key=len)] if found else None
 
@@ -175,6 +180,15 @@ def build(row: Row, **changes: Any) -> Case:
 
 
 def machines_of(row: Row, system: System) -> Machines:
+    """Return the machines of a row.
+
+    Args:
+        row: the published row.
+        system: its system, for the network and the default number of GPUs in a host.
+
+    Raises:
+        KeyError: the row has no known GPU.
+    """
     name = row["hardware"]["gpu"]
     gpus = row["layout"]["gpus"]
     per_host = min(row["hardware"].get("gpus_per_node", system.per_host), gpus)
@@ -244,6 +258,6 @@ def _even(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _offload(layout: Row) -> OffloadConfig:
-    """What rows say is in the host's memory."""
+    """Return which states a row offloads to host memory."""
     named = str(layout.get("offload", ""))
     return OffloadConfig(optimizer="host" if named else "none", parameters="host" if "params" in named else "none")

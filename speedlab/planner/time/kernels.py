@@ -156,7 +156,7 @@ def _attention(setup: Setup, rates: Rates) -> KernelSeconds:
 
 
 def _between_layers(setup: Setup, rates: Rates, tokens: float, ffn: float, rotated: float) -> float:
-    """Seconds of norms, sums, dropout, the activation function and rotary positions of one block's forward."""
+    """Return the seconds of norms, sums, dropout, activation function and rotary positions of one block's forward."""
     shape, element = setup.shape, rates.element_bytes
     whole = _whole_tokens(setup)
     mask = 1 if shape.dropout else 0
