@@ -42,6 +42,7 @@ def entry_point(
     """
 
     def decorate(work: Callable[Concatenate[_E, _P], _R]) -> Callable[Concatenate[_E, _P], _R]:
+        # Ranks exchange this number instead of the name.
         own_name, number = name or work.__name__, len(_names)
         _names.append(own_name)
 

@@ -46,6 +46,7 @@ def full_state_dict(model_parts: Sequence[ModelPart], pipeline: Group, *, master
         for name, parameter in part.module.named_parameters(remove_duplicate=False):
             if name not in state:  # Another name of a shared parameter.
                 state[name] = next(state[other] for other, p in part.module.named_parameters() if p is parameter)
+        # First in torch's order, then entries that torch does not list.
         whole |= {name: state[name] for name in _names_in_order(part.module) if name in state} | state
     return _exchange(whole, pipeline)  # 3
 

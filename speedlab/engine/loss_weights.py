@@ -123,6 +123,7 @@ class LossWeights:
         """
         if not self.is_on:
             return [1.0] * len(counts)
+        # A CPU tensor costs no sync; counts on a device stay tensors.
         counts = [float(each) if isinstance(each, Tensor) and each.is_cpu else each for each in counts]
         if self._state.config.optimizer.in_backward and any(each is not None and float(each) == 0 for each in counts):
             # One micro-batch is the whole step, and backward updates at once.

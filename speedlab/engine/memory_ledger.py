@@ -65,6 +65,7 @@ class ActivationTrace(TorchDispatchMode):
         super().__exit__(*error)
         known = self._known_now()
         # Only now it is known which new storages are moments or reduction buffers.
+        # Creations of such storages are removed from the replay below.
         others = {number for key, (_, number) in self._alive.items() if key in known}
         live = 0
         for number, more in self._events:
@@ -519,6 +520,7 @@ class MemoryMarks:
         Args:
             phase: Name of the phase.
         """
+        # Stop marking when reading costs too much.
         if self._found is None or len(self._found) >= MOST_MARKS or self._spent > _MOST_SECONDS:
             return
         before = self._work_clock()
@@ -553,6 +555,7 @@ def allocated_bytes(device: torch.device) -> int:
     heap = _heap()
     if heap is None:
         return 0
+    # Blocks in the heap, blocks with an own mapping, and this rank's shared memory.
     counted = heap()
     return counted.used + counted.mapped + arena().nbytes
 

@@ -109,6 +109,7 @@ def plan_module(
         dtypes = dtypes_of(module, dtype)
         flats = _flats(module, config, units, dtypes, layout.dp)
         for tensor in module.parameters():
+            # In place, so that shared parameters stay shared.
             tensor.data = tensor.data.to(dtypes[id(tensor)])
         made = batch() if batch is not None else _tokens(config, sizes.micro_size)
         activations = _peak(module, config, units, dtype, made, loss)
@@ -191,6 +192,7 @@ def _memory(
             gradient = flat.elements * (_FLOAT32 if summed and low else flat.dtype.itemsize)
             borrowed[gradient] += 1
             states["gradients"] += 0 if zero_policy.update_in_backward else zero_policy.gradients.share(gradient, dp)
+            # Elements whose optimizer states this rank holds.
             owned = zero_policy.optimizer_states.share(flat.elements, dp)
             rounded = flat.dtype == torch.bfloat16 and config.precision.masters == "none"
             apart = zero_policy.separate_masters or (low and not rounded)
@@ -271,6 +273,7 @@ def _peak(
         stack.enter_context(packed_if_given(batch))
         trace = stack.enter_context(activation_trace(known))
         result = loss_of(module, batch, loss)
+        # The trace must include the backward, whose gradients add to the peak.
         result.backward()
         del result
     return trace.peak_bytes
@@ -328,6 +331,7 @@ def validate_model(
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise ConfigError(f"model: {type(module).__name__} has no parameter that can be trained")
     tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
+    # Shared tensors count once.
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor.device.type != "meta")
     _check_layout(module, config, layout, tp_plan, device)
     BlockSparse(config.model.attention).within(module)
@@ -343,6 +347,7 @@ def validate_model(
         if 0 < nbytes <= _MOST_REAL_BYTES and not _is_fakes(error):
             for layer, key, tensor in given:
                 setattr(layer, key, tensor)
+            # A given module got its real tensors back above; a callable makes a new module.
             real = module if isinstance(model, nn.Module) else make_whole(source, config.seed)
             if _works(real, config, layout, loss, device, dtype):
                 return {**_described(real, nbytes, dtype), "untried": ""}

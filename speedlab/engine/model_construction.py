@@ -43,6 +43,7 @@ def make_everywhere(
     except Exception as error:
         failed = error
     problems = everyone.collect("" if failed is None else f"{type(failed).__name__}: {failed}"[:1000])
+    # The failing rank raises its own error, with its traceback.
     if failed is not None:
         raise failed
     for rank, problem in zip(everyone.ranks, problems, strict=True):

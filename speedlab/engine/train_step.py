@@ -103,7 +103,7 @@ class StepState:
     def scale(self) -> float:
         """Return the factor on the loss of a micro-batch, so that summed gradients are means over the global batch.
 
-        The factor contains the float16 loss scale and divides by the ranks that compute the same loss.
+        The factor contains the float16 loss scale. It divides by the micro-batches of a step and by `Layout.replicas`.
         """
         return self._state.loss_scale.value / (self.micro_batches.size * self._state.layout.replicas)
 
@@ -422,6 +422,7 @@ class StepState:
 
     def _reduce_step(self, signals: Sequence[float]) -> StepReduction:
         state = self._state
+        # Peers along tp and cp have the same losses, which count once.
         losses = self._losses if state.mesh.counts_losses else []
         counted = self.weights.take(self._whole_step)
         unused = sum(gradient.used.count(False) for gradient in state.partitioned_optimizer.gradients)

@@ -103,6 +103,7 @@ class OptimizerSnapshot:
             {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
             for group in optimizer.param_groups
         ]
+        # Compared in `take_back`, to find what the update changed.
         self._before = dict(self.optimizer.__dict__)
         self._groups_before = [dict(group) for group in self.optimizer.param_groups]
         optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask, and warn

@@ -194,6 +194,7 @@ class OptimizerFactory:
         if self._make is not None:
             return self._make(groups, fusible)
         assert self.instance is not None  # See `_ChosenOptimizer`.
+        # The user may use the object, or hooks on it, so only an unused object is replaced.
         replaceable = fusible and not self._is_theirs and not _is_hung_on(self.instance)
         fused = fused_kind(type(self.instance), self._options) if replaceable else None
         if fused is not None:
@@ -207,6 +208,7 @@ def _of_config(trainable: list[nn.Parameter], config: OptimizerConfig, groups: G
     """Return the optimizer of the configuration; without `groups`, only matrices have weight decay."""
     kind = _kind_of(config)
     if groups is None:
+        # Usual practice: no weight decay on biases and norm gains.
         matrices = [p for p in trainable if p.ndim >= 2]
         others = [p for p in trainable if p.ndim < 2]
         groups = [{"params": matrices}, {"params": others, "weight_decay": 0.0}]

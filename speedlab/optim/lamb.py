@@ -155,6 +155,7 @@ class ParameterSums:
                 row = placement[slot.name]
                 for axis in row.cut_over:
                     self._cut.setdefault(axes[axis], []).append(number)
+                # The last axis is the dp group of the flat parameter; the others hold copies.
                 for axis in row.summed_over[:-1]:
                     self._copies.setdefault(axes[axis], []).append(number)
             self.count += len(flat.slots)

@@ -12,8 +12,8 @@
    mᵢ = beta1 m + (1 - beta1) gᵢ;  m = mean of mᵢ, as signs with error feedback on both sides (`SignMeans`).
    Nothing is clipped, because no rank knows the norm of the sum. With one rank, or compression "none", m is exact.
 
-Between two steps a rank keeps its own error plus beta1 m ("carried", the whole flat parameter), which is all that the
-next exchange needs of both, and the error of the mean that it serves ("server_error", its partition). With partitioned
+Between two steps a rank keeps two tensors. "carried" (the whole flat parameter) is its own error plus beta1 m: the next
+exchange needs only this sum. "server_error" (its partition) is the error of the mean that it serves. With partitioned
 states, `sharded_sign_compression.py` replaces step 3 and these tensors.
 
 `OneBitAdam`: AdamW in the warm-up. Then, with the mean momentum m and the frozen variance v,

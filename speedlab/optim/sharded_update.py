@@ -166,6 +166,7 @@ class FlatUpdate:
                 if segments:
                     self._states.adopt(first)
                 for flat in flats:
+                    # No parameter of these flat parameters was updated here, so there is nothing to copy.
                     untouched = flat is not first or not segments
                     # A freshly written buffer lacks the values of unused parameters.
                     partly = "parameter" in flat.offloaded and bool(unused.get(flat.name))

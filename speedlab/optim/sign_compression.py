@@ -159,6 +159,7 @@ class SignCompressedOptimizer(FusedAdamW):
         server = [gradient.kept[SERVER_ERROR] for gradient in gradients]
         wires = self._wires_of(gradients)
         errors = wires.reduce(terms, worker, factor=factor).means()
+        # `spread` turns `errors` into the new errors of the means.
         means = wires.spread(errors, server)
         if not means.finite:  # A device sync, because a NaN would remain in the feedback.
             raise self._not_finite()

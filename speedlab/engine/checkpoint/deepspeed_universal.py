@@ -51,6 +51,7 @@ def import_deepspeed(
     shapes = {row.name: row.whole_shape for row in engine.placement.rows}
     trainable = {row.name for row in engine.placement.rows if row.trainable}
     moments = [kind for kind in _MOMENTS if adam and all((zero / name / f"{kind}.pt").exists() for name in trainable)]
+    # All ranks or none load moments: ranks of a pipeline check different files.
     if min(group.collect(len(moments))) < len(_MOMENTS):
         moments = []
 
@@ -89,6 +90,7 @@ def _zero_folder(folder: Path, trust_pickle: bool) -> Path:
     latest = folder / _LATEST
     if latest.exists():
         tag = latest.read_text().strip()
+        # A file from elsewhere must not name a folder outside its own.
         if Path(tag).name != tag:
             raise CheckpointError(f"{latest}: names {tag!r}, which is outside its own folder")
         folder = folder / tag

@@ -103,6 +103,7 @@ def export_hf(
 
 
 def _export(path: Path, folder: Path, config: Any, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    # Never overwrite a folder of the user.
     if folder.exists():
         raise CheckpointError(f"{folder} exists already and is never overwritten; give another name or move it away")
     manifest = read_manifest(path)
@@ -113,6 +114,7 @@ def _export(path: Path, folder: Path, config: Any, dtype: torch.dtype | None, sh
             "engine.state_dict() returns, or export a model of plain weights"
         )
     for name, expected in manifest["files"].items():
+        # Check hashes first: an export of damaged values would look valid.
         check_file(path / name, expected, hashed=True)
     architecture = _architecture(path, manifest, config)
     hidden = folder.parent / f".{folder.name}.partial"
@@ -124,11 +126,13 @@ def _export(path: Path, folder: Path, config: Any, dtype: torch.dtype | None, sh
     try:
         with Files(path) as files:  # The numbers are the steps of `export_hf`.
             tensors = _tensors(files, manifest, architecture, dtype)
+            # Needed now, because `on_meta` reads the configuration from the folder.
             _write_config(hidden, architecture.config)
             if "peft" in manifest:
                 tensors = merged(on_meta(hidden, architecture.config), manifest["peft"], tensors, dtype)  # 1
             stored = {str(values.dtype).removeprefix("torch.") for values in tensors.values() if _floats(values.dtype)}
             described = {**architecture.config, "dtype": sorted(stored)[-1]}
+            # Again, now with the dtype of the stored weights.
             _write_config(hidden, described)
             _write_shards(hidden, as_in_files(on_meta(hidden, described), tensors), shard_bytes)  # 2
             check_loaded_back(hidden, described, tensors)  # 3
@@ -283,6 +287,7 @@ def _weight_files(folder: Path) -> dict[str, Path]:
     index = folder / _INDEX
     if index.exists():
         places = _json(index).get("weight_map", {})
+        # An index from elsewhere must not name files outside its folder.
         outside = [file for file in places.values() if Path(file).name != file]
         if outside:
             raise CheckpointError(f"{index}: names the file {outside[0]}, which is outside its own folder")

@@ -131,6 +131,7 @@ def manifest_of(common: dict[str, Any], reports: list[dict[str, Any]]) -> dict[s
         for name, own in report["parameters"].items():
             entry = parameters.setdefault(name, {**own, "states": {}, "scalars": {}, "slices": []})
             entry["states"].update(own["states"])
+            # All parts of a parameter have the same step count, so any rank's numbers do.
             entry["scalars"] = entry["scalars"] or own["scalars"]
             entry["slices"] += own["slices"]
     kept: dict[str, dict[str, Any]] = {}
@@ -210,6 +211,7 @@ def check_content(manifest: dict[str, Any]) -> None:
         ValueError: If they do not. Entries of a wrong type raise other errors (TypeError, KeyError, …).
     """
     for name, entry in manifest["files"].items():
+        # A manifest from elsewhere must not name files outside its folder.
         if Path(name).name != name:
             raise ValueError(f"it names the file {name}, which is outside its own folder")
         if not isinstance(entry["bytes"], int) or not isinstance(entry["sha256"], str | None):

@@ -95,6 +95,7 @@ def _load(
                 into = state[slot.offset + stretch.start - base : slot.offset + stretch.end - base]
                 told = {piece["holder"] for piece in pieces}
                 as_before = among is not None and len(told) == among.size
+                # With the same number of holders each takes its own; otherwise all take the mean over the holders.
                 wanted = {among.index} if among is not None and as_before else told
                 shape = entries[slot.name]["shape"]
                 _mean(files, kind, stretch, into, [

@@ -52,6 +52,7 @@ def merged(
             "pip install peft"
         ) from None
     adapted = _adapted(base, described)
+    # Names with and without PEFT's prefix are accepted.
     own = {PEFT_PREFIX + name.removeprefix(PEFT_PREFIX): values for name, values in tensors.items()}
     source = _sources(adapted, own)
     for module in adapted.modules():

@@ -33,6 +33,7 @@ def write_weights(everyone: Group, file: Path, state: Mapping[str, Any]) -> None
 
     def write() -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, so that the rename is atomic.
         passing = file.with_name(f".{file.name}.partial")
         passing.unlink(missing_ok=True)
         if file.suffix == ".safetensors":

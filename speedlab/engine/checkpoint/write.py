@@ -108,6 +108,7 @@ def save(
         all_or_none(group, part.write)  # 2
         on_first(group, lambda: _finish(part, target, common))  # 3
     except CheckpointError:
+        # The first rank made the hidden folder.
         if group.index == 0:
             shutil.rmtree(hidden, ignore_errors=True)
         raise
@@ -359,11 +360,13 @@ def _values(
     runs: list[list[int]] = []
     for slot, low, high in stretches:
         start, end = slot.offset + low - base, slot.offset + high - base
+        # Adjacent in memory: extend the last piece.
         if runs and runs[-1][1] == start:
             runs[-1][1] = end
         else:
             runs.append([start, end])
     numel, dtype = sum(end - start for start, end in runs), state.dtype
+    # Files hold complex values as pairs of real ones.
     if dtype.is_complex:
         numel, dtype = 2 * numel, dtype.to_real()
     if kept is None:
@@ -402,6 +405,7 @@ def _finish(part: RankPart, target: Path, common: dict[str, Any]) -> None:
         raise CheckpointError(f"{target}: the ranks' parts do not make a whole: {error}") from None
     (hidden / MANIFEST).write_text(json.dumps(manifest, indent=1))
     if part.verify:
+        # The manifest and the folder must be on disk before the final name is.
         to_disk(hidden / MANIFEST)
         to_disk(hidden)
     hidden.rename(target)

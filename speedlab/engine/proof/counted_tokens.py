@@ -130,6 +130,7 @@ def marked_text(
     """
     tokens, targets = batch.tokens[0].cpu(), batch.targets[0].cpu()
     counts = batch.counted[0].cpu() if measured is None else measured[0].cpu()
+    # Usual language models: each target is the next token.
     follow = (targets[:-1] == tokens[1:]) | (targets[:-1] == IGNORED)
     if bool(follow.all()):
         ids = tokens.tolist()

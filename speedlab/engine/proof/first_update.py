@@ -112,6 +112,7 @@ def gradient_facts(flat: FlatParam, gradient: Gradient) -> dict[str, tuple[bool,
     Returns:
         (whether this rank's backward gave a gradient, whether the local sum is known to be 0), by name.
     """
+    # Offloaded gradients are not read: the proof must not move states.
     away = gradient.offloaded is not None or gradient.waiting is not None
     start, values = (0, None) if away else gradient.counted
     facts = {}

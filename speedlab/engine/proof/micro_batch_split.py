@@ -37,6 +37,7 @@ def parts_of(batch: TokenBatch) -> list[TokenBatch]:
         return []
     two = batch.rows(0, 2)
     first, second = (int(each.sum()) for each in two.counted)
+    # Equal counts would hide the difference of the two means, so mask half of the second sequence's targets.
     if first == second and second > 1:
         targets = two.targets.clone()
         places = two.counted[1].nonzero().flatten()
