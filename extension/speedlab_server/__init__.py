@@ -1,6 +1,7 @@
-"""SpeedLab for Jupyter's server: clusters and runs for pages, without any kernel. Never imports torch.
+"""Jupyter server extension of SpeedLab: clusters and runs for pages, without a kernel. Never imports torch.
 
-`speedlab_server.schema` says what travels, `handlers` where it is asked for, `live` what comes by itself.
+`speedlab_server.schema` defines the messages, `handlers` the HTTP requests, `live_socket` and `figure_socket` the
+websockets.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from typing import Any
 
 
 def _jupyter_server_extension_points() -> list[dict[str, str]]:
-    """Where Jupyter's server looks what is to be loaded."""
+    """Return the modules that Jupyter's server loads."""
     return [{"module": "speedlab_server"}]
 
 
 def _load_jupyter_server_extension(serverapp: Any) -> None:
-    """Add the handlers to the server that starts."""
+    """Add the handlers to the starting server."""
     from speedlab.telemetry.figures.deltas import SERVED
     from speedlab_server.handlers import add_handlers
 

@@ -1,7 +1,7 @@
-"""What pages ask of clusters: start one, give up a start, stop one, remove what is left of one. All of it waits.
+"""Commands of pages for clusters: start one, cancel a start, stop one, remove an ended one. All of them block.
 
-Each word is for clusters in one state. One that has gone on since the page was drawn is left as it is, and the page is
-told: who cancels a place in a queue does not mean engines that have just become ready.
+Each command applies to clusters in certain states. If the state has changed since the page was drawn, the command is
+refused with a text: a user who cancels a place in a queue does not mean engines that have just become ready.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FOR: dict[str, tuple[m.ClusterKind, ...]] = {
     "stop": ("running",),
     "remove": ("ended", "damaged", "failed"),
 }
-"""Word -> the states that it is for."""
+"""Command -> the states to which it applies."""
 _INSTEAD: dict[m.ClusterKind, str] = {
     "running": "it runs; stop it instead",
     "starting": "it is being started; cancel that instead",
@@ -38,7 +38,11 @@ _INSTEAD: dict[m.ClusterKind, str] = {
 
 
 def check(word: m.Word) -> None:
-    """Raises QuestionError."""
+    """Raise QuestionError unless the command is known and has no arguments.
+
+    Args:
+        word: The command.
+    """
     if word.word not in m.CLUSTER_WORDS:
         raise QuestionError(f"a cluster knows no {word.word[:64]!r}; known: {', '.join(m.CLUSTER_WORDS)}")
     if word.arguments:
@@ -46,8 +50,17 @@ def check(word: m.Word) -> None:
 
 
 def begin(starts: ClusterLauncher, start: m.Start, place: PythonEnvironment) -> None:
-    """Start a cluster in the background. Raises ClusterError for a name that there is, or that cannot be one, and for
-    hosts that cannot be read; whether they are there, the start itself finds out."""
+    """Start a cluster in the background. The start itself checks whether its hosts can be reached.
+
+    Args:
+        starts: The server's starts.
+        start: What to start.
+        place: The Python that starts it.
+
+    Raises:
+        QuestionError: The number of engines is out of range.
+        ClusterError: The name exists or is invalid, or the hosts cannot be parsed.
+    """
     if start.engines is not None and not 1 <= start.engines <= MOST_ENGINES:
         raise QuestionError(f"engines is {start.engines}; a page starts 1 to {MOST_ENGINES}, or says nothing")
     id = ClusterDir(start.name).path.name
@@ -57,13 +70,25 @@ def begin(starts: ClusterLauncher, start: m.Start, place: PythonEnvironment) -> 
     there = of_line(start.hosts)
     if there and start.engines is not None:
         raise ClusterError("engines and hosts are both given; hosts say how many each has, as 'gpu-1:8'")
-    if "mpi" not in there:  # Its file is read where the start is.
+    if "mpi" not in there:  # The start reads its host file.
         parse(**there)
     starts.begin(start.name, start.engines, place, words_of_line(start.hosts))
 
 
 def give(id: str, word: str, starts: ClusterLauncher) -> None:
-    """Do it; returns when it is done. Raises UnknownError, ClusterError, TimeoutError and OSError."""
+    """Execute a command; return when it is done.
+
+    Args:
+        id: Id of the cluster.
+        word: One of CLUSTER_WORDS.
+        starts: The server's starts.
+
+    Raises:
+        UnknownError: There is no such cluster.
+        ClusterError: The cluster is in another state, or on another host.
+        TimeoutError: The supervisor does not answer.
+        OSError: Files cannot be deleted.
+    """
     cluster = next(iter(_found(id, starts)), None) or summary_of(*find(id))
     if cluster.state not in _FOR[word]:
         raise ClusterError(f"{word}: cluster {cluster.name!r} was not touched: {_INSTEAD[cluster.state]}")
@@ -80,7 +105,7 @@ def give(id: str, word: str, starts: ClusterLauncher) -> None:
         try:
             ending.cancel_start(home)
             return
-        except ending.NotStartingError:  # Its supervisor is not there yet, or not any more.
+        except ending.NotStartingError:  # There is no supervisor yet, or no longer.
             if not starts.knows(home.name):
                 raise
     starts.end(home.name)
@@ -88,7 +113,7 @@ def give(id: str, word: str, starts: ClusterLauncher) -> None:
 
 
 def _found(id: str, starts: ClusterLauncher) -> list[m.ClusterSummary]:
-    """The cluster of this id as the list has it, none where there is none."""
+    """Return the cluster of this id as the list shows it, in a list; [] if there is none."""
     found = []
     with contextlib.suppress(UnknownError):
         found.append(summary_of(*find(id)))

@@ -1,4 +1,4 @@
-"""Clusters, as their folders and their supervisors tell of them. A supervisor that hangs delays nobody else."""
+"""Read clusters from their folders and ask their supervisors. A hanging supervisor delays no other request."""
 
 from __future__ import annotations
 
@@ -20,14 +20,19 @@ from speedlab.hardware import Device
 from speedlab_server.errors import UnknownError
 
 ANSWER_SECONDS = 3.0
-"""How long a page waits for a supervisor."""
+"""Time limit for a supervisor's answer to a page."""
 _STARTING_SECONDS = 0.5
 MOST_WORDS = 16
-"""So many words of pages may wait for the ends of clusters."""
+"""Maximum number of page commands that wait for clusters to end."""
 
 
 class Reached:
-    """A cluster whose supervisor is connected, as far as a Run needs one."""
+    """A cluster with a connected supervisor, with the interface that a Run needs.
+
+    Args:
+        state: The cluster's state file.
+        client: Connection to its supervisor.
+    """
 
     def __init__(self, state: ClusterState, client: Client) -> None:
         self.name, self.token = state.name, state.token
@@ -41,7 +46,7 @@ class Reached:
 
 
 class Clusters:
-    """Belongs to the event loop; what waits does so in threads of its own."""
+    """Connections to supervisors. Use only from the event loop; blocking calls run in own threads."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(16, thread_name_prefix="speedlab-clusters")
@@ -51,11 +56,28 @@ class Clusters:
         """By token."""
 
     async def ask(self, id: str, question: asked.Question) -> Any:
-        """Raises UnknownError, ClusterError, SupervisorGoneError or TimeoutError."""
+        """Ask a cluster's supervisor.
+
+        Args:
+            id: Id of the cluster.
+            question: The request.
+
+        Raises:
+            UnknownError: There is no such cluster.
+            ClusterError: It is not running on this host, or refuses.
+            SupervisorGoneError: Its supervisor has ended.
+            TimeoutError: Its supervisor does not answer.
+        """
         return await self.with_reached(id, lambda reached: reached._ask(question))
 
     async def with_reached(self, id: str, work: Callable[[Reached], Any]) -> Any:
-        """What `work` returns, done in a thread. Raises what it raises, and what `ask` does."""
+        """Run `work` with a connected cluster in a thread and return its result. Raises the errors of `work` and of
+        `ask`.
+
+        Args:
+            id: Id of the cluster.
+            work: Gets the connected cluster.
+        """
         _, state = await self.in_thread(lambda: find(id))
         if not isinstance(state, ClusterState) or not state.running:
             raise ClusterError(f"cluster {id!r} does not run here: {_text_of(state) or 'it is being started'}")
@@ -66,11 +88,12 @@ class Clusters:
         future = self._clients.get(state.token)
         if future is None or (future.done() and (future.exception() is not None or future.result().lost)):
             socket = ClusterDir(state.name).supervisor_socket
-            # Only one thread waits for a supervisor that says nothing, however many pages ask.
+            # Share the connection: only one thread waits for a silent supervisor, however many pages ask.
             future = self._clients[state.token] = asyncio.ensure_future(
                 self.in_thread(lambda: Client(socket, lambda ranks, stream, text: None))
             )
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # Somebody looked at it.
+            # Retrieve the exception, to avoid asyncio's warning.
+            future.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await _bounded(asyncio.shield(future), state.name)
         except SupervisorGoneError:
@@ -80,11 +103,22 @@ class Clusters:
             ) from None
 
     async def in_thread(self, work: Callable[[], Any]) -> Any:
+        """Run `work` in a thread and return its result.
+
+        Args:
+            work: A function without arguments.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def give_word(self, work: Callable[[], None]) -> None:
-        """Do what takes as long as a scheduler does: on no thread for which others wait. Raises what it raises, and
-        ClusterError while too much of that is under way."""
+        """Run a slow command, for example one that waits for a scheduler, in a separate thread pool.
+
+        Args:
+            work: A function without arguments; its exceptions pass through.
+
+        Raises:
+            ClusterError: Too many commands are in progress.
+        """
         self._words = [word for word in self._words if not word.done()]
         if len(self._words) >= MOST_WORDS:
             raise ClusterError(
@@ -94,7 +128,11 @@ class Clusters:
         await asyncio.wrap_future(word)
 
     async def look(self, id: str) -> m.Cluster:
-        """A cluster with the state of its ranks, where its supervisor tells it."""
+        """Return a cluster with the state of its ranks, if its supervisor answers.
+
+        Args:
+            id: Id of the cluster.
+        """
         folder, state = await self.in_thread(lambda: find(id))
         summary = await self.in_thread(lambda: summary_of(folder, state))
         if not isinstance(state, ClusterState):
@@ -122,7 +160,14 @@ async def _bounded(waiting: Any, name: str) -> Any:
 
 
 def find(id: str) -> tuple[Path, ClusterState | ClusterError | None]:
-    """The folder of a cluster, and what is written of it. Raises UnknownError."""
+    """Return the folder of a cluster and its state.
+
+    Args:
+        id: Id of the cluster.
+
+    Raises:
+        UnknownError: There is no such cluster.
+    """
     for folder, state in known_clusters():
         if folder.name == id:
             return folder, state
@@ -132,11 +177,17 @@ def find(id: str) -> tuple[Path, ClusterState | ClusterError | None]:
 
 
 def all_clusters() -> list[m.ClusterSummary]:
-    """Every cluster of this person; waits for the disk, and half a second for one that is being started."""
+    """Return every cluster of this user. Waits for the disk, and half a second for each cluster that is starting."""
     return [summary_of(folder, state) for folder, state in known_clusters()]
 
 
 def summary_of(folder: Path, state: ClusterState | ClusterError | None) -> m.ClusterSummary:
+    """Return a cluster's entry in the list.
+
+    Args:
+        folder: The cluster's folder.
+        state: Its state; an error if the file is damaged; None if there is none yet.
+    """
     if isinstance(state, ClusterError):
         return m.ClusterSummary(id=folder.name, name=folder.name, state="damaged", text=str(state))
     if state is None:
@@ -168,11 +219,11 @@ def _text_of(state: ClusterState | ClusterError | None) -> str:
 
 
 def _starting(folder: Path) -> str | None:
-    """What the start of a cluster waits for, in the words of its supervisor; None where nobody starts it."""
+    """Return what the start of a cluster waits for, as its supervisor reports it; None if no start is in progress."""
     with contextlib.suppress(OSError, ChannelClosedError):
         channel = connect(folder / SUPERVISOR_SOCKET, asked.FromSupervisor)
         try:
-            # Leaving again without a word disturbs nothing: only who cancels ends a start.
+            # Disconnecting is harmless: only a cancel command ends a start.
             channel.send(asked.Hello())
             answer = channel.receive() if channel.ready(_STARTING_SECONDS) else None
         except UnfitMessageError as error:

@@ -1,4 +1,4 @@
-"""Control words of pages: they go the way of a notebook's, through the run's own methods, and are refused alike."""
+"""Commands of pages for runs. They use the run's own methods, as a notebook does, with the same checks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,17 @@ _WORDS: dict[str, tuple[Callable[..., CommandFuture], tuple[str, ...]]] = {
     "save": (Run.save, ("tag",)),
     "reshape": (Run.reshape, CHANGES),
 }
-"""Word -> the method that checks and posts it, and the arguments that a page may give."""
+"""Command -> the method that checks and posts it, and the arguments that a page may give."""
 
 _KINDS: dict[str, tuple[type, ...]] = {"step": (int,), "steps": (int,), "n": (int,), "tag": (str,)}
 
 
 def check(word: m.Word) -> None:
-    """Raises QuestionError for a word that there is not, and for arguments that it does not take."""
+    """Raise QuestionError for an unknown command or argument.
+
+    Args:
+        word: The command.
+    """
     if word.word not in _WORDS:
         raise QuestionError(f"there is no control word {word.word[:64]!r}; known: {', '.join(m.PAGE_WORDS)}")
     if word.word == "reshape" and "engines" in word.arguments:
@@ -47,8 +51,13 @@ def check(word: m.Word) -> None:
 
 
 def give(path: Path, reached: Reached | None, word: m.Word) -> int:
-    """Post the word; returns its number. `reached`: the cluster that holds the run, None where its engines are gone.
-    Raises what the run's own methods raise; waits for the supervisor."""
+    """Post a command and return its number. Waits for the supervisor; errors of the run's methods pass through.
+
+    Args:
+        path: The run folder.
+        reached: The cluster that holds the run; None if its engines are gone.
+        word: The command.
+    """
     method, _ = _WORDS[word.word]
     cluster: Any = reached
     run = Run(RunFolder(path), cluster, attach=_refuse_others if reached is not None else None)
@@ -59,7 +68,7 @@ def give(path: Path, reached: Reached | None, word: m.Word) -> int:
 
 
 def _refuse_others(name: str | None) -> NoReturn:
-    """A page lets a run go on in the engines that hold it, and in no others."""
+    """Refuse to attach another cluster: a page resumes a run only in the engines that hold it."""
     raise RunError("the run's engines are gone; from a notebook, speedlab.attach(name).resume() goes on in others")
 
 

@@ -1,4 +1,4 @@
-"""What went wrong, as a status of HTTP and a text that says what to do."""
+"""Map exceptions to an HTTP status and a text that says what to do."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from speedlab.telemetry.run_folder import RunFolderError
 
 
 class UnknownError(LookupError):
-    """An id that nothing has."""
+    """An unknown id."""
 
 
 class GoneError(LookupError):
-    """Something that was there."""
+    """Something that existed before."""
 
 
 class QuestionError(ValueError):
-    """A question that cannot be answered as it is."""
+    """A request that is not valid."""
 
 
 class OtherVersionError(ValueError):
-    """A page that speaks another version of the messages."""
+    """A page with another version of the messages."""
 
 
 _STATUS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], int], ...] = (
@@ -38,11 +38,15 @@ _STATUS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], int], ...] =
     (RunFolderError, 422),
     ((ClusterError, RunError, CheckpointError, ConfigError, LayoutError, ValueError, TypeError), 409),
 )
-"""The first that fits. What is left of ValueError and TypeError comes from what was asked of a run: it was refused."""
+"""The first match counts. Remaining ValueErrors and TypeErrors come from a run's methods, which refused the command."""
 
 
 def told(error: BaseException) -> tuple[int, str] | None:
-    """(status, text) of what is known to go wrong; None for what nobody has foreseen."""
+    """Return (status, text) of an expected error; None for an unexpected one.
+
+    Args:
+        error: The exception.
+    """
     denied = next((each for each in (error, error.__cause__) if isinstance(each, PermissionError)), None)
     if denied is not None:
         where = denied.filename or "a file of it"
@@ -57,13 +61,23 @@ def told(error: BaseException) -> tuple[int, str] | None:
 
 
 def reading_text(error: BaseException, what: str = "this run") -> str:
-    """Why a run, or `what`, cannot be read, for a page that looks at it."""
+    """Return why something cannot be read, for a page.
+
+    Args:
+        error: The exception.
+        what: What cannot be read.
+    """
     known = told(error)
     return known[1] if known else f"{what} cannot be read ({type(error).__name__}); the server's log tells more"
 
 
 def version_text(theirs: object, ours: int) -> str:
-    """For a page that speaks another version."""
+    """Return the text for a page with another version.
+
+    Args:
+        theirs: The page's version.
+        ours: The server's version.
+    """
     return (
         f"this page speaks version {theirs!r} of SpeedLab's messages and the server version {ours}: reload the page; "
         "if that does not help, install the same version of SpeedLab for both and start the server again"

@@ -1,17 +1,16 @@
-"""A run's figures as a page draws them: a websocket for each page, `runs/<id>/drawing`.
+"""Figures of runs for pages: websockets `runs/<id>/drawing` and `comparisons/<id>,<id>,…/drawing`.
 
-1. The page sends Draw: whether it is watching, and the step whose pipeline it wants. Nothing is read while it is not.
-2. At most ten times a second, and twice while the run rests, a thread of the page's looks at the run's one reader and
-   makes what this page does not have: a Keyframe at first, then Changes (speedlab/telemetry/figures/deltas.py).
-3. A page that has not taken the last frame gets the next one later, with all that is new by then.
+1. The page sends Draw: whether it is visible, and the step of the pipeline plot. While the page is hidden, nothing is
+   read.
+2. A thread per page polls the run's shared reader, at most ten times a second, and twice while the run rests. It
+   creates what the page does not have: a Keyframe first, then Changes (speedlab/telemetry/figures/deltas.py).
+3. A page that has not received the last frame gets the next one later, with all news until then.
 
-A frame is binary: four bytes with the length of the JSON that follows (little-endian), the JSON itself, which tells the
-bytes of each buffer, and the buffers, float32 in the order of the machine, which is little-endian everywhere.
+A frame is binary: four bytes with the length of the JSON (little-endian), the JSON with the length of each buffer, and
+the buffers, float32 in the machine's byte order, which is little-endian everywhere.
 
-Several runs side by side as a page draws them: a websocket for each page, `comparisons/<id>,<id>,…/drawing`.
-
-It goes as with one run (drawing.py): the page sends Draw, and is sent what it does not have, a Comparison at first and
-then Changes, four times a second at most. A run that cannot be read says why in its place; the others go on.
+A comparison of several runs works in the same way: a Comparison first, then Changes, at most four times a second. A
+run that cannot be read shows its error; the others continue.
 """
 
 from __future__ import annotations
@@ -47,32 +46,41 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RESTING_TICK_SECONDS = 0.5
-"""A run that rests may be resumed by anybody."""
+"""Poll interval of a run at rest. It is polled, because any client may resume it."""
 STILL_SECONDS = 0.3
-"""After which a run of which nothing new has come is drawn again: bars may have had to wait, and how long a run has
-been silent is told."""
+"""A run without news is drawn again after this time, for delayed bars and for the warning about a silent run."""
 READER_SECONDS = 0.5
-"""For which a run's reader is kept without asking for it: its folder may go, and a reader that nobody asks for is
-closed."""
+"""How long to use a run's reader before asking the registry again. The folder may disappear, and the registry closes
+unused readers.
+"""
 AGAIN_SECONDS = 2.0
-"""After which a run that could not be drawn is tried again."""
+"""Delay before a run is drawn again after an error."""
 
 
 class PageView(Protocol):
-    """What a page has of what it looks at."""
+    """What a page shows, and what it has received of it."""
 
     @property
     def wait_seconds(self) -> float:
-        """Until it is worth while to look again."""
+        """Seconds until the next poll is useful."""
         ...
 
     def look(self, wanted: m.Draw) -> list[bytes | m.Problem]:
-        """What the page does not have yet. In a thread, one at a time."""
+        """Return what the page does not have yet. Runs in a thread, one call at a time.
+
+        Args:
+            wanted: How to draw.
+        """
         ...
 
 
 class FigureSession:
-    """What one page has of a run. One thread at a time."""
+    """The figures of a run that one page has received. Use from one thread at a time.
+
+    Args:
+        registry: The server's runs.
+        id: Id of the run.
+    """
 
     def __init__(self, registry: Registry, id: str) -> None:
         self._registry = registry
@@ -83,16 +91,20 @@ class FigureSession:
         self._reader: Reader | None = None
         self._reader_due = self._draw_due = float("-inf")
         self._drawn: tuple[int, m.Draw] | None = None
-        """The version of what was read when it was last drawn, and how."""
+        """The version of the data in the last drawing, and how it was drawn."""
         self._problem = ""
         self.wait_seconds = TICK_SECONDS
-        """Until it is worth while to look again."""
+        """Seconds until the next poll is useful."""
 
     def look(self, wanted: m.Draw) -> list[bytes | m.Problem]:
-        """What the page does not have yet; problems are told once, and once that they are over."""
+        """Return what the page does not have yet. An error is sent once, and its end is sent as an empty Problem.
+
+        Args:
+            wanted: How to draw.
+        """
         try:
             frame = self._look(wanted)
-        except Exception as error:  # A record or an event that nobody foresaw, a folder that was damaged.
+        except Exception as error:  # For example an unexpected record, or a damaged folder.
             self._drawing = self._reader = self._drawn = None
             self.wait_seconds = AGAIN_SECONDS
             if (text := reading_text(error)) == self._problem:
@@ -116,7 +128,7 @@ class FigureSession:
 
         def next_message(history: History, replaced: int, status: Status, devices: Sequence[Device]) -> Message | None:
             drawing = self._drawing
-            if drawing is None or history is not self._history:  # Another reader, after a pause.
+            if drawing is None or history is not self._history:  # A new reader, after a pause.
                 drawing = self._drawing = Drawing(history, name=reader.folder.name)
                 self._history, self._replaced = history, replaced
             self.wait_seconds = RESTING_TICK_SECONDS if status.state in RESTING else TICK_SECONDS
@@ -130,19 +142,31 @@ class FigureSession:
 
 
 def frame_of(message: dict[str, Any], buffers: Sequence[bytes]) -> bytes:
-    """One binary frame of it."""
+    """Return a message and its buffers as one binary frame.
+
+    Args:
+        message: Plain data.
+        buffers: float32 buffers.
+    """
     told = {**message, "version": m.VERSION, "buffers": list(map(len, buffers))}
     head = msgspec.json.encode(told)
     return b"".join([struct.pack("<I", len(head)), head, *buffers])
 
 
 class FigureRenderer:
-    """Looks for one page, in a thread that is there while the page watches: to hand each look to a pool, and what it
-    has found back, costs as much as the look."""
+    """Polls for one page, in a thread that lives while the page is visible.
+
+    A thread pool is not used: handing over each poll and its result would cost as much as the poll.
+    """
 
     def __init__(self, easel: PageView, send: Callable[[list[bytes | m.Problem]], asyncio.Future[Any] | None]) -> None:
-        """`send`: gives the page what was found, on the loop that is running now; done when the page has taken it, None
-        where there is no page any more."""
+        """Create a renderer; call it in the event loop.
+
+        Args:
+            easel: What the page shows.
+            send: Sends results to the page, in the event loop. Returns a future that is done when the page has
+                received them; None if the page is gone.
+        """
         self._easel, self._send = easel, send
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
@@ -150,10 +174,14 @@ class FigureRenderer:
         self._works = False
         self._asked = threading.Event()
         self._under_way = False
-        """Whether the page has not taken what was found last."""
+        """Whether the page has not received the last result yet."""
 
     def ask(self, wanted: m.Draw) -> None:
-        """How the page wants the run to be drawn from now on."""
+        """Set how the page wants the run to be drawn.
+
+        Args:
+            wanted: How to draw.
+        """
         with self._lock:
             wanted.keyframe |= self._wanted.keyframe
             self._wanted = wanted
@@ -166,17 +194,17 @@ class FigureRenderer:
         try:
             began = time.monotonic()
             while self._look():
-                time.sleep(max(0.0, began + TICK_SECONDS - time.monotonic()))  # Half of what an Event's wait costs.
+                time.sleep(max(0.0, began + TICK_SECONDS - time.monotonic()))  # Costs half of an Event's wait.
                 if (rest := self._easel.wait_seconds - TICK_SECONDS) > 0:
                     self._asked.wait(rest)
                 began = time.monotonic()
         except BaseException:
             with self._lock:
-                self._works = False  # The next wish has another thread.
+                self._works = False  # The next `ask` starts another thread.
             raise
 
     def _look(self) -> bool:
-        """Whether there was somebody to look for."""
+        """Poll once. Return whether the page is visible."""
         self._asked.clear()
         waits = self._under_way
         with self._lock:
@@ -185,10 +213,10 @@ class FigureRenderer:
                 self._works = False
                 return False
             if not waits:
-                self._wanted = msgspec.structs.replace(wanted, keyframe=False)  # It is given once.
+                self._wanted = msgspec.structs.replace(wanted, keyframe=False)  # Send a requested keyframe once.
         if not waits and (found := self._easel.look(wanted)):
             self._under_way = True
-            with contextlib.suppress(RuntimeError):  # The server has ended, and its loop with it.
+            with contextlib.suppress(RuntimeError):  # The server and its loop have ended.
                 self._loop.call_soon_threadsafe(self._give, found)
         return True
 
@@ -201,25 +229,45 @@ class FigureRenderer:
 
 
 class DrawingHandler(PageSocket):
-    """The page's end of it."""
+    """The websocket of a run's figures."""
 
     def initialize(self, services: Services) -> None:
+        """Set the services.
+
+        Args:
+            services: The server's services.
+        """
         self._services = services
         self._painter: FigureRenderer | None = None
 
     def open(self, id: str) -> None:
+        """Create the renderer.
+
+        Args:
+            id: Id of the run, or of the runs.
+        """
         super().open(id)
         self._painter = FigureRenderer(self.easel(id), self._put)
 
     def easel(self, id: str) -> PageView:
-        """What this page looks at."""
+        """Return what this page shows.
+
+        Args:
+            id: Id of the run.
+        """
         return FigureSession(self._services.registry, id)
 
     def on_message(self, message: str | bytes) -> None:
+        """Handle a Draw.
+
+        Args:
+            message: The message.
+        """
         if self._painter is not None and (wanted := self.question(message, m.Draw)) is not None:
             self._painter.ask(wanted)
 
     def on_close(self) -> None:
+        """Stop the renderer."""
         if self._painter is not None:
             self._painter.ask(m.Draw(watching=False))
 
@@ -234,20 +282,29 @@ COMPARING_TICK_SECONDS = 0.25
 
 
 class ComparedEasel:
-    """What one page has of several runs. One thread at a time."""
+    """The comparison of runs that one page has received. Use from one thread at a time.
+
+    Args:
+        registry: The server's runs.
+        ids: Ids of the runs.
+    """
 
     def __init__(self, registry: Registry, ids: Sequence[str]) -> None:
         self._registry = registry
         self._refusal = f"{len(ids)} runs; at most {MOST_COMPARED} are compared: choose fewer" if too_many(ids) else ""
         self._looks = {id: RunStanding(name=id) for id in ids}
         self._again = dict.fromkeys(ids, 0.0)
-        """When each is tried again, where it could not be read."""
+        """When to read each run again after an error."""
         self._drawing = ComparedDrawing()
         self.wait_seconds = COMPARING_TICK_SECONDS
-        """Until it is worth while to look again."""
+        """Seconds until the next poll is useful."""
 
     def look(self, wanted: m.Draw) -> list[bytes | m.Problem]:
-        """What the page does not have yet."""
+        """Return what the page does not have yet.
+
+        Args:
+            wanted: How to draw.
+        """
         if too_many(self._looks):
             refusal, self._refusal, self.wait_seconds = self._refusal, "", RESTING_TICK_SECONDS
             return [m.Problem(text=refusal)] if refusal else []
@@ -258,7 +315,7 @@ class ComparedEasel:
         self.wait_seconds = RESTING_TICK_SECONDS if rests else COMPARING_TICK_SECONDS
         try:
             message = self._drawing.keyframe(looks) if wanted.keyframe else self._drawing.next(looks)
-        except Exception as error:  # Records that nobody foresaw must not end the page's task without a word.
+        except Exception as error:  # Unexpected records must not end the page's thread silently.
             log.warning("%d runs cannot be compared", len(looks), exc_info=error)
             self._drawing, self.wait_seconds = ComparedDrawing(), AGAIN_SECONDS
             return [m.Problem(text=reading_text(error))]
@@ -275,7 +332,7 @@ class ComparedEasel:
                 return look_at(reader.folder.name, history, status, reader.folder.config)
 
             return reader.draw(look)
-        except Exception as error:  # A record or an event that nobody foresaw, a folder that was damaged or is gone.
+        except Exception as error:  # For example an unexpected record, or a damaged or missing folder.
             self._again[id] = time.monotonic() + AGAIN_SECONDS
             known, text = self._looks[id], reading_text(error)
             if text != known.problem:
@@ -284,11 +341,21 @@ class ComparedEasel:
 
 
 class ComparisonHandler(DrawingHandler):
-    """The page's end of it."""
+    """The websocket of a comparison."""
 
     def easel(self, ids: str) -> ComparedEasel:
+        """Return the comparison that this page shows.
+
+        Args:
+            ids: Ids of the runs, separated by commas.
+        """
         return ComparedEasel(self._services.registry, list(dict.fromkeys(ids.split(","))))
 
 
 def too_many(ids: Collection[str]) -> bool:
+    """Return whether these are more runs than can be compared.
+
+    Args:
+        ids: Ids of the runs.
+    """
     return len(ids) > MOST_COMPARED

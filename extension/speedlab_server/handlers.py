@@ -50,37 +50,47 @@ from speedlab_server.run_registry import Registry, live_tokens
 from speedlab_server.start_cluster import NOTHING_FITS, ClusterLauncher, Pythons, candidates, place_of
 
 RESOURCE = "speedlab"
-"""What an authorizer of Jupyter is asked about: to read it, and to write it (control words)."""
+"""Resource name for Jupyter's authorizer: to read it, and to write it (commands)."""
 VERSION_HEADER = "X-SpeedLab-Version"
 _SETTING = "speedlab_server"
 _MOST_WORD_BYTES = 2**14
 _MOST_DIGITS = 15
-"""Of a number: a page's own numbers, which are doubles, have no more."""
+"""Maximum digits of a number: a page's numbers are doubles, which hold no more."""
 
 _Asked = TypeVar("_Asked", bound=m.Part)
 
 
 @dataclass
 class Services:
-    """What all handlers share."""
+    """Objects that all handlers share."""
 
     registry: Registry
     clusters: Clusters
     starts: ClusterLauncher
     pythons: Pythons
     disk: ThreadPoolExecutor
-    """Where files are read: never on the event loop, and never behind a supervisor that hangs."""
+    """Threads that read files: never the event loop, and never the threads that wait for a supervisor."""
 
     def all_clusters(self) -> list[m.ClusterSummary]:
-        """Every cluster of this person, those that pages have just started among them. Waits for the disk."""
+        """Return every cluster of this user, including those that pages have just started. Waits for the disk."""
         return self.starts.told(all_clusters())
 
     async def in_thread(self, work: Callable[[], Any]) -> Any:
+        """Run `work` in a thread for disk access and return its result.
+
+        Args:
+            work: A function without arguments.
+        """
         return await asyncio.get_running_loop().run_in_executor(self.disk, work)
 
 
 def add_handlers(web_app: Any, root_dir: str) -> None:
-    """Serve `web_app`'s pages."""
+    """Add SpeedLab's handlers to a Jupyter server.
+
+    Args:
+        web_app: The server's tornado application.
+        root_dir: The server's root folder.
+    """
     disk = ThreadPoolExecutor(8, thread_name_prefix="speedlab-disk")
     starts = ClusterLauncher(Path(root_dir or ".").expanduser())
     services = Services(Registry(root_dir), Clusters(), starts, Pythons(), disk)
@@ -94,26 +104,39 @@ def add_handlers(web_app: Any, root_dir: str) -> None:
 
 
 class Handler(APIHandler):
-    """Answers with messages, and with a Problem where something went wrong."""
+    """Answers with messages, and with a Problem after an error."""
 
     auth_resource = RESOURCE
-    _track_activity = False  # A page that looks on must not keep a server alive that is ended when nobody uses it.
+    _track_activity = False  # An open page must not keep an idle server alive.
 
     @property
     def services(self) -> Services:
         return self.settings[_SETTING]
 
     async def prepare(self) -> None:
+        """Refuse pages of another version."""
         await super().prepare()
         theirs = self.request.headers.get(VERSION_HEADER, str(m.VERSION))
         if not self._finished and theirs != str(m.VERSION):
             raise OtherVersionError(version_text(theirs[:16], m.VERSION))
 
     def say(self, message: m.Message, status: int = 200) -> None:
+        """Send a message as JSON.
+
+        Args:
+            message: The message.
+            status: HTTP status.
+        """
         self.set_status(status)
         self.finish(msgspec.json.encode(message))
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """Answer with a Problem that describes the error.
+
+        Args:
+            status_code: HTTP status.
+            **kwargs: Passed by tornado; has `exc_info`.
+        """
         error = (kwargs.get("exc_info") or (None, None))[1]
         known = told(error) if isinstance(error, Exception) and not isinstance(error, web.HTTPError) else None
         text = responses.get(status_code, "this cannot be answered")
@@ -126,11 +149,26 @@ class Handler(APIHandler):
         self.say(m.Problem(text=text), status_code)
 
     def log_exception(self, typ: Any, value: BaseException | None, tb: Any) -> None:
+        """Log unexpected errors only.
+
+        Args:
+            typ: Type of the exception.
+            value: The exception.
+            tb: Its traceback.
+        """
         if isinstance(value, web.HTTPError) or not isinstance(value, Exception) or told(value) is None:
             super().log_exception(typ, value, tb)
 
     def whole(self, name: str, otherwise: int) -> int:
-        """A whole number of the question. Raises QuestionError."""
+        """Return an integer argument of the query.
+
+        Args:
+            name: Name of the argument.
+            otherwise: Default.
+
+        Raises:
+            QuestionError: The argument is no integer, or has too many digits.
+        """
         text = self.get_query_argument(name, "")
         try:
             if len(text) > _MOST_DIGITS:
@@ -141,7 +179,16 @@ class Handler(APIHandler):
             raise QuestionError(f"{name}: {text[:32]!r} is {what}") from None
 
     def asked(self, kind: type[_Asked], what: str, example: str) -> _Asked:
-        """What the page has sent. Raises QuestionError."""
+        """Decode the request's body.
+
+        Args:
+            kind: Type of the message.
+            what: Its name, for errors.
+            example: An example, for errors.
+
+        Raises:
+            QuestionError: The body is too large or no such message.
+        """
         if len(self.request.body) > _MOST_WORD_BYTES:
             raise QuestionError(f"a {what} has at most {_MOST_WORD_BYTES} bytes")
         try:
@@ -150,11 +197,15 @@ class Handler(APIHandler):
             raise QuestionError(f"this is no {what}: {error}; one is {example}") from None
 
     async def kernelspecs(self) -> dict[str, Any]:
-        """The kernels of this server, as its manager of kernelspecs gives them."""
+        """Return the kernelspecs of this server."""
         return await ensure_async(self.settings["kernel_spec_manager"].get_all_specs())
 
     async def reader(self, id: str) -> Reader:
-        """The run's reader, which has just looked."""
+        """Return the run's reader after a poll.
+
+        Args:
+            id: Id of the run.
+        """
 
         def opened() -> Reader:
             reader = self.services.registry.reader(id)
@@ -165,7 +216,7 @@ class Handler(APIHandler):
 
 
 class NothingHandler(Handler):
-    """What is not there."""
+    """Answers unknown addresses."""
 
     @web.authenticated
     @authorized
@@ -231,7 +282,7 @@ class ClusterHandler(Handler):
 
 
 class OutputHandler(Handler):
-    """What ranks have printed: of a cluster, or of the one that holds a run."""
+    """Output of ranks: those of a cluster, or of the cluster that holds a run."""
 
     @web.authenticated
     @authorized
@@ -311,7 +362,7 @@ class TensorsHandler(Handler):
 
 
 class NotebookHandler(Handler):
-    """What the launcher's card puts into the person's folder."""
+    """Notebooks of SpeedLab, which the launcher's card copies into the user's folder."""
 
     @web.authenticated
     @authorized
@@ -337,7 +388,7 @@ class WordsHandler(Handler):
         self.say(m.WordGiven(run=id, word=word.word, number=number), 202)
 
     def _place_of(self, id: str) -> tuple[Path, str]:
-        """The run's folder, and the id of the cluster that holds it, '' for none."""
+        """Return the run's folder, and the id of the cluster that holds it ('' for none)."""
         path = self.services.registry.path_of(id)
         return path, live_tokens().get(self.services.registry.reader(id).folder.read_status().token, "")
 

@@ -1,16 +1,16 @@
-"""What comes by itself: a page says on a websocket what it wants to hear, and hears it at most ten times a second.
+"""The live websocket: a page subscribes to runs, output and lists, and receives what is new, at most ten times a
+second.
 
-1. A page sends Subscribe; it replaces the one before. With nothing in it, nothing is read and nothing is sent.
-2. Ten times a second each run that a page watches is looked at, in a thread; pages share the run's one reader. Ranks'
-   output is looked at likewise (`live_output.py`).
-3. What is new of all of them goes in one Tick. A page that has not taken the last one yet gets the next one later,
-   with all that is new by then: what it has is counted where a message is sent.
-4. What is on a slow disk is late alone: the others do not wait for it.
+1. A page sends Subscribe, which replaces its earlier subscription. For an empty one, nothing is read and nothing sent.
+2. Ten times a second a thread polls each watched run; all pages share one reader per run. Ranks' output is polled in
+   the same way.
+3. One Tick contains all news. A page that has not received the last Tick gets the next one later, with all news until
+   then: positions advance only when a message is sent.
+4. A slow disk delays only its own news.
 
-Ranks' output as it comes to one page that watches it.
-
-A look costs a question about each rank's file. Only files that have changed are read, of at most so many ranks at once
-as one answer holds, those first that were read longest ago; the others follow with the next looks.
+`WatchedOutput` follows the output of ranks for one page. A poll checks the size of each rank's file, and reads only
+changed files, of at most as many ranks as fit one answer, the least recently read ones first. The others follow in
+later polls.
 """
 
 from __future__ import annotations
@@ -39,25 +39,33 @@ if TYPE_CHECKING:
 
 
 _FOLDER_SECONDS = 1.0
-"""How often is looked whether the cluster is still there, and still the one that holds the run."""
+"""How often to check that the cluster still exists and still holds the run."""
 _OUTPUT_RETRY_SECONDS = 2.0
-"""After which output that could not be read is tried again."""
+"""Delay before output is read again after an error."""
 
 
 class WatchedOutput:
-    """What ranks print, as one page watches it."""
+    """The output of ranks, as one page follows it.
+
+    Args:
+        watch: The page's subscription.
+    """
 
     def __init__(self, watch: m.WatchOutput) -> None:
         self._watch = watch
         self._folder = Path()
         self._seen: dict[int, OutputPosition] = {}
-        """How far each rank was read, in the order in which they were."""
+        """The position of each rank, in the order in which ranks were read."""
         self._told = False
         self._problem = ""
         self._due = {"folder": 0.0, "again": 0.0}
 
     def news(self, services: Services) -> m.OutputNews | None:
-        """What the page does not have yet; None when there is nothing. In a thread, one at a time."""
+        """Return what the page does not have yet; None if there is nothing. Runs in a thread, one call at a time.
+
+        Args:
+            services: The server's services.
+        """
         now = time.monotonic()
         if now < self._due["again"]:
             return None
@@ -81,9 +89,9 @@ class WatchedOutput:
         if now >= self._due["folder"]:
             self._folder = folder_of(services.registry, self._watch.kind, self._watch.id)
             self._due["folder"] = now + _FOLDER_SECONDS
-        # Looked at before it is read: what is printed in between is found again with the next look.
+        # Take the positions before reading: the next poll finds what is printed in between.
         files = files_of(self._folder)
-        # Those that were never read, then those read longest ago: ranks that always print keep none waiting.
+        # Ranks never read first, then the least recently read: ranks that always print do not starve the others.
         turns = {rank: turn for turn, rank in enumerate(self._seen)}
         changed = [rank for rank, place in files.items() if self._seen.get(rank) != place]
         changed = sorted(changed, key=lambda rank: (turns.get(rank, -1), rank))[:MOST_RANKS]
@@ -94,7 +102,7 @@ class WatchedOutput:
             self._seen.pop(rank, None)
             self._seen[rank] = files[rank]
         self._watch.after = output.cursor
-        # The first answer comes also without a line: the page knows then that nothing was printed.
+        # Send the first answer even without lines, so that the page knows that nothing was printed.
         if not output.ranks and self._told:
             return None
         self._told = True
@@ -103,28 +111,32 @@ class WatchedOutput:
 
 TICK_SECONDS = 0.1
 MOST_RUNS = 16
-"""That a page may watch at once."""
+"""Maximum number of runs that a page may watch at once."""
 MOST_OUTPUTS = 8
-"""Likewise, of ranks' output."""
+"""Maximum number of outputs that a page may watch at once."""
 OTHER_VERSION = 4409
-"""Code with which a page of another version is sent away."""
+"""Websocket close code for a page of another version."""
 _MEMORY_SECONDS = 1.0
 _LISTS_SECONDS = 1.0
 _RUN_RETRY_SECONDS = 2.0
-"""After which a run that could not be read is tried again."""
+"""Delay before a run is read again after an error."""
 
 
 _Question = TypeVar("_Question", bound=m.Message)
 
 
 class _Greeting(msgspec.Struct):
-    """All that a message of any version has."""
+    """The field that messages of all versions have."""
 
     version: int
 
 
 class WatchedRun:
-    """A run as one page watches it: what the page has of it, and what it was last told."""
+    """A run, as one page follows it: what the page has received so far.
+
+    Args:
+        watch: The page's subscription.
+    """
 
     def __init__(self, watch: m.Watch) -> None:
         self._watch = watch
@@ -136,7 +148,11 @@ class WatchedRun:
         self._due = {"memory": 0.0, "cluster": 0.0, "again": 0.0}
 
     def news(self, services: Services) -> m.RunNews | None:
-        """What the page does not have yet; None when there is nothing. In a thread, one at a time."""
+        """Return what the page does not have yet; None if there is nothing. Runs in a thread, one call at a time.
+
+        Args:
+            services: The server's services.
+        """
         now = time.monotonic()
         if now < self._due["again"]:
             return None
@@ -193,17 +209,21 @@ class WatchedRun:
             return None
         self._watch.events_after = events.keep + len(events.events)
         if self._watch.events_after < events.total:
-            self._version = -1  # The rest comes with the next tick.
+            self._version = -1  # Send the rest with the next tick.
         return events
 
 
 class PageConnection:
-    """One connection."""
+    """One connection to a page.
+
+    Args:
+        handler: The websocket.
+    """
 
     def __init__(self, handler: LiveHandler) -> None:
         self._handler = handler
         self._watched: dict[str, WatchedRun | WatchedOutput] = {}
-        """By `run/` and its id, or `output/`, its kind and its id; "" among the jobs are the lists."""
+        """Keys are `run/` and an id, or `output/`, a kind and an id. Among the jobs, "" means the lists."""
         self._jobs: dict[str, asyncio.Future[Any]] = {}
         self._sending: asyncio.Future[Any] | None = None
         self._lists = False
@@ -214,13 +234,19 @@ class PageConnection:
 
     @property
     def hears(self) -> bool:
+        """Whether the page subscribes to anything."""
         return bool(self._watched or self._lists)
 
     def subscribe(self, wanted: m.Subscribe) -> None:
-        # Lines come once: output that is watched already goes on, with what is being read of it.
+        """Replace the page's subscription.
+
+        Args:
+            wanted: The new subscription.
+        """
+        # Keep watched outputs with their jobs: lines are sent once, and would get lost.
         outputs = {f"output/{watch.kind}/{watch.id}": watch for watch in wanted.outputs}
         stays = {key: watched for key, watched in self._watched.items() if key in outputs}
-        # Jobs of the old ones end by themselves, and nobody asks what they found.
+        # Other old jobs end by themselves; their results are dropped.
         self._jobs = {key: job for key, job in self._jobs.items() if key in stays}
         self._watched = {f"run/{watch.id}": WatchedRun(watch) for watch in wanted.runs}
         self._watched |= {key: WatchedOutput(watch) for key, watch in outputs.items()} | stays
@@ -228,7 +254,14 @@ class PageConnection:
         self._lists_problem = None
 
     def begin(self, services: Services) -> list[asyncio.Future[Any]]:
-        """Start looking at what nobody looks at for this page just now; returns what is under way."""
+        """Start the polls that are not in progress for this page.
+
+        Args:
+            services: The server's services.
+
+        Returns:
+            All polls in progress.
+        """
         if self._sending is not None and not self._sending.done():
             return []
         for id, watched in self._watched.items():
@@ -243,7 +276,7 @@ class PageConnection:
         return list(self._jobs.values())
 
     def send(self) -> None:
-        """Tell the page what was found."""
+        """Send the finished results to the page."""
         if self._sending is not None and not self._sending.done():
             return
         tick = m.Tick()
@@ -272,13 +305,17 @@ class PageConnection:
             self._sending = self._handler.say(tick)
 
     def _lists_told(self, problem: str) -> str | None:
-        """What the page is to be told of this problem with the lists; None where it was."""
+        """Return the text about the lists to send; None if the page has it already."""
         before, self._lists_problem = self._lists_problem, problem
         return problem if problem != before else None
 
 
 class Hub:
-    """Looks for all pages at once, as long as one of them wants to hear something."""
+    """Polls for all pages, while at least one of them has a subscription.
+
+    Args:
+        services: The server's services.
+    """
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -286,18 +323,28 @@ class Hub:
         self._running: asyncio.Task[None] | None = None
 
     def join(self, page: PageConnection) -> None:
-        """Also when what it wants has changed."""
+        """Add a page, or react to its new subscription.
+
+        Args:
+            page: The page's connection.
+        """
         self._pages.add(page)
         if page.hears and (self._running is None or self._running.done()):
             self._running = asyncio.ensure_future(self._run())
 
     def leave(self, page: PageConnection) -> None:
+        """Remove a page.
+
+        Args:
+            page: The page's connection.
+        """
         self._pages.discard(page)
 
     async def _run(self) -> None:
         while any(page.hears for page in self._pages):
             await self._look_for_all()
-            await self._services.in_thread(self._services.registry.close_idle)  # Meanwhile another page may have come.
+            # Loop: a page may have joined meanwhile.
+            await self._services.in_thread(self._services.registry.close_idle)
 
     async def _look_for_all(self) -> None:
         while pages := [page for page in self._pages if page.hears]:
@@ -311,24 +358,35 @@ class Hub:
 
 
 class PageSocket(WebSocketMixin, WebSocketHandler, JupyterHandler):
-    """A page's websocket. Jupyter's own checks of user and origin, as for a kernel's."""
+    """A page's websocket, with Jupyter's checks of user and origin, as for a kernel's."""
 
     auth_resource = "speedlab"
 
     def set_default_headers(self) -> None:
-        """A websocket has none."""
+        """Set no headers: a websocket has none."""
 
     def get_compression_options(self) -> dict[str, Any]:
-        return {}  # Numbers as text: a third of the bytes.
+        """Enable compression with its default options."""
+        return {}  # Compresses numbers in text to a third.
 
     @ws_authenticated
     async def get(self, *args: Any, **kwargs: Any) -> None:
+        """Open the websocket if the user may read SpeedLab's pages."""
         if not await ensure_async(self.authorizer.is_authorized(self, self.current_user, "read", "speedlab")):
             raise web.HTTPError(403)
         await ensure_async(super().get(*args, **kwargs))
 
     def question(self, message: str | bytes, kind: type[_Question]) -> _Question | None:
-        """What the page asks; None where it was told that this is none, or of another version and was sent away."""
+        """Decode a page's message. On an error, answer with a Problem, or close the socket of a page of another
+        version.
+
+        Args:
+            message: The message.
+            kind: Its expected type.
+
+        Returns:
+            None after an error.
+        """
         try:
             theirs = msgspec.json.decode(message, type=_Greeting).version
             if theirs != m.VERSION:
@@ -341,10 +399,23 @@ class PageSocket(WebSocketMixin, WebSocketHandler, JupyterHandler):
             return None
 
     def say(self, message: m.Message) -> asyncio.Future[Any] | None:
+        """Send a message as JSON.
+
+        Args:
+            message: The message.
+        """
         return self.send(msgspec.json.encode(message))
 
     def send(self, data: bytes, *, binary: bool = False) -> asyncio.Future[Any] | None:
-        """Done when the page's side of the connection has taken it; None where it closes just now."""
+        """Send data.
+
+        Args:
+            data: The data.
+            binary: Send a binary frame.
+
+        Returns:
+            A future that is done when the connection has accepted the data; None if the connection is closing.
+        """
         try:
             sending = self.write_message(data, binary=binary)
         except WebSocketClosedError:
@@ -354,13 +425,23 @@ class PageSocket(WebSocketMixin, WebSocketHandler, JupyterHandler):
 
 
 class LiveHandler(PageSocket):
-    """The page's end of it."""
+    """The websocket `live`."""
 
     def initialize(self, hub: Hub) -> None:
+        """Set the hub.
+
+        Args:
+            hub: The server's hub.
+        """
         self._hub = hub
         self._page = PageConnection(self)
 
     def on_message(self, message: str | bytes) -> None:
+        """Handle a Subscribe.
+
+        Args:
+            message: The message.
+        """
         if (wanted := self.question(message, m.Subscribe)) is None:
             return
         for what, those, most in (("runs", wanted.runs, MOST_RUNS), ("outputs", wanted.outputs, MOST_OUTPUTS)):
@@ -371,10 +452,11 @@ class LiveHandler(PageSocket):
         self._hub.join(self._page)
 
     def on_close(self) -> None:
+        """Remove the page from the hub."""
         self._hub.leave(self._page)
 
 
 def _quietly(sent: asyncio.Future[Any]) -> None:
-    """A page that has gone meanwhile takes nothing, and nobody minds."""
+    """Ignore the result of a send to a page that has left."""
     with suppress(WebSocketClosedError, asyncio.CancelledError):
         sent.result()

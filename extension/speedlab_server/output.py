@@ -1,7 +1,7 @@
-"""What ranks have printed, from the files in their cluster's folder: since a place, filtered, never much at once.
+"""The output of ranks, from the files in their cluster's folder: since a cursor, filtered, limited in size.
 
-A rank's file is put aside as `.log.1` when it is full. A cursor names a file by its number on the disk, so that what
-was put aside since is read to its end first.
+A full file is renamed to `.log.1`. A cursor contains the inode of a file, so that a renamed file is read to its end
+first.
 """
 
 from __future__ import annotations
@@ -25,25 +25,35 @@ if TYPE_CHECKING:
     from speedlab_server.run_registry import Registry
 
 MOST_BYTES = 2**16
-"""Of one rank, in one answer."""
+"""Maximum bytes of one rank in one answer."""
 MOST_RANKS = 64
-"""In one answer."""
+"""Maximum number of ranks in one answer."""
 MOST_LINE = 2000
-"""Characters of one line."""
+"""Maximum characters of one line."""
 
 _FILE = re.compile(r"rank-(\d{1,6})\.log")
 
 
 class OutputPosition(NamedTuple):
-    """How far a rank's output was read: the number of its file on the disk, and the byte in it."""
+    """Read position in a rank's output: the inode of its file, and the byte offset."""
 
     file: int
     byte: int
 
 
 def folder_of(registry: Registry, kind: str, id: str) -> Path:
-    """Where ranks' output is: of a cluster, or of the one that holds a run. Raises UnknownError, GoneError, and what
-    the run's status does."""
+    """Return the folder of ranks' output.
+
+    Args:
+        registry: The server's runs.
+        kind: "clusters" or "runs".
+        id: Id of the cluster, or of the run that a cluster holds.
+
+    Raises:
+        UnknownError: There is no such cluster or run.
+        GoneError: The run's cluster was stopped.
+        RunFolderError: The run's status cannot be read.
+    """
     if kind == "clusters":
         return find(id)[0] / OUTPUT
     folder = registry.reader(id).folder
@@ -55,20 +65,33 @@ def folder_of(registry: Registry, kind: str, id: str) -> Path:
 
 
 def files_of(folder: Path) -> dict[int, OutputPosition]:
-    """By rank, its file as it is now: whoever compares knows whether there is something new, and reads nothing."""
+    """Return the present position at the end of each rank's file. A comparison shows whether there is new output.
+
+    Args:
+        folder: Folder of the output.
+    """
     found = {}
     with contextlib.suppress(FileNotFoundError), os.scandir(folder) as entries:
         for entry in entries:
             if match := _FILE.fullmatch(entry.name):
-                with contextlib.suppress(FileNotFoundError):  # Put aside just now; the next look finds the new one.
+                with contextlib.suppress(FileNotFoundError):  # Just renamed; the next poll finds the new file.
                     file = entry.stat()
                     found[int(match[1])] = OutputPosition(file.st_ino, file.st_size)
     return found
 
 
 def output_of(folder: Path, *, after: str = "", ranks: Collection[int] | None = None, match: str = "") -> m.Output:
-    """`folder`: of the cluster's output; `after`: the cursor of the answer before, else the end of what there is;
-    `match`: a text that a line has to have, upper and lower case alike. Raises QuestionError for another cursor."""
+    """Return the output since a cursor.
+
+    Args:
+        folder: Folder of the output.
+        after: The cursor of the previous answer; empty to begin near the end.
+        ranks: The ranks; None for all.
+        match: Return only lines that contain this text, ignoring case.
+
+    Raises:
+        QuestionError: The cursor is invalid.
+    """
     places = _places_in(after)
     found = []
     for rank in _ranks_in(folder, ranks)[:MOST_RANKS]:
@@ -101,11 +124,11 @@ def _ranks_in(folder: Path, wanted: Collection[int] | None) -> list[int]:
 
 
 def _read(path: Path, place: OutputPosition | None) -> tuple[bytes, OutputPosition | None, bool]:
-    """(whole lines, where they end, whether some before them are left out)."""
+    """Return (whole lines, their end position, whether earlier lines are missing)."""
     files = []
     for each in (path.with_name(f"{path.name}.1"), path):
         try:
-            files.append(open_plain(each))  # They are closed below; between two opens one may move.
+            files.append(open_plain(each))  # Closed below. A file may be renamed between two opens.
         except FileNotFoundError:
             continue
     try:

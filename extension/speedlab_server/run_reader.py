@@ -1,4 +1,4 @@
-"""A run as it is read for all pages together: one feed, read where it was left off."""
+"""Read a run for all pages: one shared feed, which continues where the last read ended."""
 
 from __future__ import annotations
 
@@ -27,21 +27,26 @@ MOST_EVENTS = 500
 _MOST_DETAILS_BYTES = 2**14
 _MOST_SERIES = 8
 _FRESH_SECONDS = 0.05
-"""Pages that ask at the same moment are answered from one look."""
+"""Pages that ask within this time share one poll."""
 _SPEED_STEPS = 20
 _Drawn = TypeVar("_Drawn")
 _LAST = ("step", "smoothed_loss", "learning_rate", "grad_norm")
 
 
 class Reader:
-    """Any thread may ask; one at a time is answered."""
+    """A run for all pages. Safe to use from any thread; calls are serialised."""
 
     def __init__(self, id: str, folder: RunFolder) -> None:
-        """Raises RunFolderError for a folder that cannot be read."""
+        """Open a run.
+
+        Args:
+            id: Id of the run.
+            folder: The run folder.
+        """
         self.id, self.folder = id, folder
         self._feed = Feed(folder)
         self._series: dict[int, tuple[Series, int]] = {}
-        """By rank, with the generation of its steps."""
+        """By rank: the series, and the generation of its steps."""
         self._history = History()
         self._replaced = 0
         self._known_events = self._drawn_version = self._drawn_others = -1
@@ -50,19 +55,21 @@ class Reader:
         self._looked = float("-inf")
 
     def close(self) -> None:
+        """Close the feed."""
         self._feed.close()
 
     @property
     def ranks(self) -> list[int]:
+        """Ranks with records."""
         return sorted(self._feed.records)
 
     @property
     def token(self) -> str:
-        """Of the cluster whose engines hold it, or have held it."""
+        """Token of the cluster whose engines hold the run, or held it last."""
         return self._feed.status.token
 
     def look(self) -> int:
-        """Take in what is new; a number that changes when there was something."""
+        """Take in what is new. Return a number that changes with each news."""
         with self._lock:
             if time.monotonic() - self._looked > _FRESH_SECONDS:
                 self._feed.poll(leading=True)
@@ -70,14 +77,26 @@ class Reader:
             return self._feed.version
 
     def summary(self, cluster: str = "") -> m.RunSummary:
-        """`cluster`: id of the one that holds it."""
+        """Return the run's entry in the list.
+
+        Args:
+            cluster: Id of the cluster that holds the run.
+        """
         with self._lock:
             lead = next((records for records in self._feed.records.values() if records), None)
             newest = list(lead[-_SPEED_STEPS:]) if lead is not None else []
             return summary_of(self.id, self.folder, self._feed.status, newest, cluster)
 
     def records(self, watch: m.Watch, rank: int | None = None) -> m.Records:
-        """Of `rank`, or the lowest. Raises UnknownError for one without records."""
+        """Return the step records that a page does not have.
+
+        Args:
+            watch: What the page has.
+            rank: The rank; None for the lowest.
+
+        Raises:
+            UnknownError: The rank has no records.
+        """
         with self._lock:
             rank = min(self._feed.records, default=0) if rank is None else rank
             if rank not in self._feed.records and (rank > 0 or self._feed.records):
@@ -100,7 +119,11 @@ class Reader:
             )
 
     def events(self, after: int) -> m.Events:
-        """Those from number `after` on, at most MOST_EVENTS of them, the oldest first."""
+        """Return the events from number `after` on, oldest first, at most MOST_EVENTS.
+
+        Args:
+            after: Number of events that the page has.
+        """
         with self._lock:
             known = self._feed.events
             keep = after if 0 <= after <= len(known) else 0
@@ -108,14 +131,23 @@ class Reader:
             return m.Events(run=self.id, keep=keep, total=len(known), events=chosen)
 
     def memory(self) -> list[m.RankMemory]:
-        """Of each rank that the run has now, at its last step."""
+        """Return the memory of each present rank at its last step."""
         with self._lock:
             size = len(self._feed.status.rank_pids) or len(self._feed.records)
             held = {rank: records[-1] for rank, records in self._feed.records.items() if rank < size and records}
             return [_memory_of(record) for record in held.values()]
 
     def tensors(self, rank: int, category: str, place: str) -> m.Tensors:
-        """What is in a segment of the memory bars. Raises QuestionError for one that is none."""
+        """Return the tensors in a segment of the memory bars.
+
+        Args:
+            rank: The rank.
+            category: One of CATEGORIES.
+            place: One of PLACES.
+
+        Raises:
+            QuestionError: There is no such segment.
+        """
         with self._lock:
             newest = {rank: records[-1] for rank, records in self._feed.records.items() if records}
         try:
@@ -125,11 +157,14 @@ class Reader:
         return msgspec.convert(told, m.Tensors)
 
     def draw(self, draw: Callable[[History, int, Status, Sequence[Device]], _Drawn]) -> _Drawn:
-        """What `draw` makes of (everything plots are drawn from, how often steps were replaced, status, devices), with
-        nobody changing it meanwhile."""
+        """Call `draw` with the data of all plots, under the lock, and return its result.
+
+        Args:
+            draw: Gets the history, the number of times that steps were replaced, the status and the devices.
+        """
         with self._lock:
             feed = self._feed
-            if len(feed.events) != self._known_events:  # They tell of a start and of changes of shape.
+            if len(feed.events) != self._known_events:  # Events contain starts and changes of shape.
                 self._known_events = len(feed.events)
                 self._devices = devices_of(feed.status.token)
                 self._history.predicted = prediction_of(self.folder.config, feed.events, self._devices)
@@ -149,18 +184,30 @@ class Reader:
 
 
 def devices_of(token: str) -> Sequence[Device]:
-    """Of the cluster with this token; () where it runs no more."""
+    """Return the devices of the cluster with this token; () if it is not running.
+
+    Args:
+        token: Token of the cluster.
+    """
     states = (state for _, state in known_clusters() if isinstance(state, ClusterState) and state.running)
     return next((state.devices for state in states if token and state.token == token), ())
 
 
 def columns_of(series: Series, size: int, *, closed: bool, first: int = 0) -> dict[str, list[float | None]]:
-    """Buckets of `size` steps from number `first` on: the last value of what stands, the mean of what is a rate or a
-    time, the lowest and the highest loss, so that a spike is never averaged away."""
+    """Return buckets of steps: the last value of states, the mean of rates and times, the lowest and the highest loss.
+
+    The extremes of the loss keep spikes visible.
+
+    Args:
+        series: The records of a rank.
+        size: Steps per bucket.
+        closed: Include the unfinished bucket at the end.
+        first: Number of the first bucket.
+    """
     columns: dict[str, np.ndarray] = {}
     for name in m.COLUMNS:
         if name in ("loss_low", "loss_high"):
-            pick = np.fmin if name == "loss_low" else np.fmax  # They pass over what is no number.
+            pick = np.fmin if name == "loss_low" else np.fmax  # fmin and fmax ignore NaN.
             columns[name] = _bucket(series.column("loss"), size, pick, closed=closed, first=first)
         else:
             values = series.smoothed if name == "smoothed_loss" else series.column(name)
@@ -176,9 +223,17 @@ def _bucket(values: np.ndarray, size: int, pick: np.ufunc, *, closed: bool, firs
 
 
 def summary_of(id: str, folder: RunFolder, status: Status, newest: Sequence[StepRecord], cluster: str) -> m.RunSummary:
-    """`newest`: the last records of one rank."""
+    """Return a run's entry in the list.
+
+    Args:
+        id: Id of the run.
+        folder: The run folder.
+        status: The run's status.
+        newest: The last records of one rank.
+        cluster: Id of the cluster that holds the run.
+    """
     last = newest[-1] if newest else None
-    # A run that went back to a checkpoint has a status that is newer than its last record.
+    # After a restart from a checkpoint, the status is newer than the last record.
     back = last is not None and status.step < last.step and status.updated > last.time
     step = status.step if last is None or back else max(status.step, last.step)
     seconds = statistics.median(record.seconds for record in newest) if newest else 0.0
@@ -201,7 +256,7 @@ def summary_of(id: str, folder: RunFolder, status: Status, newest: Sequence[Step
 
 
 def _number(value: float) -> float | None:
-    """To seven digits, which no eye tells from more; None for what is no number."""
+    """Round to seven digits, which is enough for plots; None for NaN and infinity."""
     return float(f"{value:.7g}") if value - value == 0 else None
 
 

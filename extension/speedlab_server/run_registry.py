@@ -1,4 +1,4 @@
-"""The runs of a person, by ids that say nothing of where they are: those any cluster was given, and ./runs."""
+"""The runs of a user, by ids that reveal no path: the runs of all known clusters, and those in ./runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _IDLE_SECONDS = 60.0
 
 
 class ListedCluster(NamedTuple):
-    """A cluster, as far as its list of runs needs it."""
+    """The parts of a cluster that its list of runs needs."""
 
     directory: Path
     name: str
@@ -35,7 +35,7 @@ class ListedCluster(NamedTuple):
 
 @dataclass
 class _SeenRun:
-    """A run as the list knows it, with what its files looked like then."""
+    """A run as last listed, with the stamps of its files at that time."""
 
     folder: RunFolder
     status: Status
@@ -44,10 +44,14 @@ class _SeenRun:
 
 
 class Registry:
-    """Any thread may ask; nothing here waits for anybody but the disk."""
+    """Finds runs and shares their readers. Safe to use from any thread; waits only for the disk."""
 
     def __init__(self, root_dir: str) -> None:
-        """`root_dir`: of the Jupyter server, whose ./runs is looked at, too."""
+        """Create a registry.
+
+        Args:
+            root_dir: Root folder of the Jupyter server, whose ./runs is listed, too.
+        """
         self._own = Path(root_dir or ".").expanduser() / "runs"
         self._paths: dict[str, Path] = {}
         self._seen: dict[str, _SeenRun] = {}
@@ -57,7 +61,15 @@ class Registry:
         self._listing = threading.Lock()
 
     def path_of(self, id: str) -> Path:
-        """Raises UnknownError or GoneError."""
+        """Return the folder of a run.
+
+        Args:
+            id: Id of the run.
+
+        Raises:
+            UnknownError: There is no such run.
+            GoneError: The folder has disappeared.
+        """
         if id not in self._paths:
             self._find()
         if (path := self._paths.get(id)) is None:
@@ -67,7 +79,16 @@ class Registry:
         return path
 
     def reader(self, id: str) -> Reader:
-        """The one reader of a run, for everybody. Raises UnknownError, GoneError or RunFolderError."""
+        """Return the shared reader of a run.
+
+        Args:
+            id: Id of the run.
+
+        Raises:
+            UnknownError: There is no such run.
+            GoneError: The folder has disappeared.
+            RunFolderError: The folder cannot be read.
+        """
         path = self.path_of(id)
         with self._lock:
             reader, _ = self._readers.pop(id, (None, 0.0))
@@ -78,12 +99,12 @@ class Registry:
         return reader
 
     def close_idle(self) -> None:
-        """Let go of what nobody has asked for."""
+        """Close readers that were not used for a while."""
         with self._lock:
             self._close_idle()
 
     def runs(self) -> list[m.RunSummary]:
-        """Every run, the newest first; what cannot be read says why."""
+        """Return every run, the newest first. A run that cannot be read has its error as text."""
         with self._listing:
             if time.monotonic() - self._listed[0] > _LIST_SECONDS:
                 holders = live_tokens()
@@ -93,7 +114,12 @@ class Registry:
             return self._listed[1]
 
     def given_to(self, folder: Path, name: str) -> list[str]:
-        """Ids of the runs that a cluster was given, the newest first."""
+        """Return the ids of the runs of a cluster, the newest first.
+
+        Args:
+            folder: The cluster's folder.
+            name: The cluster's name.
+        """
         return [run_id(path) for path in remembered_runs(ListedCluster(folder, name, ""))]
 
     def _find(self) -> dict[str, Path]:
@@ -101,13 +127,13 @@ class Registry:
         for folder, _ in known_clusters():
             paths += remembered_runs(ListedCluster(folder, folder.name, ""))
         found = {run_id(path): path for path in paths}
-        self._paths |= found  # One that was there is known as gone, not as unknown.
+        self._paths |= found  # Keep old paths, so that a deleted run is "gone", not "unknown".
         return found
 
     def _summary(self, id: str, path: Path, holders: dict[str, str]) -> m.RunSummary:
         try:
             seen = self._look(id, path)
-        except Exception as error:  # One bad run never hides the others.
+        except Exception as error:  # A damaged run must not hide the others.
             known = told(error)
             text = known[1] if known else f"cannot be read ({type(error).__name__}); look at its folder"
             seen_text = self._seen[id].status.text if id in self._seen else ""
@@ -135,7 +161,7 @@ class Registry:
 
 
 def live_tokens() -> dict[str, str]:
-    """Token -> id of each cluster that runs here."""
+    """Return token -> id of each running cluster on this host."""
     return {
         state.token: folder.name
         for folder, state in known_clusters()
@@ -144,7 +170,7 @@ def live_tokens() -> dict[str, str]:
 
 
 def _is_there(path: Path) -> bool:
-    """Also where it may not be looked at: who reads it is told."""
+    """Return whether the path exists; True if that cannot be checked, so that the reader gets the permission error."""
     try:
         return path.exists()
     except PermissionError:
@@ -152,7 +178,7 @@ def _is_there(path: Path) -> bool:
 
 
 def _closed(parent: Path) -> list[Path]:
-    """What the user of this server may not look into: folders in `parent` that may be runs, or itself."""
+    """Return the folders in `parent` that this server may not open and that may be runs, or `parent` itself."""
     try:
         folders = [Path(entry.path) for entry in os.scandir(parent) if is_folder(entry)]
     except PermissionError:

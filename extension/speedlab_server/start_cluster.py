@@ -1,13 +1,12 @@
-"""Which Pythons can start a cluster: the server's own, where it has all that engines need, and those of its kernels.
+"""Start clusters from a page: find the Python environments that can do so, and run `speedlab start` in one of them.
 
-On hubs the server's environment is often not the kernels'. Pages name a place by its id, never by a path. Each
-Python is started once, and asked again when it, or a folder that it imports from, has changed.
-
-Clusters that pages start: a process each, `speedlab start`, which ends when its engines are ready.
-
-The server starts that process and waits for its end; it imports nothing of torch, and the cluster outlives it. What
-the start waits for tells the cluster's supervisor, as of any other start; what went wrong is told here, in the list of
-clusters, until somebody removes it or starts that name again.
+1. `candidates` lists the server's own Python and those of local kernels. On hubs, the server's environment is often
+   not the kernels'. Pages name an environment by its id, never by a path.
+2. `Pythons` starts each Python once and checks that it has all packages. It checks again after the Python, or a folder
+   that it imports from, has changed.
+3. `ClusterLauncher` runs `speedlab start` as a separate process, which ends when the engines are ready. The server
+   imports no torch, and the cluster outlives the server. The cluster's supervisor reports the progress of the start.
+   The list of clusters shows an error until a user removes it or starts a cluster of the same name again.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from speedlab.cluster.files.cluster_dir import ClusterDir
 from speedlab_server.errors import QuestionError
 
 OWN = "server"
-"""Id of the server's own Python; the others have `kernel-` and the name of their kernelspec."""
+"""Id of the server's own Python. Other ids are `kernel-` and the name of the kernelspec."""
 _LOCAL = "local-provisioner"
 _LOOKS_AT_ONCE = 4
 _LOOK_SECONDS = 20.0
-"""For a Python on a cold disk; whoever opens the form waits for it."""
+"""Time limit of a check, long enough for a Python on a cold disk. The form in the page waits for it."""
 _SETTLED_NS = 2 * 10**9
-"""What has changed later than so long ago may just be changing, as while somebody installs something."""
+"""Do not cache a check if a file has changed more recently: an installation may be in progress."""
 _HAS_ALL = (
     "import json, site, sys, importlib.util as u; "
     "has = all(map(u.find_spec, ('speedlab', 'torch', 'ipyparallel'))) and u.find_spec('speedlab.cli') is not None; "
@@ -54,18 +53,21 @@ NOTHING_FITS = (
 
 
 class PythonEnvironment(NamedTuple):
-    """A Python of this machine, and what its kernels get in their environment."""
+    """A Python of this machine, and the environment variables of its kernels."""
 
     id: str
     name: str
-    """For people."""
+    """Display name."""
     python: str
     environment: dict[str, str]
 
 
 def candidates(specs: Mapping[str, Any]) -> list[PythonEnvironment]:
-    """The server's Python, and those of kernels (`specs`: as Jupyter's manager of kernelspecs gives them) that run on
-    this machine; one that several share counts once."""
+    """Return the server's Python and those of local Python kernels, without duplicates.
+
+    Args:
+        specs: Kernelspecs, as Jupyter's kernelspec manager returns them.
+    """
     places = [PythonEnvironment(OWN, "the server's Python", sys.executable, {})]
     for name, found in specs.items():
         spec = found.get("spec", {})
@@ -74,11 +76,11 @@ def candidates(specs: Mapping[str, Any]) -> list[PythonEnvironment]:
         if spec.get("language") != "python" or provisioner != _LOCAL or "{connection_file}" not in argv:
             continue
         if not Path(argv[0]).name.startswith("python"):
-            continue  # A program that starts the kernel elsewhere, or prepares for it: it does more than we know.
-        # As Jupyter takes them: a bare name is the server's own.
+            continue  # Another program starts this kernel, and may do more than run Python.
+        # As in Jupyter: a bare name means the server's own Python.
         bare = argv[0] in ("python", f"python{sys.version_info.major}")
         python = sys.executable if bare else shutil.which(argv[0])
-        # `${PATH}` in it stands for the server's own, as for a kernel.
+        # Substitute `${PATH}` by the server's own value, as Jupyter does for a kernel.
         templates = {key: Template(str(value)) for key, value in (spec.get("env") or {}).items()}
         environment = {key: template.safe_substitute(os.environ) for key, template in templates.items()}
         if python and not any((place.python, place.environment) == (python, environment) for place in places):
@@ -87,17 +89,23 @@ def candidates(specs: Mapping[str, Any]) -> list[PythonEnvironment]:
 
 
 class Pythons:
-    """Knows which Pythons have all that engines need. Belongs to the event loop; what waits does so in a few threads of
-    its own, so that a Python on a disk that hangs holds up nobody who reads a run."""
+    """Finds the Pythons that have all packages of an engine. Use it only from the event loop.
+
+    Checks run in a few own threads, so that a Python on a hanging disk does not delay pages that read runs.
+    """
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_LOOKS_AT_ONCE, thread_name_prefix="speedlab-pythons")
         self._looks: dict[object, asyncio.Future[bool]] = {}
-        """Under way, by what is started: pages that ask meanwhile wait for the same one."""
+        """Checks in progress, by what is started. Pages that ask meanwhile share them."""
         self._known: dict[object, _Known] = {}
 
     async def able(self, places: list[PythonEnvironment]) -> list[PythonEnvironment]:
-        """Those of `places` that can start a cluster."""
+        """Return those of `places` that can start a cluster.
+
+        Args:
+            places: Python environments.
+        """
         has = await asyncio.gather(*map(self._has_all, places))
         return [place for place, it in zip(places, has, strict=True) if it]
 
@@ -126,12 +134,12 @@ class Pythons:
 class _Known(NamedTuple):
     has_all: bool
     files: list[str]
-    """The Python itself, and the folders that it imports from: whatever is installed or removed changes one."""
+    """The Python itself, and the folders that it imports from: an installation or removal changes one of them."""
     stamps: list[int]
 
 
 def _stamps(files: list[str]) -> list[int]:
-    """When each was changed, nanoseconds; 0 for what is not there."""
+    """Return the modification time of each file in nanoseconds; 0 for a missing file."""
     found = []
     for file in files:
         try:
@@ -142,11 +150,13 @@ def _stamps(files: list[str]) -> list[int]:
 
 
 def _asked(place: PythonEnvironment) -> tuple[bool, list[str]] | None:
-    """(whether it has all that engines need, the folders that it imports from); None where it cannot be asked. Starts
-    it for a moment, and imports nothing but the package `speedlab`, which imports nothing itself."""
+    """Return (whether a Python has all packages, the folders that it imports from); None if it does not answer.
+
+    Starts the Python for a moment. The check imports only the package `speedlab`, which imports nothing itself.
+    """
     try:
         done = subprocess.run(
-            [place.python, "-P", "-c", _HAS_ALL],  # A folder `torch` where the server was started is none.
+            [place.python, "-P", "-c", _HAS_ALL],  # -P: ignore a folder `torch` in the working directory.
             env=os.environ | place.environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -160,7 +170,15 @@ def _asked(place: PythonEnvironment) -> tuple[bool, list[str]] | None:
 
 
 def place_of(id: str, places: list[PythonEnvironment]) -> PythonEnvironment:
-    """Raises QuestionError."""
+    """Return the environment with an id.
+
+    Args:
+        id: Id of the environment.
+        places: Known environments.
+
+    Raises:
+        QuestionError: The id is unknown.
+    """
     for place in places:
         if place.id == id:
             return place
@@ -177,26 +195,39 @@ _TERM_SECONDS = 10.0
 class _Start:
     process: subprocess.Popen[str]
     problem: str = ""
-    """Why it failed; empty while it is under way."""
+    """Why the start failed; empty while it is in progress."""
     given_up: bool = False
 
 
 class ClusterLauncher:
-    """Any thread may ask."""
+    """Starts clusters in the background. Safe to use from any thread."""
 
     def __init__(self, folder: Path) -> None:
-        """`folder`: where the processes are started; the server's root."""
+        """Create a launcher.
+
+        Args:
+            folder: Working directory of the processes; the server's root.
+        """
         self._folder = folder
         self._starts: dict[str, _Start] = {}
-        """By the cluster's name."""
+        """By name of the cluster."""
         self._lock = threading.Lock()
 
     def begin(
         self, name: str, engines: int | None, place: PythonEnvironment, hosts: Mapping[str, str] | None = None
     ) -> None:
-        """Start a cluster in the background, on this machine or on `hosts` (as `words_of_line` gives them). Raises
-        ClusterError where that name is being started from here, or too many are; OSError where the Python cannot be
-        run."""
+        """Start a cluster in the background, on this machine or on `hosts`.
+
+        Args:
+            name: Name of the cluster.
+            engines: Number of engines; None for the default.
+            place: The Python that starts it.
+            hosts: Hosts, as `words_of_line` returns them.
+
+        Raises:
+            ClusterError: A start of this name is in progress, or too many starts are.
+            OSError: The Python cannot be run.
+        """
         command = [place.python, "-m", "speedlab.cli", "start", name]
         command += ["--engines", str(engines)] if engines is not None else []
         command += [f"--{way}={words}" for way, words in (hosts or {}).items()]
@@ -214,42 +245,58 @@ class ClusterLauncher:
                 text=True,
                 errors="replace",
                 cwd=self._folder,
-                # Not the modules of the server's root, which may be others' to write: neither `speedlab start`, nor the
-                # supervisor and the engines behind it.
+                # PYTHONSAFEPATH: import no modules from the server's root, which other users may be able to write.
+                # `speedlab start` passes the variable on to the supervisor and the engines.
                 env=os.environ | place.environment | {"PYTHONSAFEPATH": "1"},
-                start_new_session=True,  # A Ctrl-C for the server is none for the engines.
+                start_new_session=True,  # A Ctrl-C of the server must not reach the engines.
             )
             start = self._starts[name] = _Start(process)
         threading.Thread(target=self._wait, args=(name, start), name="speedlab-start", daemon=True).start()
 
     def told(self, found: list[m.ClusterSummary]) -> list[m.ClusterSummary]:
-        """The list of clusters together with what was started from here: not there yet, or failed."""
+        """Return the list of clusters, with those whose start is in progress or has failed.
+
+        Args:
+            found: Clusters found on disk.
+        """
         with self._lock:
             starts = dict(self._starts)
         there = {cluster.id: cluster for cluster in found}
         for name, start in starts.items():
             id, problem = ClusterDir(name).path.name, start.problem
             known = there.get(id)
-            # Before its supervisor listens its folder looks as if nobody started it.
+            # Until its supervisor listens, the folder looks like that of a cluster that was never started.
             if known is None or known.state not in ("running", "starting"):
                 state: m.ClusterKind = "failed" if problem else "starting"
                 there[id] = m.ClusterSummary(id=id, name=name, state=state, text=problem)
-            elif problem and known.state == "running":  # Started since by somebody: its end is another matter.
+            elif problem and known.state == "running":  # Another client has started it since: forget our failure.
                 self._forget(name, start)
         return sorted(there.values(), key=lambda cluster: cluster.id)
 
     def knows(self, name: str) -> bool:
-        """Whether it is being started from here, or failed to."""
+        """Return whether a start of this name is in progress or has failed.
+
+        Args:
+            name: Name of the cluster.
+        """
         return name in self._starts
 
     def give_up(self, name: str) -> None:
-        """From now on nobody wants it: how it ends is not told."""
+        """Mark a start as cancelled, so that its end is not reported.
+
+        Args:
+            name: Name of the cluster.
+        """
         with self._lock:
             if (start := self._starts.get(name)) is not None:
                 start.given_up = True
 
     def end(self, name: str) -> None:
-        """End the process of a start that nobody else can be asked to give up; forget one that has failed."""
+        """End the process of a start, if no supervisor can cancel it yet; forget a failed start.
+
+        Args:
+            name: Name of the cluster.
+        """
         with self._lock:
             start = self._starts.get(name)
         if start is None:
@@ -277,7 +324,7 @@ class ClusterLauncher:
 
 
 def _words(said: str) -> str:
-    """What a command has said of its failure: from its own sentence on, else its last lines."""
+    """Return the error text of a command: from its own message on, else its last lines."""
     text = said.strip()
     _, found, sentence = text.rpartition("speedlab start: ")
     return (sentence if found else "\n".join(text.splitlines()[-3:]))[:_MOST_TEXT]

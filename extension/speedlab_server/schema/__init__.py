@@ -1,11 +1,11 @@
-"""What the server and its pages say to each other: every message, defined once, in a file for each kind.
+"""Messages between the server and its pages: each is defined once, in a file per kind.
 
-Each answer is one JSON object with `type` and `version`. Fields that a later version adds have defaults, and unknown
-ones are passed over, so that `VERSION` counts up only when the meaning of what is there changes.
-`python -m speedlab_server.schema.typescript` writes the same as TypeScript types.
+Each answer is one JSON object with `type` and `version`. New fields have defaults, and unknown fields are ignored, so
+that `VERSION` changes only when the meaning of existing fields changes. `python -m speedlab_server.schema.typescript`
+writes the same messages as TypeScript types.
 
-Numbers that are no numbers (a loss that is NaN) are null. Times are seconds since the epoch, durations seconds, bytes
-bytes. All text is text, wherever it came from: a page never makes markup of it.
+NaN and infinite numbers (such as a loss) are null. Times are seconds since 1970, durations are in seconds, sizes in
+bytes. All text is plain text, also from other machines: a page must never use it as markup.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ CONSTANTS: dict[str, float | tuple[str, ...] | tuple[float, ...]] = {
     "CONTROL_WORDS": PAGE_WORDS,
     "CLUSTER_WORDS": CLUSTER_WORDS,
 }
-"""What pages need of these, by name."""
+"""Constants that pages need, by name."""
 
 ANSWERS = (
     *(Problem, Clusters, Cluster, Runs, Run, Records, Events, Tensors, Output, Notebook, WordGiven, ClusterWordGiven),

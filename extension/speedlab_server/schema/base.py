@@ -1,4 +1,4 @@
-"""What every message has, the version of all of them, and those that are of no other kind."""
+"""Base classes of messages, their common version, and messages of no other kind."""
 
 from __future__ import annotations
 

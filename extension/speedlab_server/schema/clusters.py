@@ -1,4 +1,4 @@
-"""Clusters, their ranks, and what a page asks of them."""
+"""Messages about clusters and their ranks, and the commands for clusters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Literal
 from speedlab_server.schema.base import Message, Part
 
 CLUSTER_WORDS = ("cancel", "stop", "remove")
-"""What a page may ask of a cluster: of one that is being started, of one that runs, and of what is left of one."""
+"""Commands for clusters: cancel a start, stop a running cluster, remove the files of an ended one."""
 
 ClusterKind = Literal["running", "starting", "ended", "elsewhere", "damaged", "failed"]
 
@@ -24,8 +24,9 @@ class ClusterSummary(Part, kw_only=True):
     link: str = ""
     started: float = 0.0
     text: str = ""
-    """A place in a scheduler's queue and other things a start waits for; why it failed; of a damaged or ended one, what
-    to do."""
+    """What a start waits for (such as a place in a scheduler's queue), why it failed, or what to do about a damaged or
+    ended cluster.
+    """
 
 
 class Clusters(Message, kw_only=True):
@@ -41,7 +42,7 @@ class Device(Part, kw_only=True):
     name: str
     capacity_bytes: int
     free_bytes: int
-    """When the cluster was started."""
+    """At the start of the cluster."""
     cores: int = 0
     """CPU cores that the rank is bound to."""
 
@@ -51,16 +52,17 @@ class Rank(Part, kw_only=True):
 
     rank: int
     state: str
-    """idle, busy, frozen, dead; unknown where the supervisor does not answer."""
+    """idle, busy, frozen, dead; unknown if the supervisor does not answer."""
     pid: int
     rss_bytes: int
     host: str = ""
     device: Device | None = None
     cpu_share: float | None = None
-    """CPU time of its process as a share of its cores' since the look before; null at the first look, and where the
-    supervisor does not measure it."""
+    """CPU time of the process since the previous request, as a share of its cores. Null at the first request, or if the
+    supervisor does not measure it.
+    """
     gpu_share: float | None = None
-    """Share of the last moments in which its GPU computed, 0 to 1; null where there is none, or nothing tells it."""
+    """Share of the last moments (0 to 1) in which the GPU computed; null if there is no GPU or no measurement."""
 
 
 class RankMemory(Part, kw_only=True):
@@ -70,7 +72,7 @@ class RankMemory(Part, kw_only=True):
     step: int
     held: list[list[int]]
     capacity: list[int]
-    """By place; 0 where nobody knows."""
+    """By place; 0 if unknown."""
 
 
 class Cluster(Message, kw_only=True):
@@ -79,11 +81,11 @@ class Cluster(Message, kw_only=True):
     cluster: ClusterSummary
     ranks: list[Rank] = []
     memory: list[RankMemory] = []
-    """Of the newest run on it."""
+    """Of its newest run."""
     runs: list[str] = []
-    """Ids of the runs it was given, the newest first."""
+    """Ids of its runs, the newest first."""
     problem: str = ""
-    """Why the state of its ranks is not known."""
+    """Why the state of the ranks is unknown."""
 
 
 class ClusterWordGiven(Message, kw_only=True):
@@ -114,6 +116,8 @@ class Start(Part, kw_only=True):
     place: str
     """Id of a StartPlace."""
     engines: int | None = None
-    """Null: one per GPU, else as many on CPU cores as a notebook gets."""
+    """Null for the default: one per GPU, else as many on CPU cores as in a notebook."""
     hosts: str = ""
-    """As a panel's line: "" for this machine, 'gpu-1:8, gpu-2:8', 'slurm nodes=4, gpus_per_node=8', 'mpi HOSTFILE'."""
+    """Hosts as in the panel's field: "" for this machine, 'gpu-1:8, gpu-2:8', 'slurm nodes=4, gpus_per_node=8', 'mpi
+    HOSTFILE'.
+    """

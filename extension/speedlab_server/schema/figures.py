@@ -1,4 +1,4 @@
-"""Drawn runs: how a page wants them, whole figures, and what has changed of these."""
+"""Messages about figures: how a page wants them, whole figures, and changes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ class Draw(Message, kw_only=True):
 
     watching: bool = True
     view: str = ""
-    """Which of several views of one widget speaks."""
+    """Which of several views of one widget sends the message."""
     keyframe: bool = False
-    """Whether it has missed something and wants everything anew."""
+    """Whether the page has missed a message and needs a keyframe."""
     step: int | None = None
-    """The step whose pipeline is wanted; null takes the newest."""
+    """The step of the pipeline plot; null for the newest."""
     smoothing: float | None = None
-    """Of SMOOTHINGS: the share of the past in smoothed curves; null takes the usual one."""
+    """One of SMOOTHINGS: the weight of the past in smoothed curves; null for the default."""
 
 
 class Segment(Message, kw_only=True):
@@ -50,13 +50,13 @@ class ComparedRun(Part, kw_only=True):
 
     name: str
     colours: list[str]
-    """On light, and on dark."""
+    """On light and on dark backgrounds."""
     state: str
     mark: str
     text: str = ""
-    """What the run says of its state."""
+    """The run's own text about its state."""
     problem: str = ""
-    """Why it cannot be read; what is shown was read before."""
+    """Why the run cannot be read now; the other fields are from before."""
 
 
 class ComparedRow(Part, kw_only=True):
@@ -124,7 +124,7 @@ class Keyframe(Message, kw_only=True):
     head: HeadLine
     states: bool | None
     buffers: list[int] = []
-    """Bytes of each buffer, where they follow in one frame."""
+    """Bytes of each buffer, if the buffers follow in the same frame."""
 
 
 class Comparison(Message, kw_only=True):

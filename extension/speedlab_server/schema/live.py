@@ -1,7 +1,4 @@
-"""What a page wants to hear from now on, and what is new of it.
-
-What ranks have printed.
-"""
+"""Messages of the live websocket: subscriptions, news about runs and clusters, and the output of ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ class RankLines(Part, kw_only=True):
     rank: int
     lines: list[str]
     skipped: bool = False
-    """Whether there were more lines before these than are kept, or sent at once."""
+    """Whether earlier lines are missing, because they are deleted or too many for one message."""
 
 
 class Output(Message, kw_only=True):
@@ -29,7 +26,7 @@ class Output(Message, kw_only=True):
 
 
 PARTS = ("status", "records", "events", "memory")
-"""What a page may hear of a run."""
+"""What a page can subscribe to of a run."""
 
 
 class Watch(Part, kw_only=True):
@@ -50,8 +47,10 @@ class WatchOutput(Part, kw_only=True):
     kind: Literal["clusters", "runs"]
     id: str
     after: str = ""
-    """The cursor of what the page has; without one it begins with the end of what there is. Of output that this page
-    watches already it does not count: that goes on where it is, as the page may have more by now than it said."""
+    """The cursor of the page's last answer; empty to begin near the end. Ignored for output that this page watches
+    already:
+    that continues from its position, because the page may have received more since.
+    """
 
 
 class Subscribe(Message, kw_only=True):
@@ -60,7 +59,7 @@ class Subscribe(Message, kw_only=True):
     runs: list[Watch] = []
     outputs: list[WatchOutput] = []
     lists: bool = False
-    """Whether it wants the lists of clusters and runs."""
+    """Whether to send the lists of clusters and runs."""
 
 
 class RunNews(Part, kw_only=True):
@@ -72,7 +71,7 @@ class RunNews(Part, kw_only=True):
     events: Events | None = None
     memory: list[RankMemory] | None = None
     problem: str | None = None
-    """Why there is nothing; empty when there is something again."""
+    """Why there is nothing; empty when the run is readable again."""
 
 
 class OutputNews(Part, kw_only=True):
@@ -82,7 +81,7 @@ class OutputNews(Part, kw_only=True):
     id: str
     output: Output | None = None
     problem: str | None = None
-    """Why nothing comes; empty when something does again."""
+    """Why there is nothing; empty when the output is readable again."""
 
 
 class Tick(Message, kw_only=True):
@@ -91,6 +90,6 @@ class Tick(Message, kw_only=True):
     runs: list[RunNews] = []
     outputs: list[OutputNews] = []
     lists_problem: str | None = None
-    """Why the lists cannot be read; null is nothing new, empty that they can be read again."""
+    """Why the lists cannot be read; null for no change, empty when they are readable again."""
     all_runs: list[RunSummary] | None = None
     all_clusters: list[ClusterSummary] | None = None

@@ -1,4 +1,4 @@
-"""Runs: what they are, their records and events, the tensors of a rank, and the control words that a page gives."""
+"""Messages about runs: their state, records and events, the tensors of a rank, and the commands for runs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ COLUMNS = (
     "seconds",
     *PHASES,
 )
-"""Columns of Records; the phases are seconds of a step."""
+"""Columns of Records. The phases are in seconds per step."""
 
 PAGE_WORDS = tuple(word for word in CONTROL_WORDS if word not in ("prove", "live"))
-"""Control words that a page may give: those that bring no code along."""
+"""Commands that a page may send: those without code."""
 
 RunKind = Literal["starting", "running", "paused", "finished", "stopped", "failed", "damaged"]
 
@@ -41,11 +41,11 @@ class RunSummary(Part, kw_only=True):
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     cluster: str = ""
-    """Id of the cluster whose engines hold it; empty where these are gone."""
+    """Id of the cluster whose engines hold the run; empty if they are gone."""
     engines: int = 0
     updated: float = 0.0
     text: str = ""
-    """What the run says of its state."""
+    """The run's own text about its state."""
     problem: str = ""
     """What could not be read, and what to do."""
 
@@ -61,7 +61,7 @@ class Run(Message, kw_only=True):
 
     run: RunSummary
     ranks: list[int]
-    """Those that have records."""
+    """Ranks with records."""
     config: dict[str, Any]
     memory: list[RankMemory] = []
 
@@ -80,7 +80,7 @@ class Records(Message, kw_only=True):
     keep: int
     columns: dict[str, list[float | None]]
     heldout: list[tuple[int, float | None]] = []
-    """(step, held-out loss): all of them, or of very many evenly chosen ones."""
+    """(step, held-out loss): all, or evenly chosen ones if there are very many."""
 
 
 class RunEvent(Part, kw_only=True):
@@ -109,14 +109,14 @@ class TensorRow(Part, kw_only=True):
     name: str
     unit: str
     state: str
-    """parameter, gradient, master, moments, and what an optimizer keeps by names of its own."""
+    """parameter, gradient, master, moments, or an optimizer's own name."""
     shape: str
-    """Of the rank's own tensor, and of the whole where it is cut."""
+    """Of the rank's own tensor, and of the whole parameter if it is sharded."""
     here: str
-    """Which of its elements are here."""
+    """Which of its elements are on this rank."""
     owner: str
     form: str
-    """As what it is kept, and who holds it."""
+    """The dtype or format, and which ranks hold it."""
     bytes: int
 
 
@@ -127,13 +127,13 @@ class Tensors(Message, kw_only=True):
     category: str
     place: str
     step: int
-    """Whose ledger was measured; -1 where there is none yet."""
+    """The step of the measured ledger; -1 if there is none yet."""
     measured_bytes: int | None
     """Of the whole segment."""
     tensor_bytes: int
-    """Of all its tensors."""
+    """Sum of all its tensors."""
     count: int
-    """Of all its tensors; of very many, `rows` has the largest."""
+    """Number of all its tensors; `rows` has the largest if there are very many."""
     rows: list[TensorRow]
     text: str
     """What the tensors do not explain, or why there are none."""

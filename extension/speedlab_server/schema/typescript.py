@@ -1,4 +1,4 @@
-"""The messages as TypeScript: `python -m speedlab_server.schema.typescript > extension/lab/src/messages.ts`."""
+"""Write the messages as TypeScript: `python -m speedlab_server.schema.typescript > extension/lab/src/messages.ts`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HEAD = """\
 
 
 def typescript() -> str:
-    """The whole file: constants, one interface for each struct in the order of their need, and the unions."""
+    """Return the whole file: constants, one interface per struct in the order of dependencies, and the unions."""
     found: dict[str, str] = {}
     for struct in (*messages.ANSWERS, *messages.QUESTIONS):
         _name_of(inspect.type_info(struct), found)
@@ -36,7 +36,7 @@ def typescript() -> str:
 
 
 def _name_of(kind: inspect.Type, found: dict[str, str]) -> str:
-    """TypeScript's name of a type. Structs, and those in them, are written into `found`."""
+    """Return the TypeScript name of a type. Structs, and those inside, are added to `found`."""
     if type(kind) in _PLAIN:
         return _PLAIN[type(kind)]
     if isinstance(kind, inspect.LiteralType):
@@ -65,7 +65,7 @@ def _interface(kind: inspect.StructType, found: dict[str, str]) -> str:
     if kind.tag is not None:
         lines.append(f"  {kind.tag_field}: {json.dumps(kind.tag)};")
     for field in kind.fields:
-        # What the server sends is always there; what it is sent may leave out what has a default.
+        # The server sends every field; pages may omit fields with a default.
         optional = "?" if asked and not field.required and field.name != "version" else ""
         lines.append(f"  {field.encode_name}{optional}: {_name_of(field.type, found)};")
     return "\n".join([*lines, "}"])
