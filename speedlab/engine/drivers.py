@@ -153,6 +153,7 @@ class WholeModel:
         """
         weights = self._step.weights
         count = weights.of_backward(counted_targets)
+        # A second loss of the same forward: its targets are already counted.
         again = weights.has_loss and counted_targets is None
         self._backward(loss, count, again=again, retain_graph=retain_graph)
 

@@ -100,7 +100,9 @@ class Engine(DeepSpeedNames):
         )
         self._streams = streams
         for part in self.model_parts:
+            # Seeds the forwards, so that dropout is equal under all layouts.
             streams.attach(part.module, part.zero)
+            # `speedlab.gather` finds the partitions of a parameter through these registries.
             remember(part.zero)
             remember_parts(part)
         if self.layout.pp == 1:  # Under a pipeline, ranks of other stages do not take part in a gather.
@@ -270,6 +272,7 @@ class Engine(DeepSpeedNames):
             with doing("train_batch", self._number):
                 with self._guard():
                     self._driver.train(given)
+                # Called only now, because the newest signals count.
                 self.step(signals())
         except Exception:
             self._step.reset()
@@ -414,6 +417,7 @@ class Engine(DeepSpeedNames):
         config = self.config.replace(offload=offload or {}, zero=zero)
         before, device = self.zeros[0].zero_policy, self.world.device.type
         wanted = zero_policy_of(config, dp=self.group.size, device=device)
+        # All checks come before any state moves.
         check_whole_gradients(type(self.optimizer), wanted, zero)
         forms, needs = self.partitioned_optimizer.forms, needs_of(config, self.mesh)
         if problem := forms.problem(type(self.optimizer).__name__, needs):

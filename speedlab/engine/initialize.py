@@ -123,6 +123,7 @@ def initialize(
     layout = config.layout(world.size, built_in=False)
     check_loss(loss, layout)
     groups = None
+    # A callable's parameters do not exist yet, and an optimizer object already has its groups.
     if isinstance(model, nn.Module) and (optimizer is None or isinstance(optimizer, type)):
         groups = param_groups_from(model, model_parameters)
     batch = config.batch.resolve(layout.data_size)
@@ -132,6 +133,7 @@ def initialize(
     epochs = _epochs(training_data, batch, layout, world.rank, config.seed)
     parts = {"loss": loss, "units": units, "tp_plan": tp_plan, "batch": batch, "groups": groups, "timeout": timeout}
     engine = _build(model, optimizer, lr_scheduler, config, world, **parts)
+    # Only now, because `lr_scheduler` may be a callable.
     _refuse_plateau(engine)
     for module in engine.modules:
         _engines[module] = weakref.ref(engine)
@@ -174,6 +176,7 @@ def _build(
         recipe = _recipe(optimizer, [plan.module for plan in plans], config, groups, mesh)
         _check_scheduler(lr_scheduler, recipe.instance)
         _check_communicating(recipe.kind, config, mesh)
+        # One warning instead of one per rank.
         if mesh.rank == 0:
             _tell_of_no_use(optimizer, recipe.kind, config)
         _check_masters(recipe.kind, [plan.module for plan in plans], mesh)

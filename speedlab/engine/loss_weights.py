@@ -136,6 +136,7 @@ class LossWeights:
         if not again:
             self._added += [each for each in counts if each is not None]
         reference = self._state.counted_per_micro_batch
+        # Weight 1 for a single loss, and without any counts.
         if alone or not reference:
             return [1.0] * len(counts)
         return [1.0 if each is None else each / reference for each in counts]

@@ -252,6 +252,7 @@ def plan_model_parts(
                 tied=frozenset(ends[0] & ends[1]) if index in (0, count - 1) else frozenset(),
                 construction=construction,
             )
+            # Interleaved: rank r holds stages r, r + pp, …
             for index in range(own, count, layout.pp)
         ]
     except ValueError as error:
@@ -331,6 +332,7 @@ def build_model_part(
     except ValueError as error:
         raise ConfigError(str(error)) from None
     _move_whole(module, mesh.device)
+    # Buffers of the group's first rank, as for parameters.
     _set_buffers(module, mesh.alike)
     placement = place_parameters(
         unit_plans,

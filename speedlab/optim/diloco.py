@@ -112,6 +112,7 @@ class OuterStep:
             () float64, the squared norm of the compression error.
         """
         squares = torch.zeros((), dtype=torch.float64, device=self._group.device)
+        # Wait first: after an error nothing below has changed.
         means = self._means()
         self._group.traffic.buffers.add(-self._together.nbytes)
         for mean, missed, (flat, gradient) in zip(means, self._given, self._flats, strict=True):

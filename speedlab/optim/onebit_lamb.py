@@ -190,6 +190,7 @@ class OneBitLamb(WarmupThenCompressed, Lamb):
         moment.copy_(now)
         root = variance.sqrt().add_(eps)
         ratio = root / fresh.clamp(min=float(state["floor"])).sqrt().add_(eps)
+        # Elements with an infinite variance never move, so they do not count.
         largest = torch.where(variance.isinf(), 0.0, ratio).max().double()
         update = now.div_(root).div_(1 - first ** self._counted(int(state["step"])))
         squares = torch.linalg.vector_norm(update).double().square()

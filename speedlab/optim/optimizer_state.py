@@ -377,6 +377,7 @@ class OptimizerStates:
             }
             if not new:
                 continue
+            # Read before the cut, because the old segments hold the states.
             scalars = self.scalars_of(flat)
             begins |= new
             self._renew([flat], {flat.name: scalars})

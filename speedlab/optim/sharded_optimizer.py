@@ -178,6 +178,7 @@ class PartitionedOptimizer:
         try:
             self.inner.exchange(flats, factor)
         except BaseException:
+            # Undo the restage, so that a failed exchange changes nothing.
             if take_back is not None:
                 take_back()
             raise
@@ -249,6 +250,7 @@ class PartitionedOptimizer:
         """
         unused = unused or {}
         self._begin(unused, number)
+        # Such an optimizer sends parameter changes itself; then the update gathers nothing.
         publishes = isinstance(self.inner, ParamSyncOptimizer) and sums_itself(self.inner) and self.inner.publishes
         every = self.flats if flats is None else flats
         self._update = self._update_by(self.inner, every, ahead, publishes=not publishes)
@@ -260,6 +262,7 @@ class PartitionedOptimizer:
 
     def _begin(self, unused: Mapping[str, Collection[int]], number: int) -> None:
         self._number = number
+        # Before the update: unused slots keep their own step counts.
         self._states.cut_out(unused)
 
     def _update_by(
@@ -323,6 +326,7 @@ class PartitionedOptimizer:
         if self._twin is not None:
             self._twin.take_back()
         pending: list[Work] = []
+        # The masters of the next flat parameter are prefetched.
         following = [*self.flats[1:], None]
         try:
             # Without flats, `following` still has one entry.

@@ -294,6 +294,7 @@ class ShardedSignCompression(SignCompressedOptimizer):
         parameters[own] = held.parameters  # The update wrote to this memory (it may be the masters' own).
         if parameters.dtype is torch.bfloat16:
             move += parameters
+            # The same seed on all ranks, so that all of them round equally.
             seed = zlib.crc32(gradient.slots[0].name.encode())
             stochastic.round_stochastically(move, parameters, seed=seed, step=number, offset=0)
         else:

@@ -127,6 +127,7 @@ class FlatUpdate:
         optimizer = self._optimizer
         assert isinstance(optimizer, FusedOptimizer)
         pending: list[Work] = []
+        # First pass: sums over whole parameters. `_given` is the second pass.
         if isinstance(optimizer, LayerwiseOptimizer):
             self._measure(optimizer, factor, unused)
         given = self._given(factor, unused, pending)

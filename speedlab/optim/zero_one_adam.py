@@ -16,7 +16,7 @@ anchor, parameters are share (anchor - Σ (rate / share) mᵢ / D), so u is summ
 
 Special cases:
 
-- The variance has the floor of 1-bit Adam (`_raise_to_floor`) after each WHOLE step that a SIGNS step follows.
+- The variance has the floor of 1-bit Adam (`_raise_to_floor`) after each WHOLE step before a step of another kind.
 - An element without a gradient so far has rate 0.
 - In steps of kind 2 an unused parameter has gradient 0: its signs are sent anyway, and it must follow the anchor.
 - With one rank all updates are exact and nothing is sent.
@@ -184,7 +184,7 @@ class ZeroOneAdam(SignCompressedOptimizer):
 
     @torch.no_grad()
     def updated(self, flats: Sequence[ExchangedState], everyone: Group) -> None:
-        """Count an update. After a variance update that a SIGNS step follows, raise the variance to its floor.
+        """Count an update. Before a step of another kind, raise the updated variance to its floor.
 
         Args:
             flats: The flat parameters.

@@ -93,7 +93,9 @@ def as_in_files(model: nn.Module, tensors: dict[str, Values]) -> dict[str, Value
 
     convert: Callable[[dict[str, Tensor]], dict[str, Tensor]] = partial(revert_weight_conversion, model)  # pyright: ignore[reportArgumentType]  # a PreTrainedModel
     like = {name: torch.empty(values.shape, dtype=values.dtype, device="meta") for name, values in tensors.items()}
+    # Names and shapes only, on meta.
     together = convert(dict(like))
+    # If tensors convert one by one to the same names, each can be read when it is written.
     alone = {name: convert({name: value}) for name, value in like.items()}
     if {key for each in alone.values() for key in each} != set(together):
         # Some file tensors are made of several of the model's, so convert all at once.

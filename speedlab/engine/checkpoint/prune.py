@@ -31,6 +31,7 @@ def prune(folder: Path, keep: int) -> list[Path]:
     good = [path for path in numbered if _has_its_files(path)]
     if not good:
         return []
+    # Damaged checkpoints that are newer than this one stay, too.
     oldest_kept = numbered.index(good[-keep:][0])
     for path in numbered[:oldest_kept]:
         # Without a manifest the folder is no checkpoint, even if the removal is interrupted.

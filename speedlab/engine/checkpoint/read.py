@@ -227,9 +227,11 @@ def _load_rest(engine: TrainingState, files: Files, manifest: dict[str, Any]) ->
     """Load buffers, random states, loss scale, schedule and counters."""
     names = list(manifest["files"])
     same_ranks = len(names) == engine.everyone.size
+    # With another number of ranks, the first file serves all.
     own = names[engine.everyone.index] if same_ranks else names[0]
     _load_buffers(engine, files, [own, *names])
     _load_module_states(engine, files, manifest, [own, *names])
+    # Random states belong to ranks, so another number of ranks cannot use them.
     if same_ranks:
         file = files.file(own)
         tensors = {key: file.get_tensor(key) for key in file.keys() if key.startswith("random/")}  # noqa: SIM118  # not a mapping

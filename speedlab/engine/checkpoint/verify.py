@@ -58,6 +58,7 @@ def _check_model(engine: TrainingState, file: Path, manifest: dict[str, Any]) ->
     own = {row.name: list(row.whole_shape) for row in engine.placement.rows}
     known = own.keys()
     if engine.layout.pp > 1:
+        # Other pipeline ranks hold other parameters.
         known = {name for names in engine.everyone.collect(sorted(own)) for name in names}
     for name, shape in own.items():
         if not math.prod(shape):  # Earlier versions skipped empty parameters.

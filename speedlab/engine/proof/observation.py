@@ -130,6 +130,7 @@ def _head(modules: list[nn.Module]) -> nn.Module | None:
                 continue
             if isinstance(found, nn.Module):
                 return found
+    # Without a known class: a Linear with one output per token.
     sizes = {module.num_embeddings for module in inside if isinstance(module, nn.Embedding)}
     heads = [module for module in inside if isinstance(module, nn.Linear) and module.out_features in sizes]
     if not heads and not sizes:  # The last pipeline stage has no embedding.
