@@ -192,7 +192,7 @@ def mm(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
 
 
 def addmm_(total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1) -> Tensor:
-    """Compute `total.addmm_(left, right, beta=beta)`. Not differentiable.
+    """Add the product of `left` and `right` to `total` times `beta`, in place. Not differentiable.
 
     Args:
         total: (m, n); updated in place.

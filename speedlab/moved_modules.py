@@ -88,7 +88,7 @@ _MOVED = {
         documents:.packing encode:.encoding epochs:.epoch_sampler files:.sources tasks:.synthetic_tasks
         tokens:.token_file""",
     "speedlab.display": """
-        bars_svg:.svg extras:.optional_dependencies figure_svg:.svg grid_svg:.svg guides:.documentation
+        bars_svg:.svg extras:.optional_dependencies figure_svg:.svg guides:.documentation
         table:.formatting text:.formatting""",
     "speedlab.engine": """
         deepspeed_names:.deepspeed_api""",

@@ -20,7 +20,7 @@ from html import escape
 from typing import Any
 
 from speedlab.config.attention import AttentionConfig, seen_blocks
-from speedlab.display.svg import SIDE, Grid, grid_svg, grid_text
+from speedlab.display.grid_svg import SIDE, Grid, grid_svg, grid_text
 
 Rows = tuple[tuple[int, ...], ...]
 

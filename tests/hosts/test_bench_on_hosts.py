@@ -30,8 +30,9 @@ def links() -> list[str]:
 @pytest.mark.timeout(120)
 def test_an_interrupt_leaves_no_host_link_or_process(hosts_are_possible: None) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "speedlab.cli", "bench", "network", "--quick"],
+        [sys.executable, "-m", "tests.benchmarks", "network", "--quick"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        cwd=Path(__file__).parents[2],
         start_new_session=True,  # As a terminal's job: Ctrl-C reaches all of it.
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

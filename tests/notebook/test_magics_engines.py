@@ -432,7 +432,7 @@ def test_in_a_kernel_output_reaches_the_cell_it_belongs_to(shell: InteractiveShe
             nbformat.v4.new_code_cell(source)
             for source in (
                 "%load_ext speedlab\n"
-                f"import speedlab.cluster.output_folding\nspeedlab.cluster.folding.FOLD_SECONDS = {PATIENT_SECONDS}",
+                f"from speedlab.cluster import output_folding\noutput_folding.FOLD_SECONDS = {PATIENT_SECONDS}",
                 "%%ranks\nimport time\ntime.sleep(0.5)\nprint('late')",
                 "import time\ntime.sleep(1.5)",
                 "%%ranks --wait\nprint('waited for')",

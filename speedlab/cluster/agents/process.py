@@ -96,7 +96,7 @@ def problem_here(order: Order, host: str) -> str | None:
 
 
 def main() -> None:
-    """Run `begin`, or `serve` if the folder was given."""
+    """Run `begin`, or `serve` if a folder was given."""
     parser = argparse.ArgumentParser(prog="python -m speedlab.cluster.agents.process")
     parser.add_argument("--order", help="file with the order, which all hosts see; by default it comes on stdin")
     parser.add_argument("--detach", action="store_true", help="go on in the background; the answer is one line of JSON")
