@@ -112,6 +112,7 @@ def _measure_comparing(rounds: int) -> list[float]:
         describe()
         dist.barrier()
 
+    # Processor time of a single rank excludes disturbances by other processes.
     clock = time.perf_counter if group.size() > 1 else time.thread_time
 
     def time_calls(name: str) -> float:

@@ -66,6 +66,7 @@ def main(argv: list[str] | None = None) -> None:
     threads = options.threads or best.threads
     chunk_bytes = best.chunk_bytes if options.chunk_kib is None else options.chunk_kib << 10
     whole = chunk_bytes * threads  # Each thread of fio then has the same number of chunks.
+    # Round to whole chunks for every thread.
     nbytes = max(1, options.megabytes * 10**6 // whole) * whole
     store = DiskStore(
         options.folder,

@@ -165,6 +165,7 @@ def small_configs(dtype: str, engines: int) -> list[RunConfig]:
     if dtype != DTYPES[0]:
         return []
     _, _, heads, length, _ = _SMALL_BLOCK
+    # Tensor parallelism needs a whole number of heads on each rank.
     cut = engines > 1 and heads % engines == 0
     parallel = {"dp": {}, "tp": {"tp": engines}, "sequence": {"tp": engines, "sequence": True}}
     return [

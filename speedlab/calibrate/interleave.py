@@ -29,6 +29,7 @@ def turned(names: Sequence[str], number: int) -> list[str]:
         names: the contestants.
         number: number of the round, from 0.
     """
+    # Every contestant starts a round equally often.
     start = number // 2 % len(names)
     order = [*names[start:], *names[:start]]
     return order[::-1] if number % 2 else order

@@ -52,6 +52,7 @@ def measure(engines: Sequence[int], *, rounds: int = 4, say: Callable[[str], obj
     sizes = sizes_on("cuda" if gpus else "cpu")
     cores = len(available_cores())
     memory = sum(gpu.capacity_bytes for gpu in gpus) if gpus else memory_bytes()[0]
+    # Also measure one engine for each core, whose kernels the larger numbers reuse.
     shared = {cores} if not gpus and max(engines) > cores else set[int]()
     threads = {number: 1 if gpus else max(1, cores // number) for number in sorted({*engines, *shared})}
     samples: list[Samples] = []

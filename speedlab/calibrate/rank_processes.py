@@ -70,6 +70,7 @@ class RankSet:
         environment: Mapping[str, str] | None = None,
         project: Path | None = None,
     ) -> None:
+        # A fork would inherit torch's threads and locks.
         context = get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         self._processes: list[Any] = []

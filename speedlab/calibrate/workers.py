@@ -181,6 +181,7 @@ def _in_rounds(steps: Sequence[Callable[[], tuple[float, ...]]], rounds: int) ->
         dist.barrier()
         times.append([step() for step in steps])
     whole = [sum(sum(each) for each in turn) for turn in times]
+    # Rounds in which the whole machine was slow or fast are scaled to the median.
     usual = statistics.median(whole)
     level = [usual / each for each in whole]
     found = []

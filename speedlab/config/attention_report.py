@@ -60,6 +60,7 @@ def longest_path(rows: Rows, last_tokens: int, *, causal: bool) -> int | None:
         if twice == reached:
             return None
         powers.append((twice, _after(reached, before, before)))
+    # One layer reaches everything.
     if len(powers) == 1:
         return 1
     layers, (reached, before) = 2 ** (len(powers) - 2), powers[-2]

@@ -32,6 +32,7 @@ class ConfigSection(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        # help() in a notebook then shows every field with its description.
         lines = [inspect.cleandoc(cls.__doc__ or ""), "", "Attributes:"]
         for name, field in cls.model_fields.items():
             part = cls.part_of(name)
@@ -50,6 +51,7 @@ class ConfigSection(BaseModel):
     def _refuse_what_is_no_field(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
+        # Before pydantic's own validation, whose messages do not suggest names.
         problems = {key: text for key, value in data.items() if (text := cls._problem(key, value))}
         if problems:
             rest = {key: value for key, value in data.items() if key not in problems}

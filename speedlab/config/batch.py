@@ -51,6 +51,7 @@ class BatchConfig(ConfigSection):
         given = (self.micro_size or 1) * (self.accumulation or 1) * dp
         if self.micro_size and self.accumulation:
             return f"batch: the equation {equation} does not hold; the right side is {given}; leave one of them out"
+        # Suggest the nearest multiple, below or above.
         lower = total // given * given
         near = lower if lower and total - lower <= given - (total - lower) else lower + given
         return (

@@ -121,6 +121,7 @@ def explain(error: ValidationError) -> ConfigError:
     Returns:
         A ConfigError, for the caller to raise.
     """
+    # A dict keeps the order and drops duplicates of union fields.
     problems: dict[tuple[str, str], None] = {}
     for item in error.errors(include_url=False):
         # For a union field, pydantic reports an error for each type, with the type at the end of the path.

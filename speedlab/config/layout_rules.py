@@ -221,6 +221,7 @@ def nearest(layouts: Iterable[Layout], asked: Layout) -> list[Layout]:
     """
 
     def distance(layout: Layout) -> float:
+        # Logarithms: a factor of 2 is equally far in both directions, on every axis.
         return sum(abs(math.log(getattr(layout, axis) / getattr(asked, axis))) for axis in AXES)
 
     return sorted(layouts, key=distance)[:_NAMED]
@@ -402,6 +403,7 @@ def ring_needs(attention: AttentionConfig, length: int, ranks: int) -> RingNeeds
     """
     count = length // attention.block
     known = count if attention.mask is None else min(count, len(attention.mask))
+    # Rows beyond a custom mask are padding and see nothing.
     rows = seen_blocks(attention, known * attention.block)
     blocks = tuple(tuple(place for part in own_positions(count, ranks, 1, r) for place in part) for r in range(ranks))
     owner = {block: rank for rank, own in enumerate(blocks) for block in own}

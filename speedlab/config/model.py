@@ -68,6 +68,7 @@ class ModelConfig(ConfigSection):
     def _fill_from_preset(cls, data: Any) -> Any:
         if not isinstance(data, Mapping):
             return data
+        # Explicit fields win over those of the preset.
         name = data.get("preset", "gpt-tiny")
         return {**MODEL_PRESETS[name], "preset": name, **data} if _is_preset(name) else data
 

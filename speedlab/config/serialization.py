@@ -76,6 +76,7 @@ def annotated_yaml(part: ConfigSection) -> str:
 
 def _annotated(part: ConfigSection, indent: str) -> list[str]:
     lines: list[str] = []
+    # A field equal to the preset's is written as a comment, so another preset changes it.
     kept = {"preset", *part.changes()} if isinstance(part, ModelConfig) else type(part).model_fields
     for name, value in part.model_dump(mode="json").items():
         description = type(part).model_fields[name].description or ""

@@ -191,6 +191,7 @@ class _Panel:
         if not len(values):
             return 0.0, 1.0
         low, high = float(values.min()), float(values.max())
+        # Leave 5 % above and below a curve.
         room = 0.05 * (high - low)
         return _apart(0.0 if told.get("rangemode") == "tozero" else low - room, high + room)
 

@@ -109,6 +109,7 @@ def _memory_bars(plan: Plan, layout: Figure) -> list[dict[str, Any]]:
     highest = max(memory.total for _, memory in shown)
     unit, size = byte_unit(highest)
     layout["yaxis"] |= {"title": {"text": unit, "standoff": 6}}
+    # A capacity far above the bars would flatten them, so a note replaces the line.
     if plan.capacity_bytes <= _CAPACITY_IN_SIGHT * highest:
         height = plan.capacity_bytes / size
         layout["shapes"].append(ink_line(-0.5, len(shown) - 0.5, height, "solid"))

@@ -218,6 +218,7 @@ def shape_of(data: Mapping[str, Any], name: str) -> ModelShape:
         )
     family = FAMILIES[kind]
     _check_head(data)
+    # Defaults of the family, then the values of the file.
     values = {**family.defaults, **data}
     sizes = {
         name: _whole(values, _present(data, name, key), optional=name in _OPTIONAL)

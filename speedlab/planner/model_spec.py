@@ -49,6 +49,7 @@ class ModelSizes:
         """
         changed = {name: value for name, value in self.given.items() if getattr(shape, name) != value}
         after = replace(shape, **changed)
+        # Another sequence length is still the same model.
         changed.pop("sequence_length", None)
         return replace(after, name=renamed(shape.name, changed, after))
 

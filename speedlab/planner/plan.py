@@ -296,6 +296,7 @@ def plan(
     else:
         shape = presets.model(model) if isinstance(model, str) else model
         stages = ParallelConfig(pp=pp, schedule=changes.get("schedule", Setup.schedule)).stages_per_rank
+        # Defaults as in a run's configuration; explicit changes win.
         changes = {"zero_stage": ZeroConfig().stage, "chunks": stages, **changes}
 
         def on(layout: Layout) -> Setup:

@@ -269,6 +269,7 @@ def largest_model(
     efficiency = efficiency or efficiency_of(machines.device)
     dtype = dtype or fast_dtype(machines)
 
+    # A step adds this many heads of 128 elements, so that tp always divides them.
     heads = math.lcm(2, fixed.tp or 1)
 
     def space(steps: int) -> Space:
@@ -296,6 +297,7 @@ def largest_model(
 
     if not any(space(1).smallest(global_size)):
         raise space(1).empty(global_size)
+    # Double until a model does not fit, then bisect.
     found, low, high = best(1), 1, 2
     if found is None:
         return None

@@ -169,6 +169,7 @@ class Space:
     def _layouts_of_island(self, size: int) -> Iterator[Layout]:
         shape, per_host, fixed = self.shape, self.machines.per_host, self.fixed
         for tp in _only(fixed.tp, range(1, min(per_host, _WIDEST_TP, size) + 1)):
+            # tp divides the devices of a host, so no group crosses hosts (fast links); a fixed tp may cross them.
             if size % tp or (fixed.tp is None and per_host % tp):
                 continue
             if shape.heads % tp or kv_heads(shape) % tp or shape.ffn_hidden % tp:

@@ -95,6 +95,7 @@ class RemainingKeys:
 
     def _flatten(self, data: Mapping[str, Any], before: str, written_before: str) -> None:
         for key, value in data.items():
+            # Rules see current names only; `_written` keeps the spelling of the file for messages.
             path = LEGACY.get(f"{before}{key}", f"{before}{key}")
             written = f"{written_before}{key}"
             holds_keys = path in SECTIONS or any(known.startswith(f"{path}.") for known in LEGACY)

@@ -184,6 +184,7 @@ def recognises(source: str | Path | Mapping[Any, Any], kind: type[RunConfig]) ->
     try:
         return recognises(parse(text).data, kind)
     except ConfigError:
+        # The text is broken JSON: look for a key that only DeepSpeed has, for a better error.
         theirs = "|".join(sorted(TOP_LEVEL - kind.model_fields.keys()))
         return re.search(rf'"(?:{theirs})"\s*:', text) is not None
 

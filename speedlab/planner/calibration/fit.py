@@ -291,9 +291,11 @@ def _above_zero(relative: np.ndarray, wanted: np.ndarray) -> list[float]:
 
     The function tries every subset of positive elements; there are only a few.
     """
+    # Columns differ by many orders of magnitude (FLOPs, bytes, kernels); scale them for lstsq.
     scale = np.abs(relative).max(axis=0)
     scale[scale == 0] = 1
     width = relative.shape[1]
+    # Start with x = 0, the empty subset.
     best, fewest = np.zeros(width), float((wanted**2).sum())
     for size in range(1, width + 1):
         for chosen in itertools.combinations(range(width), size):

@@ -99,6 +99,7 @@ def _ratios(parts: Mapping[str, float], ranks: Mapping[int, Sequence[Measured]])
         "updating": slowest["optimizer"] + slowest["offload"],
     }
     predicted = {name: sum(parts[part] for part in members) for name, members in CLASSES.items()}
+    # Below this, a ratio is noise.
     least = sum(parts.values()) / 100
     return {
         name: measured[name] / predicted[name] for name in CLASSES if predicted[name] > least and measured[name] > 0

@@ -185,6 +185,7 @@ class Machines:
         """
         words = read_words(text)
         alike = [spec for spec in DEVICES.values() if spec.family == words.device.upper()]
+        # Compare with the printed size: the usable memory is a little less.
         fitting = [spec for spec in alike if words.memory is None or words.memory in spec.sold_gb]
         if not fitting:
             raise unknown("device", words.written, DEVICES)

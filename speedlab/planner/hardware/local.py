@@ -165,6 +165,7 @@ def usual(devices: Sequence[Device]) -> tuple[Machines, Efficiency]:
     Args:
         devices: devices of this machine. The one with the least memory represents all of them.
     """
+    # All ranks hold the same, so the smallest device limits the run.
     first = min(devices, key=lambda device: device.capacity_bytes)
     spec = described(first)
     if spec is None:

@@ -49,6 +49,7 @@ class StateBytes:
             stage: ZeRO stage, 0 to 3.
             dp: data-parallel ranks.
         """
+        # Stage 3 partitions parameters, 2 gradients, 1 optimizer states.
         shares = [dp if stage >= least else 1 for least in (3, 2, 1)]
         each = (self.parameters, self.gradients, self.optimizer)
         return parameters * sum(size / share for size, share in zip(each, shares, strict=True))

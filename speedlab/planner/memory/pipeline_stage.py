@@ -71,6 +71,7 @@ def walk(s: ActivationSizes, *, blocks: int, first: bool, last: bool) -> MicroBa
         marks.append(Mark(label, t.live, t.peak))
         t.peak = t.live
 
+    # With both ends on one stage, the two gradients of a tied table meet in this backward.
     tied = first and last and s.setup.shape.tied
     if first:
         _embed(t, s)
@@ -317,10 +318,12 @@ def step_order(setup: Setup, pipeline: int, micro_batches: int) -> Iterator[tupl
         zero-bubble, W directly follows its B and does nothing.
     """
     pp, m = setup.layout.pp, micro_batches
+    # Only these schedules place several stages on a rank.
     wound = pp > 1 and setup.schedule in ("interleaved", "zero-bubble")
     chunks = setup.chunks if wound else 1
     total, turn = m * chunks, _round(pp, m)
     ahead = _ahead(setup, pipeline, m)
+    # ZB1P: rank p delays p weight gradients (W), which then fill its bubble at the end.
     late = min(pipeline, total) if wound and setup.schedule == "zero-bubble" else 0
     for k in range(ahead):
         yield "F", k // turn % chunks
@@ -357,6 +360,7 @@ def _ahead(setup: Setup, pipeline: int, micro_batches: int) -> int:
         return m
     if setup.schedule == "1f1b":
         return min(pp - 1 - pipeline, m)
+    # Interleaved 1F1B warms up with two forwards for each later rank (arXiv:2104.04473).
     together = 2 if setup.schedule == "interleaved" else 1
     return min((setup.chunks - 1) * _round(pp, m) + together * (pp - 1 - pipeline), m * setup.chunks)
 
@@ -393,6 +397,7 @@ def held(
     split = setup.layout.pp > 1 and setup.schedule == "zero-bubble"
     for kind, chunk in step_order(setup, pipeline, micro_batches):
         stage, first = stages[chunk], pipeline == 0 and chunk == 0
+        # The action that runs a backward without a split.
         whole = "W" if split and first else "B"
         peak = live
         if kind == "F":

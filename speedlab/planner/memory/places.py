@@ -55,6 +55,7 @@ def places(memory: Sequence[RankMemory], setup: Setup, machines: Machines) -> li
         setup: the training.
         machines: the capacities.
     """
+    # Ranks of one host share its memory and disk equally.
     sharing = min(machines.per_host, setup.layout.world_size)
     host = machines.host
     found = [

@@ -267,6 +267,7 @@ class Flats:
 
         Small neighbours share a unit up to `bucket_bytes` of float32 values.
         """
+        # Whole blocks, before tensor parallelism, as in the engine's units.
         together = max(1, self.setup.bucket_bytes // (_FLOAT32 * sum(block_sizes(self.setup.shape))))
         full, rest = divmod(self.cut[self.number], together)
         return [together] * full + ([rest] if rest else [])
@@ -368,6 +369,7 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
     zero_policy = zero_policy_of(setup)
     borrowed = 0
     if zero_policy.grads_sharded:
+        # Gradients of equal size share their buffers.
         kinds = Counter(width * size for flats in stages for size in (flats.root, *flats.units) if size)
         borrowed = borrowed_bytes(kinds, kept=pp > 1)
     element, dp = DTYPE_BYTES[setup.dtype], setup.layout.replicas
@@ -384,8 +386,10 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
     beside = zero_policy.update_in_backward or zero_policy.grads_double_buffered
     sent = sent_by_update((each for root, units in ways for each in (root, *units)), zero_policy)
     total += borrowed + (gathered + decoded if beside else max(gathered, decoded, sent))
+    # Buffers for the sums of partial gradients over tensor-parallel ranks (sequence parallelism).
     sizes = {padded_numel(size, setup.layout.tp) for flats in stages for size in flats.partial()}
     total += _BORROWED * width * sum(sizes)
+    # A tied table on two pipeline ranks: its gradients are summed between them.
     if setup.shape.tied and pp > 1 and any(flats.first or flats.last for flats in stages):
         total += _BORROWED * width * padded_numel(stages[0].rows * setup.shape.hidden, 2)
     return total

@@ -62,6 +62,7 @@ class Ring:
         n = self.ranks
         if n == 1:
             return 0.0
+        # Few latencies, but all bytes twice: faster than a ring for short messages.
         tree = 2 * math.ceil(math.log2(n)) * self.latency_seconds + 2 * nbytes / self.bytes_per_second
         return min(2 * self.gather(nbytes), tree)
 
@@ -85,6 +86,7 @@ def ring(machines: Machines, efficiency: Efficiency, *, ranks: int, stride: int,
         messages: whether ranks send to the next one, rather than reduce or gather.
     """
     per_host = machines.per_host
+    # Ranks of the group in one host.
     inside = min(ranks, max(1, per_host // stride))
     in_host = machines.in_host_bytes_per_second(inside) * (efficiency.messages if messages else efficiency.in_host)
     crosses = ranks * stride > per_host and ranks > inside and machines.between is not None
@@ -96,6 +98,7 @@ def ring(machines: Machines, efficiency: Efficiency, *, ranks: int, stride: int,
             crosses_hosts=False,
         )
     share = efficiency.messages if messages else efficiency.between
+    # The group's share of the host's cards.
     network = machines.between.host_bytes_per_second * inside / per_host
     if messages:
         network = min(network, machines.between.bandwidth_bytes_per_second)

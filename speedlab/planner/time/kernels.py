@@ -116,6 +116,7 @@ def block_pass(setup: Setup, rates: Rates, *, cross: bool = False) -> KernelSeco
     if cross:
         products += [(tokens, queries + 2 * values, hidden), (tokens, hidden, queries)]
     forward = sum(rates.matmul(*product) for product in products)
+    # Gradients of inputs (m, n) x (n, k) and of weights (k, m) x (m, n).
     backward = sum(rates.matmul(m, k, n) + rates.matmul(k, n, m) for m, n, k in products)
     core = _attention(setup, rates)
     between = _between_layers(setup, rates, tokens, ffn, queries + values)
@@ -134,6 +135,7 @@ def _attention(setup: Setup, rates: Rates) -> KernelSeconds:
     heads = setup.micro_size * shape.heads / setup.layout.tp / setup.layout.cp  # In a ring: a share of all heads.
     length, size = shape.sequence_length, head_size(shape)
     if setup.attention != "plain":
+        # Fused kernels skip the masked half.
         causal = 0.5 if shape.causal else 1.0
         flops = 4 * heads * length * length * size * causal * setup.attention_share
         seconds = flops / rates.attention_flops
@@ -160,7 +162,9 @@ def _between_layers(setup: Setup, rates: Rates, tokens: float, ffn: float, rotat
     shape, element = setup.shape, rates.element_bytes
     whole = _whole_tokens(setup)
     mask = 1 if shape.dropout else 0
+    # Two norms, each reads and writes.
     norms = 2 * 2 * element * whole * shape.hidden
+    # Two residual sums, each reads two tensors and writes one.
     sums = 2 * (3 * element + mask) * whole * shape.hidden
     activation = (3 if shape.gated else 2) * element * tokens * ffn
     rotary = 2 * element * tokens * rotated if shape.position == "rotary" else 0

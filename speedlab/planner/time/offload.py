@@ -74,6 +74,7 @@ def flows(setup: Setup, machines: Machines, owned: float) -> tuple[Flow, Flow]:
     states = owned * (widths["optimizer_moments"] + widths["master_weights"])
     parameters, gradients = owned * element, owned * summed
     comes, goes = places["parameters"] is not MemoryKind.DEVICE, places["gradients"] is not MemoryKind.DEVICE
+    # Fetched for forward and again for backward, in every micro-batch.
     reads = 2 * setup.accumulation * parameters
     passes = Flow(
         link=(reads if comes else 0) + (sums * gradients if goes else 0),
@@ -82,6 +83,7 @@ def flows(setup: Setup, machines: Machines, owned: float) -> tuple[Flow, Flow]:
         disk_write=sums * gradients if places["gradients"] is MemoryKind.DISK else 0,
     )
     states_on_disk = places["optimizer_moments"] is MemoryKind.DISK
+    # The update writes the new parameters to where they are stored.
     written = parameters if places["parameters"] is MemoryKind.DISK else 0
     at_hand = setup.optimizer.in_backward and machines.device.on_host  # Gathered parameters are still in memory.
     update = Flow(
