@@ -334,6 +334,7 @@ def forward(
     greatest, total = np.empty(block, np.float32), np.empty(block, np.float32)
     for item in range(start, stop):
         head, row = item // blocks, item % blocks
+        # Multiply the queries by log2 e here, so that the softmax can use exp2.
         _transposed(_rows(q[head], row * block, scratch[0]), np.float32(scale) * LOG2_E, queries)
         sums[:] = 0
         total[:] = 0
@@ -352,6 +353,7 @@ def forward(
             _add_product(values.T, scores, sums)
         for i in range(min(block, length - row * block)):
             seen = total[i] != 0
+            # +inf makes all probabilities of such a query 0 in backward.
             lse[head, row * block + i] = greatest[i] + np.log2(total[i]) if seen else np.inf
             line, factor = out[head, row * block + i], np.float32(1) / total[i] if seen else np.float32(0)
             for d in range(depth):

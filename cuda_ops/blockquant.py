@@ -246,6 +246,7 @@ def _dequantize_bytes(start: int, stop: int, quantized: Any, scales: Any, out: A
     for low in range(start, stop, block):
         high = min(low + block, stop)
         target = out[low:high]
+        # Divide the scale once instead of every element.
         q, scale = quantized[0, low:high], np.float32(scales[0, low // block] / divisor)
         if last == 0:  # The usual case. Skip `total`: its stores would queue after those to memory.
             for i in range(q.shape[0]):

@@ -78,6 +78,7 @@ def compiled(function: Callable[..., Any]) -> Any:
         raise RuntimeError("kernels for GPUs need numba-cuda; install it with: pip install 'speedlab[cuda]'")
     from numba import cuda
 
+    # The kernel's module declares the name `cuda`; set it now.
     function.__globals__["cuda"] = cuda
     return cuda.jit(function)
 

@@ -211,11 +211,14 @@ def _cpu(
     for low in range(0, len(targets), chunk):
         inputs, labels, left_out = (rows_from(each, low, chunk) for each in (hidden, targets, ignored))
         e = memory[: rows * len(labels)].view(rows, len(labels))  # (V, n), or one block of it
+        # Steps 1 and 2: logits, exponentials and their sums.
         base, sums, picked = exponentials(inputs, weight, labels, e)
+        # Step 3: the loss, and the exponential at the target minus the sum.
         loss += (base + sums.log() - picked).masked_fill(left_out, 0).sum()
         at_targets = (picked - base).float().exp()
         if need_hidden or need_weight:
             replace_targets(e, labels, at_targets - sums)
+        # Steps 4 and 5: gradients, with the factor of each token.
         factors = (1 / (sums * count)).masked_fill(left_out, 0).unsqueeze(1)
         if need_hidden:
             onednn_matmul.mm(e.t(), weight, out=rows_from(grad_hidden, low, chunk)).mul_(factors)

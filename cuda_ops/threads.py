@@ -26,7 +26,7 @@ def share(
     much.
 
     Args:
-        kernel: The kernel; it must release the GIL.
+        kernel: The kernel. Only kernels that release the GIL run in parallel.
         count: Number of elements.
         *arguments: Further arguments of the kernel.
         multiple: Pieces begin at multiples of this.
@@ -44,6 +44,7 @@ def share(
     turns, broken = itertools.count(), False
 
     def work() -> None:
+        # `next` of a count is atomic under the GIL, so that each piece goes to one thread.
         while not broken and (turn := next(turns)) < len(ranges):
             results[turn] = kernel(*ranges[turn], *arguments)
 

@@ -95,6 +95,7 @@ class Clusters:
             # Retrieve the exception, to avoid asyncio's warning.
             future.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
+            # shield: a page that stops waiting must not cancel the connection for the others.
             return await _bounded(asyncio.shield(future), state.name)
         except SupervisorGoneError:
             raise SupervisorGoneError(

@@ -1,10 +1,10 @@
-"""What pages ask for, under `<base_url>/speedlab/api/`. Every answer is JSON, what went wrong too.
+"""HTTP requests of pages, under `<base_url>/speedlab/api/`. Every answer is JSON, errors included.
 
 GET  clusters                      Clusters
-POST clusters                      ClusterWordGiven  of a Start
+POST clusters                      ClusterWordGiven  body: a Start
 GET  clusters/<id>                 Cluster
-POST clusters/<id>/words           ClusterWordGiven  of a Word (CLUSTER_WORDS)
-GET  places                        Places     with which Pythons a cluster can be started
+POST clusters/<id>/words           ClusterWordGiven  body: a Word (CLUSTER_WORDS)
+GET  places                        Places     Python environments that can start a cluster
 GET  clusters/<id>/output          Output     ?after=<cursor> ranks=0,1 match=<text>
 GET  runs                          Runs
 GET  runs/<id>                     Run
@@ -12,10 +12,10 @@ GET  runs/<id>/records             Records    ?after=<step> generation= stride= 
 GET  runs/<id>/events              Events     ?after=<number of events known>
 GET  runs/<id>/tensors             Tensors    ?rank= category= place=
 GET  runs/<id>/output              Output     as above, of the cluster that holds the run
-POST runs/<id>/words               WordGiven  of a Word
-GET  notebooks/<name>              Notebook   of those that come with SpeedLab
-GET  runs/<id>/drawing             a websocket, see `drawing`
-GET  live                          a websocket, see `live`
+POST runs/<id>/words               WordGiven  body: a Word
+GET  notebooks/<name>              Notebook   one of SpeedLab's notebooks
+GET  runs/<id>/drawing             a websocket, see `figure_socket`
+GET  live                          a websocket, see `live_socket`
 """
 
 from __future__ import annotations
@@ -111,6 +111,7 @@ class Handler(APIHandler):
 
     @property
     def services(self) -> Services:
+        """The server's services."""
         return self.settings[_SETTING]
 
     async def prepare(self) -> None:
@@ -221,6 +222,7 @@ class NothingHandler(Handler):
     @web.authenticated
     @authorized
     async def get(self) -> None:
+        """Answer with status 404."""
         raise web.HTTPError(404, "SpeedLab's server has no such address")
 
 
@@ -228,11 +230,13 @@ class ClustersHandler(Handler):
     @web.authenticated
     @authorized
     async def get(self) -> None:
+        """Answer with all clusters."""
         self.say(m.Clusters(clusters=await self.services.in_thread(self.services.all_clusters)))
 
     @web.authenticated
     @authorized
     async def post(self) -> None:
+        """Start a cluster. Status 202: the list of clusters shows the progress."""
         start = self.asked(m.Start, "start of a cluster", '{"name": "default", "place": "server"}')
         places = candidates(await self.kernelspecs())
         place = place_of(start.place, places)
@@ -244,6 +248,7 @@ class PlacesHandler(Handler):
     @web.authenticated
     @authorized
     async def get(self) -> None:
+        """Answer with the Pythons that can start a cluster."""
         places = candidates(await self.kernelspecs())
         found = await self.services.pythons.able(places)
         told_places = [m.StartPlace(id=place.id, name=place.name) for place in found]
@@ -254,6 +259,11 @@ class ClusterWordsHandler(Handler):
     @web.authenticated
     @authorized
     async def post(self, id: str) -> None:
+        """Execute a command for a cluster; answer when it is done.
+
+        Args:
+            id: Id of the cluster.
+        """
         word = self.asked(m.Word, "word for a cluster", '{"word": "stop"}')
         cluster_words.check(word)
         await self.services.clusters.give_word(lambda: cluster_words.give(id, word.word, self.services.starts))
@@ -264,6 +274,11 @@ class ClusterHandler(Handler):
     @web.authenticated
     @authorized
     async def get(self, id: str) -> None:
+        """Answer with a cluster, its runs, and the memory of its newest run.
+
+        Args:
+            id: Id of the cluster.
+        """
         cluster = await self.services.clusters.look(id)
         cluster.runs, cluster.memory = await self.services.in_thread(lambda: self._runs_of(id))
         self.say(cluster)
@@ -287,6 +302,12 @@ class OutputHandler(Handler):
     @web.authenticated
     @authorized
     async def get(self, kind: str, id: str) -> None:
+        """Answer with the output since the cursor `after`.
+
+        Args:
+            kind: "clusters" or "runs".
+            id: Id of the cluster or run.
+        """
         ranks = self._ranks()
         after, match = self.get_query_argument("after", ""), self.get_query_argument("match", "")
 
@@ -308,6 +329,7 @@ class RunsHandler(Handler):
     @web.authenticated
     @authorized
     async def get(self) -> None:
+        """Answer with all runs."""
         self.say(m.Runs(runs=await self.services.in_thread(self.services.registry.runs)))
 
 
@@ -315,6 +337,11 @@ class RunHandler(Handler):
     @web.authenticated
     @authorized
     async def get(self, id: str) -> None:
+        """Answer with a run, its configuration and its memory.
+
+        Args:
+            id: Id of the run.
+        """
         reader = await self.reader(id)
 
         def described() -> m.Run:
@@ -329,6 +356,11 @@ class RecordsHandler(Handler):
     @web.authenticated
     @authorized
     async def get(self, id: str) -> None:
+        """Answer with the step records that the page does not have.
+
+        Args:
+            id: Id of the run.
+        """
         watch = m.Watch(
             id=id,
             parts=["records"],
@@ -346,6 +378,11 @@ class EventsHandler(Handler):
     @web.authenticated
     @authorized
     async def get(self, id: str) -> None:
+        """Answer with the events that the page does not have.
+
+        Args:
+            id: Id of the run.
+        """
         after = self.whole("after", 0)
         reader = await self.reader(id)
         self.say(await self.services.in_thread(lambda: reader.events(after)))
@@ -355,6 +392,11 @@ class TensorsHandler(Handler):
     @web.authenticated
     @authorized
     async def get(self, id: str) -> None:
+        """Answer with the tensors in a segment of the memory bars.
+
+        Args:
+            id: Id of the run.
+        """
         rank, category = self.whole("rank", -1), self.get_query_argument("category", "")
         place = self.get_query_argument("place", "device")
         reader = await self.reader(id)
@@ -367,6 +409,12 @@ class NotebookHandler(Handler):
     @web.authenticated
     @authorized
     async def get(self, name: str) -> None:
+        """Answer with a notebook.
+
+        Args:
+            name: Name of the notebook.
+        """
+
         def read() -> dict[str, Any]:
             return json.loads(notebook_file(name).read_bytes())
 
@@ -377,6 +425,11 @@ class WordsHandler(Handler):
     @web.authenticated
     @authorized
     async def post(self, id: str) -> None:
+        """Post a command to a run. Status 202: the event with the command's number is the answer.
+
+        Args:
+            id: Id of the run.
+        """
         word = self.asked(m.Word, "control word", '{"word": "pause"}')
         words.check(word)
         path, cluster = await self.services.in_thread(lambda: self._place_of(id))

@@ -105,6 +105,7 @@ class Registry:
 
     def runs(self) -> list[m.RunSummary]:
         """Return every run, the newest first. A run that cannot be read has its error as text."""
+        # One thread lists; the others wait and share its result.
         with self._listing:
             if time.monotonic() - self._listed[0] > _LIST_SECONDS:
                 holders = live_tokens()

@@ -157,6 +157,7 @@ class Feed:
             status = self.folder.read_status()
         except (OSError, RunFolderError) as error:
             self.problem = str(error)
+            # Without a stamp, the next poll reads the status again.
             seen, status = None, replace(self._status, unread=f"{error}; its state is the one that was read before")
         self._status_seen = seen
         changed, self._status = status != self._status, status
@@ -199,6 +200,7 @@ class Feed:
 
     def _take(self, message: StreamMessage) -> bool:
         source = self._event_tail if message.kind == b"e" else self.records.get(message.rank)
+        # The rank is not known yet, or the line was already read from the file.
         if source is None or message.start < source.position:
             return False
         gap = message.start > source.position or not message.line.endswith(b"\n")

@@ -40,6 +40,7 @@ class Tail:
         except FileNotFoundError:
             return []
         size = size if self._end is None else min(size, self._end)
+        # Unchanged since the last call (perhaps with an unfinished line), or read to the end.
         if size == self._size_seen or size == self.position:
             return []
         if size < self.position:
@@ -55,6 +56,7 @@ class Tail:
                 if not (data := os.pread(file, min(LINE_LIMIT_BYTES, size - self.position), self.position)):
                     break
                 end = data.rfind(b"\n") + 1
+                # Only an unfinished line is left.
                 if end == 0 and len(data) < LINE_LIMIT_BYTES:
                     break
                 lines += self._split(data, end or len(data))
@@ -80,6 +82,7 @@ class Tail:
                 while window < size:
                     file.seek(size - window)
                     data = file.read(window)
+                    # One newline more than lines, because the window may begin within a line.
                     if data.count(b"\n") > lines:
                         self.position = size - window + data.index(b"\n") + 1
                         return

@@ -90,6 +90,7 @@ class _Smoothing:
             total, weight = self._rows[:2, known - 1].tolist() if known else (0.0, 0.0)
             rows = []
             for value in values[known:].tolist():
+                # True for finite values only: inf - inf and nan - nan are NaN.
                 if value - value == 0:
                     total = total * self._share + value * (1 - self._share)
                     weight = weight * self._share + (1 - self._share)
@@ -187,6 +188,7 @@ class Series:
             self._cut(int(np.searchsorted(self.column("step"), record.step)))
             self.heldout = [point for point in self.heldout if point[0] < record.step]
             rewritten = True
+        # Double the capacity, so that an append takes constant time on average.
         if self.length == self._data.shape[1]:
             self._data = np.concatenate([self._data, np.empty_like(self._data)], axis=1)
         self._data[:, self.length] = (
@@ -412,7 +414,14 @@ def bucket_last(values: np.ndarray, size: int, *, closed: bool, first: int = 0) 
 
 
 def bucket_mean(values: np.ndarray, size: int, *, closed: bool, first: int = 0) -> np.ndarray:
-    """Return the mean of each bucket. Arguments as for `bucket_last`."""
+    """Return the mean of each bucket.
+
+    Args:
+        values: (length,) values.
+        size: Steps per bucket.
+        closed: Also include an unfinished bucket at the end.
+        first: Number of the first bucket to return.
+    """
     whole = values[: len(values) // size * size].reshape(-1, size)[first:].mean(axis=1)
     rest = values[len(values) // size * size :]
     return np.append(whole, rest.mean()) if closed and len(rest) else whole
@@ -448,6 +457,7 @@ def _extremes(rows: np.ndarray) -> np.ndarray:
     coincide.
     """
     unknown = np.isnan(rows)
+    # argmin would return a NaN: replace it by infinity.
     lowest = np.where(unknown, np.inf, rows).argmin(axis=1)
     highest = np.where(unknown, -np.inf, rows).argmax(axis=1)
     both = np.sort(np.stack([lowest, highest], axis=1), axis=1)

@@ -90,6 +90,7 @@ def prediction_of(config: RunConfig, events: Sequence[Event], devices: Sequence[
         for number, shape in enumerate(shapes):
             layout = layout_in(shape)
             size = size if layout is None else layout.world_size
+            # The devices of another world size are unknown: assume the first device for each rank.
             here = list(devices) if len(devices) == size else [devices[0]] * size
             setup = Setup.of_config(present_config(config, changes[:number], size), size, dtype=dtype)
             hardware = hardware_here(here, dtype, config.offload.folder or config.folder)

@@ -137,6 +137,7 @@ class Columns:
 def _keep(found: dict[int, Any], step: int, value: Any) -> None:
     found[step] = value
     if len(found) > TIMELINES:
+        # Dicts keep their order: this is the oldest step.
         del found[next(iter(found))]
 
 
@@ -419,6 +420,7 @@ def record_of(line: bytes, rank: int) -> StepRecord:
     try:
         record = RECORDS.decode(line)
     except msgspec.MsgspecError:
+        # For example a NaN, which msgspec refuses. json does not check types, so check them here.
         record = StepRecord.from_json(line)
         _check_kinds(record)
     _check_counts(record, rank)

@@ -366,6 +366,7 @@ class RunFolder:
                 f"{word}: arguments of {len(text)} bytes; at most {_WORD_LIMIT_BYTES} bytes fit a control word"
             )
         control = self.path / "control"
+        # Write a draft first, so that no rank reads a part of a command.
         draft = control / f".draft-{os.getpid()}-{next(_DRAFTS)}"
         draft.write_text(text, encoding="utf-8")
         try:
@@ -530,6 +531,7 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o600) -> None:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(draft, path)
+    # Also on Ctrl-C: leave no draft.
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
@@ -548,6 +550,7 @@ def read_object(path: Path, limit_bytes: int, *, missing: dict[str, Any] | None 
     """
     try:
         with open_plain(path) as file:
+            # One byte above the limit shows that the file is too large, without reading all of it.
             data = file.read(limit_bytes + 1)
     except FileNotFoundError:
         if missing is not None:

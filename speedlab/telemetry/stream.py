@@ -80,6 +80,7 @@ class Publisher:
         self._woken.connect("inproc://wake")
         self._socket = self._context.socket(zmq.PUB)
         self._socket.set(zmq.SNDHWM, _QUEUED_MESSAGES)
+        # At close, wait up to 200 ms for clients to take the last messages.
         self._socket.set(zmq.LINGER, 200)
         self._socket.set_string(zmq.ZAP_DOMAIN, "speedlab")
         self._socket.curve_server = True
@@ -189,6 +190,7 @@ class Publisher:
 
     def _admit(self, request: list[bytes]) -> None:
         """Answer a request of ZeroMQ's authentication protocol (RFC 27): accept only the one client key."""
+        # RFC 27: version, request id, domain, address, identity, mechanism, credentials.
         version, number, mechanism = request[0], request[1], request[5]
         key = z85.encode(request[6]) if mechanism == b"CURVE" and len(request) == 7 else b""
         code, text = (b"200", b"OK") if key == self._client_key else (b"400", b"unknown key")

@@ -238,6 +238,7 @@ def _records(directory: Path, step: int | None) -> Mapping[int, Sequence[StepRec
 
 def _read(path: Path, rank: int, step: int | None) -> list[StepRecord]:
     """Return the record of `step` if there is one, else the newest ones, in order."""
+    # Records begin with their step: compare bytes, and parse only the lines that are needed.
     wanted = None if step is None else b'{"step":%d,' % step
     newest: deque[bytes] = deque(maxlen=_NEWEST_STEPS)
     with open_plain(path) as file:

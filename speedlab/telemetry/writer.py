@@ -207,6 +207,7 @@ class _LineFile:
         start = self._end
         try:
             written = os.write(self._descriptor, line)
+            # A write may be short.
             while written < len(line):
                 written += os.write(self._descriptor, line[written:])
         except OSError as error:

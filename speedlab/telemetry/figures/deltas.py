@@ -304,6 +304,7 @@ class Drawing:
         if len(self.history.heldout) == self._heldout:
             return
         x, y = heldout_values(self.history)
+        # Above the limit, the whole figure shows only some of the points.
         if len(x) < self._heldout or len(x) > _MOST_HELDOUT:
             append_figure("loss", self._curve_spec("loss", closed=False), parts, buffers)
         elif not any(part["part"] == "figure" and part["figure"] == "loss" for part in parts):

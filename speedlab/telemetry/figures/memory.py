@@ -252,6 +252,7 @@ def _add_capacity(figure: Figure, history: History, axis: RankAxis, size: int) -
                 capacity = history.latest[rank].ledger.capacity_bytes
                 layout["shapes"].append(ink_line(i - 0.5, i + 0.5, capacity / size, "solid"))
         layout["annotations"].append(note(text, y=min(capacities) / size, yref="y", yanchor="bottom"))
+        # Leave 12 % above the capacity line for its label.
         _set_range(layout, figure["data"], max(*tops, *capacities) / size * 1.12)
     else:
         share = max(tops) / min(capacities)
