@@ -67,7 +67,7 @@ _MOVED = {
         coded:.quantized_collectives compressed:.compressed_allreduce copies:.pinned_copy
         group_limits:.group_timeouts lending:.group lifted_limits:.breakpoint_timeouts limits:.timeouts
         over_hosts:.multi_host_rendezvous pretended:.simulated_link rails:.process_groups
-        rotation:.ring_exchange signs:.onebit_allreduce traffic:.transfers transfer:.transfers
+        rotation:.transfers signs:.onebit_allreduce traffic:.transfers transfer:.transfers
         watch:.peer_watchdog wires:.process_groups""",
     "speedlab.comm.shared": """
         calls:.call_descriptions faults:.mismatch hierarchy:.hierarchical joined:.mapped_shards
@@ -109,12 +109,12 @@ _MOVED = {
         kept:.optimizer_feedback pieces:.slices random_state:speedlab.engine.rng saving:.async_save
         tensor_file:.safetensors_files transformers_model:.hf_model weights:.single_file""",
     "speedlab.engine.proof": """
-        batch_cut:.micro_batch_split forwards:.forward_checks left_as_it_was:.restore_state on_request:.prover""",
+        batch_cut:.micro_batch_split forwards:.forward_checks left_as_it_was:.forward_checks on_request:.prover""",
     "speedlab.engine.run": """
         agreement:speedlab.trainer.collective_errors cells:speedlab.trainer.cell_runner
         diagnose:speedlab.trainer.diagnostics first_batch:speedlab.trainer.first_batch_proof
         fitting:speedlab.trainer.fit_check held_runs:speedlab.trainer.run_registry
-        holding:speedlab.trainer.ownership interrupt:speedlab.trainer.interrupts
+        holding:speedlab.trainer.fit_check interrupt:speedlab.trainer.interrupts
         live:speedlab.trainer.live_cells loop:speedlab.trainer.trainer reporting:speedlab.trainer.reporting
         reshaping:speedlab.trainer.reshape slow_disk:speedlab.trainer.health supervised:speedlab.trainer.health
         trainer:speedlab.trainer.trainer training:speedlab.trainer.training_run words:speedlab.trainer.commands""",

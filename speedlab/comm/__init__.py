@@ -7,10 +7,9 @@ from speedlab.comm.pinned_copy import HostCopies
 from speedlab.comm.process_groups import HierarchicalGroups
 from speedlab.comm.quantized_collectives import Blocks, Codec, CodedGathers, CodedSums, hosts_of
 from speedlab.comm.rank_activity import doing, named_calls, note_forward, note_update
-from speedlab.comm.ring_exchange import Rotation
 from speedlab.comm.shared.mapped_shards import MappedShards
 from speedlab.comm.simulated_link import own_link
-from speedlab.comm.transfers import BufferMeter, CommStats, Transfer
+from speedlab.comm.transfers import BufferMeter, CommStats, Rotation, Transfer
 from speedlab.comm.world import StoreMailbox, World, check_peers, exchange_numbers, join, leave, prepare_exchange
 
 __all__ = [

@@ -20,11 +20,10 @@ from torch.autograd.profiler import record_function
 from speedlab.comm.errors import PeerLost, tells_of_lost_peer
 from speedlab.comm.process_groups import HierarchicalGroups, ProcessGroups, groups_of_world, places_of
 from speedlab.comm.rank_activity import lost_peers
-from speedlab.comm.ring_exchange import Rotation, begin
 from speedlab.comm.shared.mapped_shards import MappedShards
 from speedlab.comm.simulated_link import own_link
 from speedlab.comm.timeouts import wait_for
-from speedlab.comm.transfers import BufferMeter, CommStats, Transfer
+from speedlab.comm.transfers import BufferMeter, CommStats, Rotation, Transfer, begin
 from speedlab.comm.transports.base import Finish, Transport, gather_whole, scatter_sum
 from speedlab.comm.transports.nccl import exchange, rounds_often, scatter_sum_wide, sum_wide
 from speedlab.comm.transports.select import GroupLink, choose, link_of

@@ -27,9 +27,8 @@ from speedlab.telemetry.run_shape import differences, present_config
 from speedlab.trainer.cell_runner import CellRunner
 from speedlab.trainer.collective_errors import ControlGroup, agreed, together
 from speedlab.trainer.first_batch_proof import FirstBatch
-from speedlab.trainer.fit_check import held_now, refuse_what_does_not_fit
+from speedlab.trainer.fit_check import held_now, holdings, refuse_what_does_not_fit
 from speedlab.trainer.interrupts import Interruption
-from speedlab.trainer.ownership import holdings
 from speedlab.trainer.reshape import Undone, rebuild
 
 OwnModel = Callable[[], Mapping[str, Any]]

@@ -29,7 +29,7 @@ from ranks.pool import Pool
 from ranks.test_parity import STAGES
 from speedlab.comm.transports import shared_memory
 from speedlab.parallel import construction
-from speedlab.trainer.ownership import holdings
+from speedlab.trainer.fit_check import holdings
 
 # ---- looking at a parameter ------------------------------------------------------------------------------------------
 

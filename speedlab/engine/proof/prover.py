@@ -30,8 +30,8 @@ import speedlab.engine.proof.parameter_groups as parameter_groups
 from speedlab.comm import PeerLost
 from speedlab.engine.drivers import Batch, Driver
 from speedlab.engine.loss import LossFunction
+from speedlab.engine.proof.forward_checks import left_as_it_was
 from speedlab.engine.proof.observation import Observation, token_embedding
-from speedlab.engine.proof.restore_state import left_as_it_was
 from speedlab.engine.proof.token_batch import NoTokensError, TokenBatch, token_batch
 from speedlab.engine.state import TrainingState
 from speedlab.engine.train_step import StepState

@@ -50,20 +50,6 @@ class AllGather(Protocol):
         ...
 
 
-class Summing(Protocol):
-    """Reduces gradients so that each rank gets the sum of its own partition."""
-
-    def reduce_scatter(self, full: Tensor, into: Tensor, *, accumulate: bool = False) -> Work:
-        """Start to reduce a gradient.
-
-        Args:
-            full: This rank's gradient, (padded,).
-            into: Output, (padded / ranks,): the sum of this rank's partition.
-            accumulate: Whether to add to `into`.
-        """
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class ZeroCommGroups:
     """The groups of ranks that hold the same part of the model."""
