@@ -151,8 +151,8 @@ def sum_at(
         floating: The elements are floats.
     """
     if floating:
-        apart = out.ctypes.data not in addresses
-        direct = apart and len(addresses) == 2 and divisor == 1 and not accumulate
+        separate = out.ctypes.data not in addresses
+        direct = separate and len(addresses) == 2 and divisor == 1 and not accumulate
         share(sum_floats, out.shape[0], addresses, like, out, float(divisor), accumulate, direct)
     else:
         share(sum_integers, out.shape[0], addresses, like, out, divisor, accumulate)

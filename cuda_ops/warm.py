@@ -88,15 +88,15 @@ def warm_up(
 
 
 def _compile(progress: Callable[[str], None], steps: Steps, dtypes: tuple[torch.dtype, ...]) -> None:
-    began, told = time.monotonic(), False
+    began, reported = time.monotonic(), False
     for number, (warm, dtype) in enumerate(itertools.product(steps, dtypes)):
         took = time.monotonic() - began
-        if not told and took > _SILENT_SECONDS:
+        if not reported and took > _SILENT_SECONDS:
             total = len(steps) * len(dtypes)
             progress(f"compiling {total} kernels for this machine, once; about {took * total / number:.0f} s")
-            told = True
+            reported = True
         warm(dtype)
-    if told:
+    if reported:
         progress(f"kernels are compiled ({time.monotonic() - began:.0f} s)")
 
 

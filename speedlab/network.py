@@ -63,7 +63,7 @@ class LinkRate:
         if found is None or not 0 < float(found["rate"]) < math.inf or float(found["latency"] or 0) == math.inf:
             raise ValueError(
                 f"link {text!r} cannot be read; write a bandwidth above 0 in bit/s, kbit/s, Mbit/s or Gbit/s, and "
-                "behind it a latency in us, ms or s if there is one: '1 Gbit/s 1 ms'"
+                "after it a latency in us, ms or s if there is one: '1 Gbit/s 1 ms'"
             )
         return cls(
             bits_per_second=float(found["rate"]) * _PREFIXES[found["prefix"]],

@@ -373,8 +373,8 @@ def _placed(forms: Mapping[str, str], zero_policy: ZeroPolicy) -> dict[str, Stat
     if zero_policy.separate_masters and "gradient" in forms and ITEM_BYTES[forms["parameter"]] >= 4:
         forms.setdefault("master", forms["parameter"])
     # Both depend on the policy alone, so the old entries are dropped and derived again below.
-    for made_anew in ("waiting", "secondary"):
-        forms.pop(made_anew, None)
+    for made_again in ("waiting", "secondary"):
+        forms.pop(made_again, None)
     if zero_policy.grads_double_buffered and "gradient" in forms:
         forms["waiting"] = forms["gradient"]
     placed = {

@@ -304,7 +304,7 @@ def status_text(status: Status) -> str:
     Args:
         status: The state and the step of a run.
     """
-    text = f": {status.told}" if status.told else ""
+    text = f": {status.reported}" if status.reported else ""
     return f"<{status.state} at step {status.step:,} of {status.steps:,}{text}>"
 
 

@@ -117,4 +117,4 @@ def _found(id: str, starts: ClusterLauncher) -> list[m.ClusterSummary]:
     found = []
     with contextlib.suppress(UnknownError):
         found.append(summary_of(*find(id)))
-    return [cluster for cluster in starts.told(found) if cluster.id == id]
+    return [cluster for cluster in starts.reported(found) if cluster.id == id]

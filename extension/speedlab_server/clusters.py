@@ -247,7 +247,7 @@ def _ranks_of(state: ClusterState, statuses: dict[int, asked.RankStatus]) -> lis
     for engine in state.engines:
         status = statuses.get(engine.rank)
         device = state.devices[engine.rank] if engine.rank < len(state.devices) else None
-        told = device and m.Device(
+        reported = device and m.Device(
             kind=device.kind,
             name=device.name,
             capacity_bytes=device.capacity_bytes,
@@ -262,7 +262,7 @@ def _ranks_of(state: ClusterState, statuses: dict[int, asked.RankStatus]) -> lis
                 pid=status.pid if status else engine.pid,
                 rss_bytes=status.rss_bytes if status else 0,
                 host=engine.host,
-                device=told,
+                device=reported,
                 cpu_share=cores / len(device.cores) if cores is not None and device and device.cores else None,
                 gpu_share=status.gpu_share if status else None,
             )

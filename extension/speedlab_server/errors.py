@@ -41,7 +41,7 @@ _STATUS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], int], ...] =
 """The first match counts. Remaining ValueErrors and TypeErrors come from a run's methods, which refused the command."""
 
 
-def told(error: BaseException) -> tuple[int, str] | None:
+def reported(error: BaseException) -> tuple[int, str] | None:
     """Return (status, text) of an expected error; None for an unexpected one.
 
     Args:
@@ -67,8 +67,8 @@ def reading_text(error: BaseException, what: str = "this run") -> str:
         error: The exception.
         what: What cannot be read.
     """
-    known = told(error)
-    return known[1] if known else f"{what} cannot be read ({type(error).__name__}); the server's log tells more"
+    known = reported(error)
+    return known[1] if known else f"{what} cannot be read ({type(error).__name__}); the server's log has details"
 
 
 def version_text(theirs: object, ours: int) -> str:

@@ -148,8 +148,8 @@ def frame_of(message: dict[str, Any], buffers: Sequence[bytes]) -> bytes:
         message: Plain data.
         buffers: float32 buffers.
     """
-    told = {**message, "version": m.VERSION, "buffers": list(map(len, buffers))}
-    head = msgspec.json.encode(told)
+    reported = {**message, "version": m.VERSION, "buffers": list(map(len, buffers))}
+    head = msgspec.json.encode(reported)
     return b"".join([struct.pack("<I", len(head)), head, *buffers])
 
 

@@ -41,7 +41,7 @@ import speedlab_server.commands as words
 import speedlab_server.schema as m
 from speedlab.display.documentation import notebook_file
 from speedlab_server.clusters import Clusters, Reached, all_clusters, find
-from speedlab_server.errors import OtherVersionError, QuestionError, told, version_text
+from speedlab_server.errors import OtherVersionError, QuestionError, reported, version_text
 from speedlab_server.figure_socket import ComparisonHandler, DrawingHandler
 from speedlab_server.live_socket import Hub, LiveHandler
 from speedlab_server.output import folder_of, output_of
@@ -73,7 +73,7 @@ class Services:
 
     def all_clusters(self) -> list[m.ClusterSummary]:
         """Return every cluster of this user, including those that pages have just started. Waits for the disk."""
-        return self.starts.told(all_clusters())
+        return self.starts.reported(all_clusters())
 
     async def in_thread(self, work: Callable[[], Any]) -> Any:
         """Run `work` in a thread for disk access and return its result.
@@ -139,14 +139,14 @@ class Handler(APIHandler):
             **kwargs: Passed by tornado; has `exc_info`.
         """
         error = (kwargs.get("exc_info") or (None, None))[1]
-        known = told(error) if isinstance(error, Exception) and not isinstance(error, web.HTTPError) else None
+        known = reported(error) if isinstance(error, Exception) and not isinstance(error, web.HTTPError) else None
         text = responses.get(status_code, "this cannot be answered")
         if known is not None:
             status_code, text = known
         elif isinstance(error, web.HTTPError):
             text = error.log_message or error.reason or text
         elif error is not None:
-            text = f"the server could not answer ({type(error).__name__}); its log tells more"
+            text = f"the server could not answer ({type(error).__name__}); its log has details"
         self.say(m.Problem(text=text), status_code)
 
     def log_exception(self, typ: Any, value: BaseException | None, tb: Any) -> None:
@@ -157,7 +157,7 @@ class Handler(APIHandler):
             value: The exception.
             tb: Its traceback.
         """
-        if isinstance(value, web.HTTPError) or not isinstance(value, Exception) or told(value) is None:
+        if isinstance(value, web.HTTPError) or not isinstance(value, Exception) or reported(value) is None:
             super().log_exception(typ, value, tb)
 
     def whole(self, name: str, otherwise: int) -> int:
@@ -251,8 +251,8 @@ class PlacesHandler(Handler):
         """Answer with the Pythons that can start a cluster."""
         places = candidates(await self.kernelspecs())
         found = await self.services.pythons.able(places)
-        told_places = [m.StartPlace(id=place.id, name=place.name) for place in found]
-        self.say(m.Places(places=told_places, problem="" if found else NOTHING_FITS))
+        reported_places = [m.StartPlace(id=place.id, name=place.name) for place in found]
+        self.say(m.Places(places=reported_places, problem="" if found else NOTHING_FITS))
 
 
 class ClusterWordsHandler(Handler):

@@ -56,7 +56,7 @@ class WatchedOutput:
         self._folder = Path()
         self._seen: dict[int, OutputPosition] = {}
         """The position of each rank, in the order in which ranks were read."""
-        self._told = False
+        self._reported = False
         self._problem = ""
         self._due = {"folder": 0.0, "again": 0.0}
 
@@ -95,7 +95,7 @@ class WatchedOutput:
         turns = {rank: turn for turn, rank in enumerate(self._seen)}
         changed = [rank for rank, place in files.items() if self._seen.get(rank) != place]
         changed = sorted(changed, key=lambda rank: (turns.get(rank, -1), rank))[:MOST_RANKS]
-        if not changed and self._told:
+        if not changed and self._reported:
             return None
         output = output_of(self._folder, after=self._watch.after, ranks=changed)
         for rank in changed:
@@ -103,9 +103,9 @@ class WatchedOutput:
             self._seen[rank] = files[rank]
         self._watch.after = output.cursor
         # Send the first answer even without lines, so that the page knows that nothing was printed.
-        if not output.ranks and self._told:
+        if not output.ranks and self._reported:
             return None
-        self._told = True
+        self._reported = True
         return output
 
 
@@ -233,7 +233,7 @@ class PageConnection:
         self._clusters: list[m.ClusterSummary] | None = None
 
     @property
-    def hears(self) -> bool:
+    def receives(self) -> bool:
         """Whether the page subscribes to anything."""
         return bool(self._watched or self._lists)
 
@@ -284,7 +284,7 @@ class PageConnection:
             if not job.done():
                 continue
             if (error := self._jobs.pop(id).exception()) is not None:
-                tick.lists_problem = self._lists_told(reading_text(error, "the lists of clusters and runs"))
+                tick.lists_problem = self._lists_reported(reading_text(error, "the lists of clusters and runs"))
                 if tick.lists_problem is not None:
                     self._handler.log.warning("SpeedLab: %s", tick.lists_problem, exc_info=error)
                 continue
@@ -296,7 +296,7 @@ class PageConnection:
                     tick.runs.append(found)
                 continue
             runs, clusters = found
-            tick.lists_problem = self._lists_told("")
+            tick.lists_problem = self._lists_reported("")
             if runs != self._runs:
                 self._runs = tick.all_runs = runs
             if clusters != self._clusters:
@@ -304,7 +304,7 @@ class PageConnection:
         if tick != m.Tick():
             self._sending = self._handler.say(tick)
 
-    def _lists_told(self, problem: str) -> str | None:
+    def _lists_reported(self, problem: str) -> str | None:
         """Return the text about the lists to send; None if the page has it already."""
         before, self._lists_problem = self._lists_problem, problem
         return problem if problem != before else None
@@ -329,7 +329,7 @@ class Hub:
             page: The page's connection.
         """
         self._pages.add(page)
-        if page.hears and (self._running is None or self._running.done()):
+        if page.receives and (self._running is None or self._running.done()):
             self._running = asyncio.ensure_future(self._run())
 
     def leave(self, page: PageConnection) -> None:
@@ -341,13 +341,13 @@ class Hub:
         self._pages.discard(page)
 
     async def _run(self) -> None:
-        while any(page.hears for page in self._pages):
+        while any(page.receives for page in self._pages):
             await self._look_for_all()
             # Loop: a page may have joined meanwhile.
             await self._services.in_thread(self._services.registry.close_idle)
 
     async def _look_for_all(self) -> None:
-        while pages := [page for page in self._pages if page.hears]:
+        while pages := [page for page in self._pages if page.receives]:
             began = time.monotonic()
             if jobs := [job for page in pages for job in page.begin(self._services)]:
                 await asyncio.wait(jobs, timeout=TICK_SECONDS)

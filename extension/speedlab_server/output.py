@@ -146,8 +146,8 @@ def _read(path: Path, place: OutputPosition | None) -> tuple[bytes, OutputPositi
         whole = data[: data.rfind(b"\n") + 1]
         end = OutputPosition(numbers[-1], max(files[-1].tell() - (len(data) - len(whole)), 0))
         kept = whole[-MOST_BYTES:]
-        told_before = 0 if place is None or not known else place.byte
-        total = sum(os.fstat(file.fileno()).st_size for file in files[first:]) - told_before
+        reported_before = 0 if place is None or not known else place.byte
+        total = sum(os.fstat(file.fileno()).st_size for file in files[first:]) - reported_before
         skipped = len(kept) < total - (len(data) - len(whole)) or (place is not None and not known)
         return kept[kept.find(b"\n") + 1 :] if len(kept) < len(whole) else kept, end, skipped
     finally:

@@ -100,8 +100,10 @@ class Reader:
         with self._lock:
             rank = min(self._feed.records, default=0) if rank is None else rank
             if rank not in self._feed.records and (rank > 0 or self._feed.records):
-                told = ", ".join(map(str, self.ranks)) or "none yet"
-                raise UnknownError(f"rank {rank} of run {self.folder.name!r} has no records; ranks that have: {told}")
+                reported = ", ".join(map(str, self.ranks)) or "none yet"
+                raise UnknownError(
+                    f"rank {rank} of run {self.folder.name!r} has no records; ranks that have: {reported}"
+                )
             series, generation = self._updated(rank)
             closed = self._feed.status.state in RESTING
             size = stride(series.length, max(1, min(watch.points, MOST_POINTS)))
@@ -127,7 +129,7 @@ class Reader:
         with self._lock:
             known = self._feed.events
             keep = after if 0 <= after <= len(known) else 0
-            chosen = [_told(event) for event in known[keep : keep + MOST_EVENTS]]
+            chosen = [_reported(event) for event in known[keep : keep + MOST_EVENTS]]
             return m.Events(run=self.id, keep=keep, total=len(known), events=chosen)
 
     def memory(self) -> list[m.RankMemory]:
@@ -151,10 +153,10 @@ class Reader:
         with self._lock:
             newest = {rank: records[-1] for rank, records in self._feed.records.items() if records}
         try:
-            told = tensors_in(self.folder, newest, rank=rank, category=category, place=place)
+            reported = tensors_in(self.folder, newest, rank=rank, category=category, place=place)
         except SegmentError as error:
             raise QuestionError(str(error)) from None
-        return msgspec.convert(told, m.Tensors)
+        return msgspec.convert(reported, m.Tensors)
 
     def draw(self, draw: Callable[[History, int, Status, Sequence[Device]], _Drawn]) -> _Drawn:
         """Call `draw` with the data of all plots, under the lock, and return its result.
@@ -265,7 +267,7 @@ def _thinned(points: list[tuple[int, float | None]]) -> list[tuple[int, float | 
     return points[::-1][::every][::-1] if every > 1 else points
 
 
-def _told(event: Event) -> m.RunEvent:
+def _reported(event: Event) -> m.RunEvent:
     details = event.details
     if (size := len(msgspec.json.encode(details))) > _MOST_DETAILS_BYTES:
         details = {"left_out": f"{size} bytes, which are in the run's events.jsonl"}

@@ -16,7 +16,7 @@ from speedlab.cluster.known_runs import remembered_runs, run_id, seen_runs
 from speedlab.telemetry.record_store import last_record
 from speedlab.telemetry.records import StepRecord
 from speedlab.telemetry.run_folder import RunFolder, Status, find_runs, is_folder
-from speedlab_server.errors import GoneError, UnknownError, told
+from speedlab_server.errors import GoneError, UnknownError, reported
 from speedlab_server.run_reader import Reader, summary_of
 
 MOST_LISTED = 200
@@ -75,7 +75,7 @@ class Registry:
         if (path := self._paths.get(id)) is None:
             raise UnknownError(f"there is no run with the id {id[:64]!r}; the list of runs has those there are")
         if not _is_there(path):
-            raise GoneError(f"the folder of run {path.name!r} is gone: somebody has removed or moved it")
+            raise GoneError(f"the folder of run {path.name!r} is gone: it was removed or moved")
         return path
 
     def reader(self, id: str) -> Reader:
@@ -135,7 +135,7 @@ class Registry:
         try:
             seen = self._look(id, path)
         except Exception as error:  # A damaged run must not hide the others.
-            known = told(error)
+            known = reported(error)
             text = known[1] if known else f"cannot be read ({type(error).__name__}); look at its folder"
             seen_text = self._seen[id].status.text if id in self._seen else ""
             return m.RunSummary(

@@ -253,7 +253,7 @@ class ClusterLauncher:
             start = self._starts[name] = _Start(process)
         threading.Thread(target=self._wait, args=(name, start), name="speedlab-start", daemon=True).start()
 
-    def told(self, found: list[m.ClusterSummary]) -> list[m.ClusterSummary]:
+    def reported(self, found: list[m.ClusterSummary]) -> list[m.ClusterSummary]:
         """Return the list of clusters, with those whose start is in progress or has failed.
 
         Args:

@@ -112,8 +112,8 @@ def _note(stem: str, *, ran: bool) -> str:
 
 
 def _digest(page: Path) -> str:
-    told = page.read_bytes() + repr(FEWER.get(page.stem)).encode()
-    return hashlib.sha256(told).hexdigest()
+    reported = page.read_bytes() + repr(FEWER.get(page.stem)).encode()
+    return hashlib.sha256(reported).hexdigest()
 
 
 if __name__ == "__main__":

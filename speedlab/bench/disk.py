@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from speedlab.offload import DiskStore, OffloadedState
 
 _ENGINES = ("libaio", "psync")
-_NO_FIO = "fio is not installed, so there is nothing beside ours: apt-get install fio"
+_NO_FIO = "fio is not installed, so there is nothing to compare with: apt-get install fio"
 
 
 @dataclass(frozen=True, kw_only=True)

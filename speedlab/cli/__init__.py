@@ -89,5 +89,5 @@ def _usage() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
-        ["usage: speedlab COMMAND [options]", "", *lines, "", "speedlab COMMAND --help tells the options; --version."]
+        ["usage: speedlab COMMAND [options]", "", *lines, "", "speedlab COMMAND --help lists the options; --version."]
     )

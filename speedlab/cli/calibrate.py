@@ -112,11 +112,11 @@ def calibration_text(found: Calibration) -> str:
         rows.append((str(each.engines), each.dtype, str(each.threads), *numbers))
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines += ["", *("  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in (header, *rows))]
-    remainder, behind = found.process_remainder()
-    lines += ["", f"an engine's process holds {remainder / 2**20:,.0f} MiB of its own ({_runs(behind)})"]
+    remainder, following = found.process_remainder()
+    lines += ["", f"an engine's process holds {remainder / 2**20:,.0f} MiB of its own ({_runs(following)})"]
     for name in CLASSES:
-        factor, behind = found.learned(name)
-        lines.append(f"{name}: factor {factor:.3f} ({_runs(behind)})")
+        factor, following = found.learned(name)
+        lines.append(f"{name}: factor {factor:.3f} ({_runs(following)})")
     for run in found.runs:
         lines.append(
             f"  {run.name}: {run.setup}: predicted {run.predicted_seconds * 1e3:.1f} ms, measured "
@@ -126,4 +126,4 @@ def calibration_text(found: Calibration) -> str:
 
 
 def _runs(count: int) -> str:
-    return f"{count} run{'' if count == 1 else 's'} behind it"
+    return f"{count} run{'' if count == 1 else 's'} were used"

@@ -48,8 +48,8 @@ class Comparison:
             twice = next(path for path in paths if paths.count(path) > 1)
             raise RunError(f"run {twice.name!r} is there twice; name different runs")
         if not 2 <= len(feeds) <= MOST_COMPARED:
-            told = f"{len(feeds)} run{'' if len(feeds) == 1 else 's'}"
-            raise RunError(f"{told}; 2 to {MOST_COMPARED} are compared, as in speedlab.compare('a', 'b')")
+            reported = f"{len(feeds)} run{'' if len(feeds) == 1 else 's'}"
+            raise RunError(f"{reported}; 2 to {MOST_COMPARED} are compared, as in speedlab.compare('a', 'b')")
         self.feeds = list(feeds)
         self.version = 0
         """Number of polls that found something new."""

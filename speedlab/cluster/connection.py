@@ -67,7 +67,7 @@ class SupervisorConnection:
             known = left.over if state is not None and left is not None and left.token == state.token else ""
             reason = known or f"the controller of cluster {self.name!r} has died or was stopped"
             self._abandon(reason)
-            raise ClusterError(f"{reason}; speedlab.Cluster(name={self.name!r}) starts it anew")
+            raise ClusterError(f"{reason}; speedlab.Cluster(name={self.name!r}) starts it again")
         if self._lost:
             self._reconnect()
 
@@ -137,7 +137,7 @@ class SupervisorConnection:
                 raise
             # The cluster has ended. The error would show unrelated logs.
             raise ClusterError(
-                f"cluster {self.name!r} ended just now; speedlab.Cluster(name={self.name!r}) starts it anew"
+                f"cluster {self.name!r} ended just now; speedlab.Cluster(name={self.name!r}) starts it again"
             ) from None
         self.output.connected()
         try:
@@ -285,5 +285,5 @@ class ClusterRuns:
 
     def _ask(self, question: m.Question, *, seconds: float | None = None) -> Any:
         cluster = self._cluster()
-        assert cluster is not None, "whoever asks of a run holds its cluster"
+        assert cluster is not None, "a caller that asks about a run holds its cluster"
         return cluster._ask(question, seconds=seconds)

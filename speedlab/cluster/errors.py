@@ -196,8 +196,8 @@ class RankError(RuntimeError):
         """Return the groups whose traceback is shown."""
         groups = self.groups
         causes = [group for group in groups if not group[1].follows_another] or groups[:1]
-        told = [group for group in causes if group[1].traceback and group[1].kind not in _IN_WORDS | _BARE]
-        return told[:_MOST_TRACES]
+        reported = [group for group in causes if group[1].traceback and group[1].kind not in _IN_WORDS | _BARE]
+        return reported[:_MOST_TRACES]
 
     def _default_advice(self) -> str:
         dead = [rank for rank, failure in self.by_rank.items() if failure.kind == DIED]

@@ -91,7 +91,7 @@ class LiveCell:
     @property
     def failures(self) -> dict[int, RemoteFailure]:
         """Failures by rank, after the cell is done. Raises the errors of `said`."""
-        failed = {rank: told.failure for rank, told in self.said().items() if told.failure is not None}
+        failed = {rank: reported.failure for rank, reported in self.said().items() if reported.failure is not None}
         try:
             return {rank: RemoteFailure.from_dict(failure) for rank, failure in failed.items()}
         except ValueError as error:

@@ -58,7 +58,7 @@ def out_of_memory_lines(error: RankError, folder: RunFolder, devices: Sequence[D
             records = feed.records.get(ranks[0])
             ledger = records[-1].ledger if records else None
             if _ran_out(failure, ledger):
-                return [_told(ranks[0], failure, ledger), *_changes(feed, devices), more_in("memory")]
+                return [_reported(ranks[0], failure, ledger), *_changes(feed, devices), more_in("memory")]
     finally:
         feed.close()
     return []
@@ -70,7 +70,7 @@ def _ran_out(failure: RemoteFailure, ledger: Ledger | None) -> bool:
     return failure.kind in _KINDS or any(sign in failure.message for sign in _SIGNS)
 
 
-def _told(rank: int, failure: RemoteFailure, ledger: Ledger | None) -> str:
+def _reported(rank: int, failure: RemoteFailure, ledger: Ledger | None) -> str:
     """Return 'Out of memory on rank 2: 2.0 GiB for activations in forward of blocks.3 did not fit; it held 3.1
     GiB: …'.
     """

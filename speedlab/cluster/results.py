@@ -298,7 +298,7 @@ class RanksOutput:
             try:
                 callback(ranks, stream, text)
             except Exception:
-                log.exception("a subscriber of the ranks' output failed and hears no more of it")
+                log.exception("a subscriber of the ranks' output failed and gets no more of it")
                 self._callbacks.remove(callback)
 
     def connected(self) -> None:

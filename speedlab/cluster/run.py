@@ -620,7 +620,7 @@ class Run:
 
     def _where(self) -> str:
         status = self.feed.status
-        text = f": {status.told}" if status.told else ""
+        text = f": {status.reported}" if status.reported else ""
         return f"run {self.name!r} is {status.state} at step {self.step} of {status.steps}{text}"
 
     def __repr__(self) -> str:

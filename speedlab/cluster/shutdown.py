@@ -70,7 +70,7 @@ def cancel_start(home: ClusterDir) -> None:
         channel = connect(home.supervisor_socket, m.FromSupervisor)
     except OSError:
         raise NotStartingError(
-            f"nobody starts cluster {home.name!r} any more; what is left of it can be removed"
+            f"no process starts cluster {home.name!r} any more; what is left of it can be removed"
         ) from None
     try:
         channel.send(m.Hello())

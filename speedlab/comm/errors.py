@@ -42,7 +42,7 @@ _NETWORK = re.compile(
 _LATE = re.compile(r"timed out|time ?out", re.IGNORECASE)
 
 
-def tells_of_lost_peer(error: BaseException) -> bool:
+def reports_lost_peer(error: BaseException) -> bool:
     """Return whether a collective's error means that another rank left, died or did not arrive.
 
     Other errors, such as out-of-memory, belong to this rank and must stay visible.
@@ -61,7 +61,7 @@ def tells_of_lost_peer(error: BaseException) -> bool:
     return isinstance(error, lost) or _NETWORK.search(text) is not None
 
 
-def tells_of_timeout(error: BaseException) -> bool:
+def reports_timeout(error: BaseException) -> bool:
     """Return whether an error of a lost peer comes from a timeout and not from a closed connection.
 
     Args:

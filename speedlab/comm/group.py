@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from speedlab.comm.errors import PeerLost, tells_of_lost_peer
+from speedlab.comm.errors import PeerLost, reports_lost_peer
 from speedlab.comm.process_groups import HierarchicalGroups, ProcessGroups, groups_of_world, places_of
 from speedlab.comm.rank_activity import lost_peers
 from speedlab.comm.shared.mapped_shards import MappedShards
@@ -625,7 +625,7 @@ class Group:
             try:
                 yield
             except RuntimeError as error:
-                if not isinstance(error, PeerLost) and tells_of_lost_peer(error):
+                if not isinstance(error, PeerLost) and reports_lost_peer(error):
                     check_peers()  # Raises an error with the name of the lost rank, if known.
                 raise
 

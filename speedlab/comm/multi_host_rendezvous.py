@@ -99,7 +99,7 @@ def _serve(place: Endpoint, timeout_seconds: float) -> None:
     except OSError as error:
         raise MeetingFailed(
             f"rank 0 cannot listen at {place.words}: {error.strerror}. Another process has the port, or {place.host} "
-            "has another address; start the cluster again, which chooses anew"
+            "has another address; start the cluster again, which chooses again"
         ) from error
     # The store takes ownership of the socket.
     _served[place] = dist.TCPStore(
@@ -156,7 +156,9 @@ def _try_ways(
                 said = json.dumps([str(problem) for problem in problems if problem is not None])
         # Keep listening until all hosts have published their results.
         return [
-            line for told in _tell(store, "tried", leads, said, hosts, deadline, missing) for line in json.loads(told)
+            line
+            for reported in _tell(store, "tried", leads, said, hosts, deadline, missing)
+            for line in json.loads(reported)
         ]
 
 

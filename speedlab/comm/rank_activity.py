@@ -26,8 +26,8 @@ from speedlab.comm.errors import (
     PeerLost,
     clear_frames,
     reason_of,
-    tells_of_lost_peer,
-    tells_of_timeout,
+    reports_lost_peer,
+    reports_timeout,
 )
 from speedlab.comm.own_note import LEFT, own_note
 from speedlab.comm.shared.memfd import host_identity
@@ -160,11 +160,11 @@ def report() -> str:
     notes = publisher.read()
     if not any(note.text for note in notes):
         return ""
-    texts = [f"{note.text}, with {_times(note.forwards)}" if _tells_forwards(notes) else note.text for note in notes]
+    texts = [f"{note.text}, with {_times(note.forwards)}" if _reports_forwards(notes) else note.text for note in notes]
     return f"{_sentence(texts)}.{_advice(notes)}"
 
 
-def _tells_forwards(notes: Sequence[Note]) -> bool:
+def _reports_forwards(notes: Sequence[Note]) -> bool:
     """Return whether the numbers of forward passes differ, and a call of the module may be the reason."""
     known = [note for note in notes if note.text]
     alike = len({note.text for note in known}) == 1 or any(
@@ -206,7 +206,7 @@ def lost_peers(waiting: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not tells_of_lost_peer(error):
+        if not reports_lost_peer(error):
             raise
         clear_frames(error)
         if isinstance(error, CollectiveMismatch):  # A mismatch already names the call of each rank.
@@ -214,7 +214,7 @@ def lost_peers(waiting: str) -> Iterator[None]:
         if isinstance(error, PeerLost):
             error.args = (explained(str(error)),)
             raise
-        missing = "did not come" if tells_of_timeout(error) else "left"
+        missing = "did not come" if reports_timeout(error) else "left"
         raise PeerLost(explained(f"{waiting} a peer that {missing} ({reason_of(error)})")) from error
 
 
@@ -235,7 +235,7 @@ def _advice(notes: Sequence[Note]) -> str:
     known = [note for note in notes if note.text]
     if any(note.text.startswith(("has ended", "left ", "has not joined")) for note in known):
         return ""
-    if _tells_forwards(notes):
+    if _reports_forwards(notes):
         return (
             " All ranks must call the module equally often while its parameters are partitioned. With "
             "generate(synced_gpus=True), ranks that have finished go on calling the module."

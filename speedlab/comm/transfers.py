@@ -98,19 +98,19 @@ class CommStats:
     float32_bytes: int = 0
     encoding: bool = False
     """Whether current allocations are messages and not activations of the model."""
-    _beside: set[int] = field(default_factory=set)
+    _alongside: set[int] = field(default_factory=set)
     """Threads whose waits do not delay the step."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
-    def beside_the_step(self) -> Iterator[None]:
+    def alongside_the_step(self) -> Iterator[None]:
         """Do not count waits of this thread in a phase, because they do not delay the step."""
         thread = threading.get_ident()
-        self._beside.add(thread)
+        self._alongside.add(thread)
         try:
             yield
         finally:
-            self._beside.discard(thread)
+            self._alongside.discard(thread)
 
     @contextmanager
     def communicating(self) -> Iterator[None]:
@@ -158,7 +158,7 @@ class CommStats:
             device: Device that waits.
             link: Name of the link.
         """
-        kind = "" if threading.get_ident() in self._beside else self.phase, leads_to_place(link)
+        kind = "" if threading.get_ident() in self._alongside else self.phase, leads_to_place(link)
         if device.type != "cuda":
             start = time.perf_counter()
             wait()

@@ -98,7 +98,7 @@ def _after(reached: list[int], before: list[int], then: list[int]) -> list[int]:
     return found
 
 
-_TOLD_RUNS = 5
+_REPORTED_RUNS = 5
 """Maximum number of runs of visible tokens in a text."""
 
 
@@ -229,15 +229,15 @@ class AttentionView:
     def _path_words(self) -> str:
         path, layers = self.longest_path, self.layers
         unheard, everything = ("some before them", "all before it") if self.causal else ("some others", "all others")
-        told = f"longest path: some tokens never depend on {unheard}, whatever the number of layers"
+        reported = f"longest path: some tokens never depend on {unheard}, whatever the number of layers"
         if path is not None:
-            told = f"longest path between two tokens: {path:,} layer{'s' if path > 1 else ''}"
+            reported = f"longest path between two tokens: {path:,} layer{'s' if path > 1 else ''}"
         if layers is None:
-            return told
+            return reported
         if path is not None and path <= layers:
-            return f"{told}; the model's {layers} are enough for every token to depend on {everything}"
+            return f"{reported}; the model's {layers} are enough for every token to depend on {everything}"
         reach = f"after the model's {layers} the last token depends on {self.heard(layers):,} of {self.length:,} tokens"
-        return f"{told}; {reach}"
+        return f"{reported}; {reach}"
 
     def __str__(self) -> str:
         return "\n".join([*self.words, *grid_text(self.grid)])
@@ -283,10 +283,10 @@ class AttentionView:
                 runs[-1][1] = end
             else:
                 runs.append([first, end])
-        told = [f"{first:,} to {end - 1:,}" for first, end in runs]
-        if len(told) > _TOLD_RUNS:
-            told = [*told[: _TOLD_RUNS - 2], f"… ({len(told) - _TOLD_RUNS + 1} more)", told[-1]]
-        return " and ".join(filter(None, [", ".join(told[:-1]), told[-1]]))
+        reported = [f"{first:,} to {end - 1:,}" for first, end in runs]
+        if len(reported) > _REPORTED_RUNS:
+            reported = [*reported[: _REPORTED_RUNS - 2], f"… ({len(reported) - _REPORTED_RUNS + 1} more)", reported[-1]]
+        return " and ".join(filter(None, [", ".join(reported[:-1]), reported[-1]]))
 
     def svg(self) -> str:
         """Return only the picture, in the page's text colour, without script or style sheet."""

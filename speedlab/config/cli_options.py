@@ -91,6 +91,6 @@ def _refusal(word: str, known: Mapping[str, str], prog: str) -> str:
     of_part = [key for key in known if key.startswith(f"{_key(word)}.")]
     near = of_part or nearest_keys(_key(word), known, inner)
     if not near:
-        return f"unknown option {word!r}; `{prog} --help` tells all"
+        return f"unknown option {word!r}; `{prog} --help` lists all"
     named = ", ".join(repr(known[key]) for key in near)
     return f"unknown option {word!r}; the nearest {'is' if len(near) == 1 else 'are'} {named}"

@@ -82,7 +82,7 @@ class OptimizerConfig(ConfigSection):
     )
     compression: Literal["signs", "none"] = Field(
         default="signs",
-        description="onebit_*, zero_one_adam: how momenta travel behind the warm-up; 'none' sends them whole, to "
+        description="onebit_*, zero_one_adam: how momenta travel after the warm-up; 'none' sends them whole, to "
         "compare",
     )
     variance_floor: float = Field(
@@ -127,7 +127,7 @@ class OptimizerConfig(ConfigSection):
     local_doubling: int = Field(
         default=1000,
         ge=1,
-        description="zero_one_adam: steps behind freeze_step before the distance between two exchanges doubles, which "
+        description="zero_one_adam: steps after freeze_step before the distance between two exchanges doubles, which "
         "is 1 at first",
     )
     max_local_steps: int = Field(
@@ -138,7 +138,7 @@ class OptimizerConfig(ConfigSection):
     def moments(self) -> int:
         """Number of float32 states for each element of the masters."""
         if self.name == "zero_one_adam":  # Local steps need an anchor.
-            return 2 + self.steps_apart
+            return 2 + self.steps_separate
         return {"onebit_lamb": 3, "lion": 1, "sgd": int(self.momentum > 0)}.get(self.name, 2)
 
     @property
@@ -172,10 +172,10 @@ class OptimizerConfig(ConfigSection):
     @property
     def exchange_every(self) -> int:
         """Steps between two exchanges, at the end of a long run."""
-        return self.max_local_steps if self.steps_apart else 1
+        return self.max_local_steps if self.steps_separate else 1
 
     @property
-    def steps_apart(self) -> bool:
+    def steps_separate(self) -> bool:
         """Whether ranks take local steps between two exchanges, after the variance is frozen."""
         return self.name == "zero_one_adam" and self.freeze_step is not None
 

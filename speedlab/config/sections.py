@@ -152,7 +152,7 @@ class PrecisionConfig(ConfigSection):
     min_loss_scale: float = Field(default=1.0, gt=0, description="float16 only: the factor never falls below this")
     masters: Literal["float32", "none"] = Field(
         default="float32",
-        description="bfloat16 only: 'none' keeps no float32 masters beside the parameters, and rounds each update "
+        description="bfloat16 only: 'none' keeps no float32 masters next to the parameters, and rounds each update "
         "stochastically (arXiv:1502.02551)",
     )
     moments: Literal["float32", "8bit"] = Field(
@@ -207,7 +207,7 @@ class OffloadConfig(ConfigSection):
     delayed_update: int | None = Field(
         default=None,
         ge=1,
-        description="First step whose update is made beside the next step's forward and backward, which so use "
+        description="First step whose update is made during the next step's forward and backward, which so use "
         "parameters one update older (arXiv:2101.06840, section 5.2): a training changes by it; never when left out",
     )
     folder: Path | None = Field(

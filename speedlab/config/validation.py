@@ -35,12 +35,12 @@ def optimizer_problems(
     if optimizer.looks_at_parameters and optimizer.min_coeff > optimizer.max_coeff:
         problems.append(
             f"optimizer.min_coeff {optimizer.min_coeff:g} is more than optimizer.max_coeff {optimizer.max_coeff:g}, "
-            "and a trust ratio lies between them; lower the first or raise the second"
+            "and a trust ratio is between them; lower the first or raise the second"
         )
     if optimizer.name == "onebit_lamb" and optimizer.factor_min > optimizer.factor_max:
         problems.append(
             f"optimizer.factor_min {optimizer.factor_min:g} is more than optimizer.factor_max "
-            f"{optimizer.factor_max:g}, and the factor of a trust ratio lies between them; lower the first or raise "
+            f"{optimizer.factor_max:g}, and the factor of a trust ratio is between them; lower the first or raise "
             "the second"
         )
     if optimizer.name == "zero_one_adam":
@@ -92,7 +92,7 @@ def _problems_of_looks(optimizer: OptimizerConfig, offload: OffloadConfig, maste
         f"{name} precision.moments is {moments!r}; set precision.moments to 'float32'": moments != "float32",
         f"{name} precision.masters is {masters!r}; set precision.masters to 'float32'": masters != "float32",
         f"{name} optimizer.in_backward makes each unit's update in one; set it to false": optimizer.in_backward,
-        f"{name} offload.delayed_update makes the update beside the next step, without exchanges; set it to null": (
+        f"{name} offload.delayed_update makes the update during the next step, without exchanges; set it to null": (
             offload.delayed_update is not None
         ),
     }
@@ -319,7 +319,7 @@ def _delay_problems(offload: OffloadConfig, *, in_backward: bool, masters: str) 
     delayed = f"offload.delayed_update {offload.delayed_update}"
     problems = {
         f"{delayed} needs offload.optimizer 'host' or 'disk', and it is 'none': an update on the device has "
-        "nothing to hide behind; set offload.optimizer to 'host', or offload.delayed_update to null": (
+        "nothing to overlap with; set offload.optimizer to 'host', or offload.delayed_update to null": (
             offload.optimizer == "none"
         ),
         f"{delayed} cannot be with optimizer.in_backward, whose gradients are used before the step ends; set one of "

@@ -217,8 +217,8 @@ def _tokenizer_of(config: DataConfig, path: Path, vocabulary: int) -> Tokenizer:
         return ByteTokenizer()
     if config.tokenizer != "bpe":
         return FileTokenizer(config.tokenizer)
-    beside = path.parent / "tokenizer.json"
-    return FileTokenizer(beside) if beside.is_file() else NumberTokenizer(vocabulary)
+    alongside = path.parent / "tokenizer.json"
+    return FileTokenizer(alongside) if alongside.is_file() else NumberTokenizer(vocabulary)
 
 
 def _from_text(config: DataConfig, cache: Path, report: SlowProgress) -> Corpus:

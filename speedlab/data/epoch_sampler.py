@@ -109,7 +109,7 @@ class Epochs:
             if position["size"] != self._size:
                 warnings.warn(
                     f"the data had {position['size']} items when the checkpoint was written and have {self._size} now: "
-                    f"epoch {epoch} begins anew",
+                    f"epoch {epoch} begins again",
                     UserWarning,
                     stacklevel=2,
                 )

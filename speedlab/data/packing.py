@@ -57,7 +57,7 @@ def end_token(config: DataConfig, tokenizer: Tokenizer) -> int | None:
         return tokenizer.end_of_text
     if isinstance(tokenizer, NumberTokenizer):
         raise ConfigError(
-            f"data.documents 'separate': {config.source} is of token ids without a tokenizer, so that nobody knows "
+            f"data.documents 'separate': {config.source} is of token ids without a tokenizer, so that it is unknown "
             f"which of them ends a document; set data.tokenizer to the tokenizer.json the file was made with, {_JOINED}"
         )
     raise ConfigError(
@@ -82,7 +82,7 @@ def check_ends(tokens: np.ndarray, end: int, name: str) -> None:
             return
     raise ConfigError(
         f"data.documents 'separate': token {end}, which ends a document, is nowhere in {name}; write the file with it "
-        f"behind each document, give the tokenizer.json it was made with as data.tokenizer, {_JOINED}"
+        f"after each document, give the tokenizer.json it was made with as data.tokenizer, {_JOINED}"
     )
 
 

@@ -133,7 +133,7 @@ def _own_header(path: Path, size: int, head: bytes) -> TokenHeader:
         )
     expected = _HEADER.size + count * item
     if size != expected:
-        kind = "is cut" if size < expected else "has bytes behind its end"
+        kind = "is cut" if size < expected else "has bytes after its end"
         raise ConfigError(
             f"{path}: {kind}: {count:,} ids of {item} bytes make {expected:,} bytes, the file has {size:,}; "
             f"copy or write it again"

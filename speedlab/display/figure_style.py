@@ -239,7 +239,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def legend_beside(layout: Figure) -> None:
+def legend_alongside(layout: Figure) -> None:
     """Move the legend to the right side, in stacking order of the bars.
 
     Args:

@@ -85,9 +85,9 @@ def _is_drawn(data: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> b
         return False
     for trace in data:
         places = np.asarray(trace["x"])
-        lies = trace.get("orientation") == "h" and "base" not in trace
+        is_horizontal = trace.get("orientation") == "h" and "base" not in trace
         fits = trace["type"] == "bar" if x == "category" else places.dtype.kind in "fiu"
-        if lies or places.ndim != 1 or not fits:
+        if is_horizontal or places.ndim != 1 or not fits:
             return False
     return True
 
@@ -174,18 +174,18 @@ class _Panel:
             return 0.0, 1.0
         half = max(float(trace.get("width", 0)) for trace in self._data) / 2 if not self._lanes else 0.0
         low = 0.0 if self._lanes else min(float(end.min()) for end in ends) - half
-        return _apart(low, max(float(end.max()) for end in ends) + half)
+        return _separate(low, max(float(end.max()) for end in ends) + half)
 
     def _up(self, axis: str) -> tuple[float, float]:
-        told: Mapping[str, Any] = self._layout.get("yaxis2" if axis == "y2" else "yaxis", {})
-        if "range" in told:
-            return _apart(*told["range"])
+        reported: Mapping[str, Any] = self._layout.get("yaxis2" if axis == "y2" else "yaxis", {})
+        if "range" in reported:
+            return _separate(*reported["range"])
         own = [trace for trace in self._data if trace.get("yaxis", "y") == axis and len(trace["y"])]
         if not own:
             return 0.0, 1.0
         if own[0]["type"] == "bar":
             total = np.sum([np.maximum(np.nan_to_num(trace["y"]), 0) for trace in own], axis=0)
-            return _apart(0.0, 1.05 * float(total.max()))
+            return _separate(0.0, 1.05 * float(total.max()))
         values = np.concatenate([np.asarray(trace["y"], dtype=float) for trace in own])
         values = values[np.isfinite(values)]
         if not len(values):
@@ -193,7 +193,7 @@ class _Panel:
         low, high = float(values.min()), float(values.max())
         # Leave 5 % above and below a curve.
         room = 0.05 * (high - low)
-        return _apart(0.0 if told.get("rangemode") == "tozero" else low - room, high + room)
+        return _separate(0.0 if reported.get("rangemode") == "tozero" else low - room, high + room)
 
     def _grid(self) -> str:
         parts = []
@@ -319,11 +319,11 @@ class _Panel:
     def _title(self) -> str:
         unit = plain_text(self._layout["yaxis"].get("title", {}).get("text", ""))
         title = plain_text(self._layout["title"]["text"])
-        told = f"{title}, {unit}" if unit and unit != title else title
-        return f'<text x="14" y="20" font-size="13" font-weight="600">{_text(told)}</text>'
+        reported = f"{title}, {unit}" if unit and unit != title else title
+        return f'<text x="14" y="20" font-size="13" font-weight="600">{_text(reported)}</text>'
 
 
-def _apart(low: float, high: float) -> tuple[float, float]:
+def _separate(low: float, high: float) -> tuple[float, float]:
     """Return the two ends of an axis, widened if they are equal (a scale of length zero would divide by zero)."""
     return (low, high) if low != high else (low - 0.5, high + 0.5)
 
@@ -342,15 +342,15 @@ def _colour(trace: Mapping[str, Any]) -> str:
 def _line(line: Mapping[str, Any], colour: str, opacity: float) -> dict[str, object]:
     """Return the SVG attributes of a plotly line."""
     dash = _DASHES.get(line.get("dash", ""))
-    told: dict[str, object] = {"stroke": colour, "stroke-width": line["width"], "opacity": opacity}
-    return told | ({"stroke-dasharray": dash} if dash else {})
+    reported: dict[str, object] = {"stroke": colour, "stroke-width": line["width"], "opacity": opacity}
+    return reported | ({"stroke-dasharray": dash} if dash else {})
 
 
 def _path(d: str, attributes: Mapping[str, object]) -> str:
     if not d:
         return ""
-    told = " ".join(f'{name}="{value}"' for name, value in {"d": d, "fill": "none", **attributes}.items())
-    return f"<path {told}/>"
+    reported = " ".join(f'{name}="{value}"' for name, value in {"d": d, "fill": "none", **attributes}.items())
+    return f"<path {reported}/>"
 
 
 def _rect(x0: float, x1: float, y0: float, y1: float) -> str:

@@ -172,15 +172,15 @@ class DataConsistencyCheck:
         peers: dict[int, list[tuple[int, Any]]] = {}
         for rank, (index, given) in zip(self._mesh.everyone.ranks, reports, strict=True):
             peers.setdefault(index, []).append((rank, given))
-        told = []
+        reported = []
         for members in peers.values():
             others = [rank for rank, given in members if given != members[0][1]]
             if others:
-                told.append(f"rank {', '.join(map(str, others))} not what rank {members[0][0]} was given")
+                reported.append(f"rank {', '.join(map(str, others))} not what rank {members[0][0]} was given")
         *others, last = (axis for axis in _ONE_BATCH if axis in ALWAYS_NAMED or layout.size(axis) > 1)
         return ValueError(
             f"under {layout} ranks that differ only along {', '.join(others)} and {last} compute "
-            f"one batch together, but were given different tokens: {'; '.join(told)}. Choose data by "
+            f"one batch together, but were given different tokens: {'; '.join(reported)}. Choose data by "
             "engine.mesh.data_index instead of the rank, or take them from the loader that initialize returns"
         )
 
@@ -244,8 +244,8 @@ class GradientConsistencyCheck:
         # Row 0 is a placeholder, so that a rank without such parameters can stack and gather too.
         every = self._mesh["tp"].gather_along(own, 0).view(-1, *own.shape)[:, 1:]
         norms = every[..., 0].amax(0).sqrt()
-        apart = (every[..., 1:] - every[0, :, 1:]).abs().amax(0)
-        self._differ = [(apart > _TOLERANCE * norms[:, None]).any(1)]
+        separate = (every[..., 1:] - every[0, :, 1:]).abs().amax(0)
+        self._differ = [(separate > _TOLERANCE * norms[:, None]).any(1)]
         return torch.stack([self._differ[0].sum(), (norms == 0).sum()]).double()
 
     def took(self, unseen: int) -> None:
@@ -274,10 +274,10 @@ class GradientConsistencyCheck:
             updated: Whether backward has already applied the gradients.
         """
         own = [self._names[place] for differ in self._differ for place in differ.nonzero().flatten().tolist()]
-        names = list(dict.fromkeys(name for told in self._mesh.everyone.collect(own) for name in told))
+        names = list(dict.fromkeys(name for reported in self._mesh.everyone.collect(own) for name in reported))
         more = f" and of {len(names) - 1} more" if len(names) > 1 else ""
         module = names[0].rpartition(".")[0]
-        made = "optimizer.in_backward has made the update: set up the engine anew" if updated else "No update was made"
+        made = "optimizer.in_backward has made the update: set up the engine again" if updated else "No update was made"
         return PlanError(
             f"step {step}: the gradients of {names[0]}{more} differ between the ranks of tp {self._mesh.layout.tp}, "
             "which hold it whole: each sees its part of the values only, as between two layers that are cut. Say "
@@ -402,9 +402,9 @@ class UntrackedWriteCheck:
             for flat in self._flats
             for index in self._written.get(flat.name, torch.zeros(0)).nonzero().flatten().tolist()
         ]
-        names = list(dict.fromkeys(name for told in self._everyone.collect(own) for name in told))
+        names = list(dict.fromkeys(name for reported in self._everyone.collect(own) for name in reported))
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        made = "optimizer.in_backward has made the update: set up the engine anew" if updated else "No update was made"
+        made = "optimizer.in_backward has made the update: set up the engine again" if updated else "No update was made"
         return RuntimeError(
             f"step {step}: {names[0]}{more}: written into through parameter.data, where the engine cannot see it and "
             "the values are lost. Write into the parameter itself, under torch.no_grad() and between two steps; a "
@@ -419,7 +419,7 @@ class UntrackedWriteCheck:
 
     def _compare_masters(self, flat: FlatParam) -> None:
         narrow = flat.narrow
-        stays = not (flat.zero_policy.params_unsharded_on_demand or flat.lies_away or flat.rounded or flat.ahead)
+        stays = not (flat.zero_policy.params_unsharded_on_demand or flat.is_offloaded or flat.rounded or flat.ahead)
         # Writes that torch has counted, in parameters or masters, are copied to both later.
         if narrow is None or not stays or flat.written() or flat.master._version != self._versions[flat.name]:
             return

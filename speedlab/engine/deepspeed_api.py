@@ -80,7 +80,9 @@ class DeepSpeedNames(TrainingState):
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    @entry_point(alone=lambda engine: engine._whole_here and not (engine.apart or engine.partitioned_optimizer.late))
+    @entry_point(
+        alone=lambda engine: engine._whole_here and not (engine.replicas_differ or engine.partitioned_optimizer.late)
+    )
     def module_state_dict(
         self,
         destination: dict[str, Any] | None = None,
@@ -154,7 +156,7 @@ class DeepSpeedNames(TrainingState):
     def _masters_here(self) -> bool:
         """Return whether this rank holds the whole module and its masters, so that no gather is needed."""
         held = all(zero.zero_policy.optimizer_states is Replication.REPLICATED for zero in self.zeros)
-        return held and self._whole_here and not (self.apart or self.partitioned_optimizer.late)
+        return held and self._whole_here and not (self.replicas_differ or self.partitioned_optimizer.late)
 
     def _frozen(self) -> set[str]:
         own = [name for module in self.modules for name, p in module.named_parameters() if not p.requires_grad]

@@ -354,8 +354,8 @@ class PipelineStages:
             parts = [_with_one_counted(self._state.modules[0], each) for each in parts]
         step.data.look(batches)
         if len(shapes := {tuple(tokens.shape) for tokens, *_ in parts}) > 1:
-            told = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
-            raise ValueError(f"train_batch: under a pipeline micro-batches are of one shape, and these are {told}")
+            reported = ", ".join("×".join(map(str, shape)) for shape in sorted(shapes))
+            raise ValueError(f"train_batch: under a pipeline micro-batches are of one shape, and these are {reported}")
         if len({len(each) for each in parts}) > 1:
             raise ValueError(
                 "train_batch: positions came with some micro-batches and not with others; give all or none"

@@ -385,8 +385,8 @@ class Engine(DeepSpeedNames):
             for part in self.zeros:
                 part.leave_forwards()
             # An interrupt must not wait for peers: pending work keeps its state until `reconnect`.
-            waits_for_nobody = isinstance(error, Exception) or self.world.size == 1
-            if waits_for_nobody and self._driver.abandon():
+            waits_for_no_one = isinstance(error, Exception) or self.world.size == 1
+            if waits_for_no_one and self._driver.abandon():
                 self._step.reset()
             name_module(error, self.modules, step=self.global_step + 1, rank=self.world.rank)
             raise
@@ -424,7 +424,7 @@ class Engine(DeepSpeedNames):
             raise ConfigError(problem)
         prepare_small_states(config, self.world.device)
         self.finish_update()  # The update may create optimizer states, which the room check below counts.
-        self.tell_of_writes_apart()
+        self.report_lost_writes()
         moments = [len(self.partitioned_optimizer.states_of(flat)) for flat in self.flats if flat.trainable]
         more = more_on_disk(self.placement, wanted, dp=self.group.size, moments=max(moments, default=0))
         refuse_without_room(more, self.stores, self.everyone)
@@ -438,14 +438,14 @@ class Engine(DeepSpeedNames):
         self.zero_stage = zero
         self.config = self.config.model_copy(update={"offload": config.offload})
         release_freed_memory(self.world.device)
-        self._looking.start_anew()
+        self._looking.start_again()
 
     def average_replicas(self) -> None:
         """Average replicas as `TrainingState` does.
 
         Raises RuntimeError inside a step or after an interrupted update.
         """
-        if self.apart:
+        if self.replicas_differ:
             self._average_replicas()
 
     def make_one(self) -> None:
@@ -683,7 +683,7 @@ class Engine(DeepSpeedNames):
     def _become_one(self) -> Exception | None:
         """Average replicas that differ, at the end; return the error if that fails."""
         try:
-            if self.apart:
+            if self.replicas_differ:
                 self._step.reset()
                 super().average_replicas()
         except (PeerLost, NonFiniteError) as error:

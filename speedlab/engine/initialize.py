@@ -40,7 +40,7 @@ from speedlab.engine.state import ModelPart
 from speedlab.layout import Layout
 from speedlab.models.gpt import CausalAttention
 from speedlab.offload import StoreRegistry
-from speedlab.optim.compressed_optimizer import check_whole_gradients, kept_by, steps_apart
+from speedlab.optim.compressed_optimizer import check_whole_gradients, kept_by, steps_separate
 from speedlab.optim.diloco import kept_by_diloco
 from speedlab.optim.factory import Groups, OptimizerChoice, OptimizerFactory, param_groups_from
 from speedlab.optim.fused import FusedOptimizer, LayerwiseOptimizer
@@ -282,7 +282,7 @@ def _partitioned(recipe: OptimizerFactory, parts: Sequence[ModelPart], mesh: Mes
         recipe.build,
         group_count=recipe.group_count,
         # Layer-wise optimizers, and those that fail on joined parameters, need one segment per parameter.
-        apart=issubclass(recipe.kind, LayerwiseOptimizer) or recipe.forms.whole_only,
+        separate=issubclass(recipe.kind, LayerwiseOptimizer) or recipe.forms.whole_only,
         forms=recipe.forms,
     )
     partitioned.prepare()
@@ -385,7 +385,7 @@ def _check_communicating(kind: type[Optimizer], config: RunConfig, mesh: Mesh) -
             f"parallel.islands {mesh.layout.islands}: {kind.__name__} sums gradients itself, over all ranks in every "
             "step; use AdamW, with outer.compression 'signs'"
         )
-    if steps_apart(kind) and mesh.layout.cp > 1:
+    if steps_separate(kind) and mesh.layout.cp > 1:
         raise ConfigError(
             f"parallel.cp {mesh.layout.cp}: ranks of {kind.__name__} make steps of their own, and cp ranks compute one "
             "sequence together, with the same parameters; set it to 1"

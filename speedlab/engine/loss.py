@@ -30,7 +30,7 @@ What a model's forward takes and gives is one of these:
                                         next to tokens become labels at the right places
   anything else                         give loss=f as well: f(model, batch) calls the model and gives the loss;
                                         in a run, batch is (tokens, targets)
-With data.documents 'separate' a batch has positions (B, T) int64 as well, where each token stands in its document:
+With data.documents 'separate' a batch has positions (B, T) int64 as well, the position of each token in its document:
 forward(tokens, targets, positions=...), of Hugging Face's models forward(..., position_ids=...); in a run, batch is
 then (tokens, targets, positions)"""
 
@@ -88,7 +88,7 @@ def _call(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor |
     """
     parameters = inspect.signature(model.forward).parameters
     if positions is not None:
-        return _call_apart(model, parameters, tokens, targets, positions)
+        return _call_separate(model, parameters, tokens, targets, positions)
     if "targets" in parameters:
         return model(tokens, targets=targets)
     kinds = [parameter.kind for parameter in parameters.values()]
@@ -107,7 +107,7 @@ def _call(model: nn.Module, tokens: Tensor, targets: Tensor, positions: Tensor |
     )
 
 
-def _call_apart(
+def _call_separate(
     model: nn.Module, parameters: Mapping[str, inspect.Parameter], tokens: Tensor, targets: Tensor, positions: Tensor
 ) -> Any:
     """Return the model's output for documents that must be separate."""

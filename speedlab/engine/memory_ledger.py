@@ -472,7 +472,7 @@ class MemoryProbe:
             capacities={where: store.capacity_bytes for where, store in state.stores.made.items() if away[where]},
         )
 
-    def start_anew(self) -> None:
+    def start_again(self) -> None:
         """Reset the peak."""
         self._peak.take()
 

@@ -195,8 +195,8 @@ def _memory(
             # Elements whose optimizer states this rank holds.
             owned = zero_policy.optimizer_states.share(flat.elements, dp)
             rounded = flat.dtype == torch.bfloat16 and config.precision.masters == "none"
-            apart = zero_policy.separate_masters or (low and not rounded)
-            states["master_weights"] += max(_FLOAT32, flat.dtype.itemsize) * owned if apart else 0
+            separate = zero_policy.separate_masters or (low and not rounded)
+            states["master_weights"] += max(_FLOAT32, flat.dtype.itemsize) * owned if separate else 0
             coded = config.precision.moments == EIGHT_BITS and flat.dtype.itemsize <= _FLOAT32
             width = ITEM_BYTES[EIGHT_BITS] if coded else max(_FLOAT32, flat.dtype.itemsize)
             states["optimizer_moments"] += round(moments * width * owned)
@@ -353,7 +353,7 @@ def validate_model(
             if _works(real, config, layout, loss, device, dtype):
                 return {**_described(real, nbytes, dtype), "untried": ""}
         is_fakes = _is_fakes(error) or (nbytes > _MOST_REAL_BYTES and _is_of_meta_kernel(error))
-        untried = _told(error) if is_fakes else _refused(error, module, config, layout)
+        untried = _reported(error) if is_fakes else _refused(error, module, config, layout)
     return {**_described(module, nbytes, dtype), "untried": untried}
 
 
@@ -373,7 +373,7 @@ def _made(model: ModelSource, seed: int, mode: FakeTensorMode) -> nn.Module:
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(f"model: {name_of(model)}() raised {_told(error)}") from error
+        raise ConfigError(f"model: {name_of(model)}() raised {_reported(error)}") from error
 
 
 def _check_layout(
@@ -528,12 +528,12 @@ def _refused(error: Exception, module: nn.Module, config: RunConfig, layout: Lay
     shape = f"({micro_size}, {config.data.sequence_length})"
     more = CONTRACT if isinstance(error, TypeError) else words_on_dtypes(error, [module])
     raise ConfigError(
-        f"model: it was tried on one micro-batch of tokens and targets, {shape} int64 each, and raised {_told(error)}"
-        + (f"\n{more}" if more else "")
+        f"model: it was tried on one micro-batch of tokens and targets, {shape} int64 each, "
+        f"and raised {_reported(error)}" + (f"\n{more}" if more else "")
     ) from error
 
 
-def _told(error: Exception) -> str:
+def _reported(error: Exception) -> str:
     """Return the error and its line in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})

@@ -149,7 +149,7 @@ def check_parameters(module: nn.Module, layout: Layout, compute: torch.dtype) ->
         if parameter.untyped_storage().nbytes() < parameter.numel() * parameter.element_size():
             raise ConfigError(
                 f"model: {name} has no values of its own: an engine that partitioned it was dropped. Call "
-                "engine.destroy() before, which gives them back, or build the model anew"
+                "engine.destroy() before, which gives them back, or build the model again"
             )
         other = at.setdefault(parameter.data_ptr(), name)
         if other != name:

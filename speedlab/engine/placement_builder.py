@@ -206,12 +206,12 @@ def refuse_without_room(needed: int, stores: StoreRegistry, everyone: Group) -> 
     """
     if not any(everyone.collect(needed)):
         return
-    told = everyone.collect(_own(stores, needed))
-    problems = {problem for *_, problem in told if problem}
+    reported = everyone.collect(_own(stores, needed))
+    problems = {problem for *_, problem in reported if problem}
     if problems:
         raise ConfigError("\n".join(sorted(problems)))
-    for host, disk, folder, _, free, _ in told:
-        total = sum(each[3] for each in told if each[:2] == [host, disk])
+    for host, disk, folder, _, free, _ in reported:
+        total = sum(each[3] for each in reported if each[:2] == [host, disk])
         if total > free:
             raise ConfigError(
                 f"offload: the states of the ranks on {host} need {total / 2**30:,.2f} GiB in {folder}, where "

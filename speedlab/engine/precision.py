@@ -45,7 +45,7 @@ def dtypes_of(module: nn.Module, compute: torch.dtype) -> dict[int, torch.dtype]
         module: The model.
         compute: The compute dtype.
     """
-    beside_statistics = {
+    alongside_statistics = {
         id(parameter)
         for layer in module.modules()
         if isinstance(layer, _BatchNorm)
@@ -54,7 +54,7 @@ def dtypes_of(module: nn.Module, compute: torch.dtype) -> dict[int, torch.dtype]
         for parameter in layer.parameters(recurse=False)
     }
     return {
-        id(each): compute if each.dtype == torch.float32 and id(each) not in beside_statistics else each.dtype
+        id(each): compute if each.dtype == torch.float32 and id(each) not in alongside_statistics else each.dtype
         for each in module.parameters()
     }
 

@@ -186,7 +186,7 @@ def _problems_of_one(key: str, module: Any, attention: AttentionConfig) -> Itera
     if softcap is not None:
         yield f"scores are capped at {softcap}, which 'block_sparse' does not; set attn_logit_softcapping to None"
     if getattr(module, "sinks", None) is not None:
-        yield f"{key} has sinks beside its keys, which 'block_sparse' has not; {_DENSE}"
+        yield f"{key} has sinks in addition to its keys, which 'block_sparse' has not; {_DENSE}"
     size = next((value for each in _HEAD_SIZES if isinstance(value := getattr(module, each, None), int)), None)
     if size is not None and getattr(module, "v_head_dim", size) != size:
         sizes = f"keys of {size} elements and values of {module.v_head_dim}"

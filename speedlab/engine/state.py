@@ -108,7 +108,7 @@ class TrainingState:
         self.epochs: Epochs | None = None
         """Position of the data loader that `initialize` made; None without such a loader."""
         # Parameters that the warning of local steps has already named.
-        self._told_apart: set[str] = set()
+        self._reported_writes: set[str] = set()
         self.updating = False
         """True from the first changed parameter to the end of a step.
 
@@ -185,9 +185,11 @@ class TrainingState:
         return self.partitioned_optimizer.inner
 
     @property
-    def apart(self) -> bool:
+    def replicas_differ(self) -> bool:
         """Return whether replicas of one model differ now in parameters or moments."""
-        return self.islands.apart or (isinstance(self.optimizer, LocalStepOptimizer) and self.optimizer.apart)
+        return self.islands.replicas_differ or (
+            isinstance(self.optimizer, LocalStepOptimizer) and self.optimizer.replicas_differ
+        )
 
     def average_replicas(self) -> None:
         """Average replicas that differ, between two steps. Collective over all ranks.
@@ -196,10 +198,10 @@ class TrainingState:
         `state_dict` and other calls that need one model do this automatically. The next step starts from the averaged
         values.
         """
-        if self.apart and not self.updating:
-            self.tell_of_writes_apart()
+        if self.replicas_differ and not self.updating:
+            self.report_lost_writes()
             self.updating = True  # Ranks differ if a peer is lost from here on.
-            if self.islands.apart:
+            if self.islands.replicas_differ:
                 self.islands.average_replicas()
             else:
                 self.before_change()
@@ -217,13 +219,13 @@ class TrainingState:
         inner = self.optimizer
         return inner if isinstance(inner, CommunicatingOptimizer) and keeps_now(inner) else None
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Reset state kept next to gradients (error feedback, momentum), because parameters were loaded from
         elsewhere.
         """
-        self.islands.begin_anew()
+        self.islands.begin_again()
         if isinstance(self.optimizer, CommunicatingOptimizer):
-            self.optimizer.begin_anew()
+            self.optimizer.begin_again()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Return an iterator over the parameters of this rank's model parts."""
@@ -244,7 +246,7 @@ class TrainingState:
         for state in states:
             state.kept.drop()
         for state in states:
-            state.begin_anew()
+            state.begin_again()
 
     def finish_update(self) -> None:
         """Apply a delayed update (`offload.delayed_update`) now, between two steps.
@@ -299,21 +301,21 @@ class TrainingState:
 
     def take_changes(self) -> None:
         """Accept values that the caller wrote into parameters, and copy them to the masters."""
-        self.tell_of_writes_apart()
+        self.report_lost_writes()
         for flat in self.flats:
             flat.take_changes()
 
-    def tell_of_writes_apart(self) -> None:
+    def report_lost_writes(self) -> None:
         """Warn once per parameter that the caller changed while the optimizer trains ranks with local steps.
 
         The momentum does not contain such a write, so the next exchange loses the written value. This is a warning, not
         an error, because only the writing ranks know of the write.
         """
-        if not (isinstance(self.optimizer, LocalStepOptimizer) and self.optimizer.apart):
+        if not (isinstance(self.optimizer, LocalStepOptimizer) and self.optimizer.replicas_differ):
             return
         written = [name for flat in self.partitioned_optimizer.flats for name in flat.written()]
-        if new := [name for name in written if name not in self._told_apart]:
-            self._told_apart.update(new)
+        if new := [name for name in written if name not in self._reported_writes]:
+            self._reported_writes.update(new)
             log.warning(
                 "%s: written into between two exchanges of %s, the next of which loses it; call "
                 "engine.average_replicas() on all ranks before such a write",
@@ -333,7 +335,7 @@ class TrainingState:
         """
         self.partitioned_optimizer.settle()
         self.tell_of_early_writes()
-        self.tell_of_writes_apart()
+        self.report_lost_writes()
         for zero in self.zeros:
             zero.before_change()
 

@@ -91,13 +91,13 @@ def reduce_step(
     known, targets, weighted = _weighted(losses, counted, squares)
     # All host numbers are copied to the device in one transfer, without a sync.
     numbers = [len(losses), known, unused, written, *signals]
-    told = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+    reported = torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
     zero = torch.zeros_like(squares)
     # One slot per island, so that a single sum returns the values of every island.
     of_islands = [each if index == own_island else zero for each in (squares, targets) for index in range(islands)]
     looked = [zero if found is None else found for found in (difference, lost)]
     measured = torch.stack([*of_islands, weighted, *looked])
-    vector = torch.cat([measured, zero.new_zeros(2) if gradients is None else gradients, told])
+    vector = torch.cat([measured, zero.new_zeros(2) if gradients is None else gradients, reported])
     # The one host-device sync of a step: clipping, the overflow decision and the control
     # commands of the run need these numbers before the update. Ranks sum them over host connections, so that
     # the group of all ranks needs no connections between devices.

@@ -158,7 +158,7 @@ class StepState:
         if any(zero.current is UnitPhase.BACKWARD for zero in self._state.zeros):
             raise RuntimeError(
                 f"a backward of step {self._state.global_step + 1} was cut off on this rank, and other ranks may stand "
-                "elsewhere; let all ranks meet anew and call engine.reconnect(), or set up the engine again"
+                "elsewhere; let all ranks meet again and call engine.reconnect(), or set up the engine again"
             )
 
     def refuse_frozen(self, what: str) -> None:

@@ -196,12 +196,12 @@ def packing_problem(model: nn.Module) -> str | None:
     if kind not in PACKED_FAMILIES:
         return (
             f"documents are to be separate, and {type(model).__name__}.forward takes no `positions`, nor is it of a "
-            f"type of transformers known to keep them apart ({', '.join(PACKED_FAMILIES)}); {instead}"
+            f"type of transformers known to keep them separate ({', '.join(PACKED_FAMILIES)}); {instead}"
         )
     if not str(attention).startswith(_PACKED_ATTENTION):
         return (
             f"documents are to be separate, and {type(model).__name__} with attention {attention!r} does not keep "
-            "those of several sequences apart; load it by from_pretrained(..., attn_implementation='sdpa'), or set "
+            "those of several sequences separate; load it by from_pretrained(..., attn_implementation='sdpa'), or set "
             "data.documents to 'joined'"
         )
     return None

@@ -34,7 +34,7 @@ def check_positions(positions: Tensor, tokens: Tensor) -> None:
     if positions.shape != tokens.shape or wrong_kind:
         raise ValueError(
             f"positions: {positions.dtype} of shape {tuple(positions.shape)}, expected int64 of the tokens' shape "
-            f"{tuple(tokens.shape)}: where each token stands in its document, from 0"
+            f"{tuple(tokens.shape)}: the position of each token in its document, from 0"
         )
 
 

@@ -319,7 +319,7 @@ class DiskState(OffloadedState):
         if tensor.dtype != self.dtype or not tensor.is_contiguous() or not fits:
             raise ValueError(
                 f"offload: {tensor.numel()} elements of {tensor.dtype} from element {start} on, of a state of "
-                f"{self.numel} elements of {self.dtype}; expected a contiguous tensor of that dtype that lies within"
+                f"{self.numel} elements of {self.dtype}; expected a contiguous tensor of that dtype that is within"
             )
         return start * self.dtype.itemsize, (start + tensor.numel()) * self.dtype.itemsize
 

@@ -63,7 +63,7 @@ class OffloadedTensor:
         self.tensor.data, self._coming = self._placeholder, None
         self.kept.leave(changed=changed)
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Allocate the state again, as zeros, after its values were lost and dropped."""
         self.tensor.data, self._coming = self._placeholder, None
         self.kept = self._keep()

@@ -164,11 +164,11 @@ class _Moved(RepinnableTensor):
             if size and _libc().mremap(there + start, size, size, _MAYMOVE | _FIXED | _DONTUNMAP, here + start) != (
                 here + start
             ):
-                self._map_anew()
+                self._remap()
                 return False
         return True
 
-    def _map_anew(self) -> None:
+    def _remap(self) -> None:
         """Map new pages here, because a failed move may have left nothing at this address."""
         here, access = self.tensor.data_ptr(), mmap.PROT_READ | mmap.PROT_WRITE
         if _libc().mmap(here, self.nbytes, access, _OWN | _NORESERVE | _MAP_FIXED, -1, 0) != here:

@@ -99,11 +99,11 @@ class CommunicatingOptimizer(Protocol):
         """
         ...
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Restart as on the first step, because parameters were loaded without the extra tensors."""
         ...
 
-    def told(self) -> dict[str, float]:
+    def reported(self) -> dict[str, float]:
         """Return figures of the exchange for the record of the step that has just ended; {} without any."""
         ...
 
@@ -117,7 +117,7 @@ class LocalStepOptimizer(CommunicatingOptimizer, Protocol):
     """
 
     @property
-    def apart(self) -> bool:
+    def replicas_differ(self) -> bool:
         """Return whether parameters differ between ranks now."""
         ...
 
@@ -187,7 +187,7 @@ def sums_itself(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, CommunicatingOptimizer) and optimizer.communicates
 
 
-def steps_apart(kind: type[Any]) -> bool:
+def steps_separate(kind: type[Any]) -> bool:
     """Return whether optimizers of this class make local steps.
 
     Args:
@@ -230,12 +230,12 @@ def check_whole_gradients(kind: type[Any], zero_policy: ZeroPolicy, stage: int) 
             f"zero.stage {stage}: {kind.__name__} sums gradients itself and needs all of them on every rank; use stage "
             "0 or 1, and no offload.optimizer"
         )
-    if steps_apart(kind) and stage > 0:
+    if steps_separate(kind) and stage > 0:
         raise ValueError(
             f"zero.stage {stage}: ranks of {kind.__name__} make steps of their own, with whole states each; use stage 0"
         )
     if kept_by(kind) is not None and zero_policy.grads_double_buffered:
         raise ValueError(
             f"offload.delayed_update: {kind.__name__} sums gradients itself, in its update, and ranks would exchange "
-            "beside a step that does so, too; set it to null"
+            "during a step that also exchanges; set it to null"
         )

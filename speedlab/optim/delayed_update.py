@@ -39,7 +39,7 @@ class DelayedUpdate:
         self._work = work
         self._error: BaseException | None = None
         self._gate, self._done = threading.Lock(), threading.Event()
-        self._started = self._begun = self._called_off = self._told = False
+        self._started = self._begun = self._called_off = self._reported = False
         # A daemon: at interpreter exit the result is not needed.
         self._thread = threading.Thread(target=self._run, name="speedlab-update", daemon=True)
 
@@ -79,13 +79,13 @@ class DelayedUpdate:
         """Wait until the work is done. Raises its error, at each call."""
         self.settle()
         if self._error is not None:
-            self._told = True
+            self._reported = True
             raise self._error
 
     @property
     def untold(self) -> BaseException | None:
         """Return the error of ended work if no caller has received it."""
-        return None if self._told else self._error
+        return None if self._reported else self._error
 
 
 class OptimizerSnapshot:

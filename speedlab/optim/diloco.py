@@ -222,7 +222,7 @@ class DiLoCo:
         self.several = self.group.size > 1
         self._optimizer, self._everyone, self._outer = optimizer, mesh.everyone, outer
         self._before_change = before_change
-        self._told: dict[str, float | Tensor] = {}
+        self._reported: dict[str, float | Tensor] = {}
         self._under_way: dict[int, tuple[int, OuterStep]] = {}
         """By fragment: the step after which its meeting ends, and the meeting.
 
@@ -231,7 +231,7 @@ class DiLoCo:
         """
         self._cut = False
         """Whether pending meetings have lost their connections."""
-        self.apart = False
+        self.replicas_differ = False
         """Whether parameters or moments may differ between islands."""
         self._fresh = True
         """Whether there was no update after the anchor was set."""
@@ -239,7 +239,7 @@ class DiLoCo:
             problem = next(filter(None, self._everyone.collect(self._too_wide())), "")
             if problem:
                 raise ConfigError(problem)
-            self.begin_anew()
+            self.begin_again()
 
     def _too_wide(self) -> str:
         """Return the problem with this rank's parameters, "" without one.
@@ -260,10 +260,10 @@ class DiLoCo:
         return kept_by_diloco(self._outer, self.group.size) or {}
 
     @torch.no_grad()
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Take the present parameters, equal in all islands, as the anchor, and drop all other state."""
         self.give_up()
-        self.apart = False
+        self.replicas_differ = False
         for flat, gradient in self._with_gradients() if self.several else ():
             gradient.forget_kept()
             gradient.kept[ANCHOR].copy_(flat.own_master)
@@ -311,21 +311,21 @@ class DiLoCo:
         """
         if not self.several:
             return
-        self.apart = True
+        self.replicas_differ = True
         outer, flats = self._outer, self._optimizer.flats
         # Steps until each fragment's meeting; fragments are spread evenly over `every_steps`.
         waits = [
             (-step - outer.every_steps * number // outer.fragments) % outer.every_steps for number in self._numbers
         ]
-        self._told = {"met": 0.0, "steps_to_meeting": min(wait or outer.every_steps for wait in waits)}
-        self._told |= {"sent_bytes": 0.0, "float32_bytes": sum_bytes(self.group, sum(map(partition_size, flats)))}
+        self._reported = {"met": 0.0, "steps_to_meeting": min(wait or outer.every_steps for wait in waits)}
+        self._reported |= {"sent_bytes": 0.0, "float32_bytes": sum_bytes(self.group, sum(map(partition_size, flats)))}
         self._end([number for number, (end, _) in self._under_way.items() if end == step])
         # Without a delay these meetings end below, in the same step.
         for number in (number for number, wait in enumerate(waits) if wait == 0):
             self._begin(number, step)
         self._end([number for number, (end, _) in self._under_way.items() if end == step])
 
-    def told(self) -> dict[str, float]:
+    def reported(self) -> dict[str, float]:
         """Return figures of meetings for the record of the step that has just ended.
 
         - met: 0 or 1.
@@ -334,7 +334,7 @@ class DiLoCo:
         - float32_bytes: bytes that float32 sums of gradients would have sent in this step.
         - error_norm: compression error of this rank, only after a compressed meeting.
         """
-        return {name: float(value) for name, value in self._told.items()}
+        return {name: float(value) for name, value in self._reported.items()}
 
     # ---- meetings ----------------------------------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class DiLoCo:
         meeting = OuterStep(self.group, self._with_gradients()[number :: outer.fragments], outer)
         self._refuse_non_finite(meeting, step)
         meeting.send()
-        self._told["sent_bytes"] += meeting.sent_bytes
+        self._reported["sent_bytes"] += meeting.sent_bytes
         self._under_way[number] = step + outer.delay_steps, meeting
 
     def _end(self, numbers: Iterable[int]) -> None:  # 2, 3
@@ -360,9 +360,9 @@ class DiLoCo:
             _, meeting = self._under_way.pop(number)
             squares += meeting.end(self._outer.mixing if self._outer.delay_steps else 0.0)
             self._publish(self._optimizer.flats[number :: self._outer.fragments])
-        self._told["met"] = 1.0
+        self._reported["met"] = 1.0
         if self._outer.compression != "none":
-            self._told["error_norm"] = squares.sqrt()
+            self._reported["error_norm"] = squares.sqrt()
 
     def _refuse_non_finite(self, meeting: OuterStep, step: int) -> None:
         """Raise before a non-finite value enters momentum or feedback, because it would remain there."""
@@ -404,7 +404,7 @@ class DiLoCo:
                 for state in states[1:]:
                     _whole(flat, state)
         self._publish(self._optimizer.flats)
-        self.apart = False
+        self.replicas_differ = False
 
     @staticmethod
     def _publish(flats: Iterable[FlatParam]) -> None:

@@ -202,8 +202,8 @@ def step_device(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tenso
         group: The parameter group.
         parameter: The parameter.
     """
-    beside = not isinstance(optimizer, FusedOptimizer) and (group.get("fused") or group.get("capturable"))
-    return parameter.device if beside else torch.device("cpu")
+    alongside = not isinstance(optimizer, FusedOptimizer) and (group.get("fused") or group.get("capturable"))
+    return parameter.device if alongside else torch.device("cpu")
 
 
 def fused_kind(kind: type[Optimizer], options: Iterable[Mapping[str, Any]]) -> Callable[..., Optimizer] | None:

@@ -39,7 +39,7 @@ def visit(
         # In a backward the gather of these parameters may come later, and must fetch them first.
         first = [state for state in states if state is not ahead.offloaded.get("parameter")]
         _fetch(ahead, first if ahead.zero_policy.update_in_backward else states, update=update)
-    if flat is None or not flat.lies_away:
+    if flat is None or not flat.is_offloaded:
         yield
         return
     try:
@@ -61,7 +61,7 @@ def leave(flat: FlatParam, *, changed: bool, point: Point) -> None:
         changed: Whether to write the states back.
         point: Renews the optimizer's views of the states.
     """
-    if not flat.lies_away:
+    if not flat.is_offloaded:
         return
     for state in list(flat.offloaded.values()):
         state.leave(changed=changed)
@@ -96,7 +96,7 @@ def publishing(flat: FlatParam, ahead: FlatParam | None) -> Iterator[None]:
 
 
 def _fetch(flat: FlatParam, states: list[OffloadedTensor], *, update: bool) -> None:
-    if flat.lies_away:
+    if flat.is_offloaded:
         # The update overwrites the parameters, or they are on the device: fetch only a buffer for them.
         needless = flat.offloaded.get("parameter") if flat.written_by_update is not None or flat.at_hand else None
         for state in states:

@@ -57,7 +57,7 @@ class WarmupThenCompressed(ShardedSignCompression):
     def __init__(self, params: Any, settings: OptimizerConfig) -> None:
         super().__init__(params, settings)
         self._freeze_step, self._steady = settings.freeze_step, settings.steady
-        self.begin_anew()
+        self.begin_again()
 
     # ---- the phase ---------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class WarmupThenCompressed(ShardedSignCompression):
         """Return whether the variance is frozen."""
         return self.param_groups[0]["frozen_at"] is not None
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Restart the warm-up."""
         self._phase(updates=0, frozen_at=None, variance=None, rate=None, partitioned=False)
 
@@ -80,7 +80,7 @@ class WarmupThenCompressed(ShardedSignCompression):
         self._phase(updates=self.param_groups[0]["updates"] + 1)
         if self.communicates:
             return
-        self._told = {"compressed": 0.0}
+        self._reported = {"compressed": 0.0}
         if self._warm(flats, everyone):
             self._freeze(flats)  # 2
             self._phase(frozen_at=self.param_groups[0]["updates"])
@@ -102,8 +102,8 @@ class WarmupThenCompressed(ShardedSignCompression):
         self._phase(variance=now, rate=float(first["lr"]))
         if not before or not now:
             return False
-        self._told["steadiness"] = min(now / before, before / now)
-        return self._told["steadiness"] >= self._steady and float(first["lr"]) <= rate
+        self._reported["steadiness"] = min(now / before, before / now)
+        return self._reported["steadiness"] >= self._steady and float(first["lr"]) <= rate
 
     @torch.no_grad()
     def _freeze(self, flats: Sequence[ExchangedState]) -> None:
@@ -139,7 +139,7 @@ class WarmupThenCompressed(ShardedSignCompression):
             return
         beta1 = self.param_groups[0]["betas"][0]
         self._weigh(flats)
-        self._told = {"compressed": 1.0}
+        self._reported = {"compressed": 1.0}
         self._hold_masters(flats)
         self._mean(flats, (1 - beta1) * factor * flats[0].gradient.group.size, beta1 if flats[0].whole else 0.0)
         self._add_missed(flats)

@@ -185,8 +185,8 @@ class OneBitLamb(WarmupThenCompressed, Lamb):
         (first, second), eps = group["betas"], group["eps"]
         variance, fresh, moment = state["exp_avg_sq"], state["exp_avg_sq_fresh"], state["exp_avg"]
         now = given.gradient.float().div_(float(state["scale"]))
-        told = (now - first * moment).div_(1 - first)
-        fresh.mul_(second).addcmul_(told, told, value=1 - second)
+        reported = (now - first * moment).div_(1 - first)
+        fresh.mul_(second).addcmul_(reported, reported, value=1 - second)
         moment.copy_(now)
         root = variance.sqrt().add_(eps)
         ratio = root / fresh.clamp(min=float(state["floor"])).sqrt().add_(eps)

@@ -89,7 +89,7 @@ class MasterSegment:
     master: Tensor
 
 
-def cut(flat: FlatParam, begins: Collection[int] = (), *, apart: bool = False) -> list[MasterSegment]:
+def cut(flat: FlatParam, begins: Collection[int] = (), *, separate: bool = False) -> list[MasterSegment]:
     """Split the state range of a flat parameter into segments: where the parameter group changes, and at given slots.
 
     Args:
@@ -104,13 +104,13 @@ def cut(flat: FlatParam, begins: Collection[int] = (), *, apart: bool = False) -
     low, high = flat.state_range
     firsts: list[int] = []
     for index, slot in enumerate(flat.slots):
-        if not index or apart or index in begins or slot.group != flat.slots[index - 1].group:
+        if not index or separate or index in begins or slot.group != flat.slots[index - 1].group:
             firsts.append(index)
     segments = []
     for first, last in zip(firsts, [*firsts[1:], len(flat.slots)], strict=True):
         begin = flat.slots[first].offset
         end = flat.slots[last].offset if last < len(flat.slots) else flat.padded
-        if apart:
+        if separate:
             end = begin + flat.slots[first].numel
         start, stop = max(begin, low), min(end, high)
         if start < stop:
@@ -174,7 +174,7 @@ class OptimizerStates:
         build: Callable[[list[list[Tensor]]], Optimizer],
         *,
         group_count: int,
-        apart: bool,
+        separate: bool,
     ) -> None:
         """Cut the flat parameters into segments and make the optimizer.
 
@@ -187,7 +187,7 @@ class OptimizerStates:
         self.flats = flats
         self.group_count = group_count
         """Number of parameter groups that the optimizer was made with."""
-        self._apart = apart
+        self._separate = separate
         self._begins: dict[str, set[int]] = {flat.name: set() for flat in flats}
         """Slots that begin a segment, because their histories may differ."""
         self.segments = {flat.name: self._cut(flat) for flat in flats}
@@ -201,14 +201,14 @@ class OptimizerStates:
         self._adopted: dict[Tensor, dict[str, Tensor]] = {}
         """Views of these states that the optimizer got, by name, by master of a segment."""
         if self._begins_with_states:
-            self.adopt_anew()
+            self.adopt_again()
         self._held = False
         """Whether masters refuse `.grad`."""
         self._in_empty_groups = torch.empty(0)
         """Placeholder in groups without a segment on this rank, so that all ranks refuse `.grad` equally."""
 
     def _cut(self, flat: FlatParam) -> list[MasterSegment]:
-        return cut(flat, self._begins[flat.name], apart=self._apart)
+        return cut(flat, self._begins[flat.name], separate=self._separate)
 
     def _by_group(self) -> list[list[Tensor]]:
         groups: list[list[Tensor]] = [[] for _ in range(self.group_count)]
@@ -351,7 +351,7 @@ class OptimizerStates:
             flat.offloaded[key].arrive().zero_()
         return state
 
-    def adopt_anew(self) -> None:
+    def adopt_again(self) -> None:
         """Copy all states of the optimizer, for example after its load_state_dict, into the engine's memory."""
         self._adopted.clear()
         for flat in self.flats:
@@ -368,7 +368,7 @@ class OptimizerStates:
         """
         for flat in self.flats:
             left_out, begins = unused.get(flat.name, ()), self._begins[flat.name]
-            if not left_out or self._apart:
+            if not left_out or self._separate:
                 continue
             new = {
                 index
@@ -442,7 +442,7 @@ class OptimizerStates:
         if without:
             begun = self._build(self._by_group()).state
             self.inner.state.update({master: begun[master] for master in without})
-            self.adopt_anew()
+            self.adopt_again()
 
     def moved(self, before: ZeroPolicy) -> tuple[dict[str, dict[str, Tensor]], dict[str, Scalars]]:
         """Return the arguments of `rebuild` after flat parameters moved. Collective if states are gathered.

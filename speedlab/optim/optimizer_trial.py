@@ -95,10 +95,10 @@ class OptimizerMaker:
         if self._make is not None:
             return self._made(parameters)
         assert self._instance is not None
-        stands_for: dict[int, Any] = {}
+        represents: dict[int, Any] = {}
         for group, own in zip(self._instance.param_groups, parameters, strict=True):
-            stands_for |= {id(p): own[number % len(own)] for number, p in enumerate(group["params"])}
-        return self._over(_copied(self._instance, stands_for), parameters)
+            represents |= {id(p): own[number % len(own)] for number, p in enumerate(group["params"])}
+        return self._over(_copied(self._instance, represents), parameters)
 
     def over(self, segments: list[list[Tensor]]) -> Optimizer:
         """Make the optimizer as the engine does, over segments that replace its parameters.
@@ -230,7 +230,7 @@ class _Trial:
             flattened=self._equal(flattened, expected),
             joined=self._equal(joined, expected),
             parts=self._equal(self._trained(_halves(self._flats)), expected),
-            pieces=self._equal(self._trained([self._flats], apart=True), joined),
+            pieces=self._equal(self._trained([self._flats], separate=True), joined),
         )
         if self._unsaved and not (forms.flattened or forms.joined):
             return ParameterForms(
@@ -267,7 +267,7 @@ class _Trial:
         trained.numbers.append(_numbers_of(optimizer))
         return trained
 
-    def _trained(self, ranks: Sequence[Sequence[_FlatPiece]], *, apart: bool = False) -> _Values | None:
+    def _trained(self, ranks: Sequence[Sequence[_FlatPiece]], *, separate: bool = False) -> _Values | None:
         """Train with one optimizer per rank over its pieces, and return the parameters; None if that raises.
 
         `apart` steps once for each piece.
@@ -275,12 +275,12 @@ class _Trial:
         trained = _Values(self._small)
         try:
             for pieces in ranks:
-                self._train(pieces, trained, apart=apart)
+                self._train(pieces, trained, separate=separate)
         except Exception:
             return None
         return trained
 
-    def _train(self, pieces: Sequence[_FlatPiece], trained: _Values, *, apart: bool) -> None:
+    def _train(self, pieces: Sequence[_FlatPiece], trained: _Values, *, separate: bool) -> None:
         segments = [self._cut(piece, [small.value for small in self._small]) for piece in pieces]
         groups = [self._small[piece.parameters[0]].group for piece in pieces]
         optimizer = self._subject.over(self._by_group(segments, groups))
@@ -288,7 +288,7 @@ class _Trial:
         for step in range(self._steps):
             gradients = [small.gradients[step] for small in self._small]
             shares = [self._cut(piece, gradients) for piece in pieces]
-            for together in [[k] for k in range(len(pieces))] if apart else [list(range(len(pieces)))]:
+            for together in [[k] for k in range(len(pieces))] if separate else [list(range(len(pieces)))]:
                 for k in together:
                     segments[k].grad = shares[k]
                 optimizer.step()
@@ -484,22 +484,22 @@ def _raised(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _copied(optimizer: Optimizer, stands_for: dict[int, Any]) -> Optimizer:
+def _copied(optimizer: Optimizer, represents: dict[int, Any]) -> Optimizer:
     """Return a copy without hooks and schedulers.
 
     `stands_for` maps the id of a tensor to its replacement. torch's own copy keeps only groups and states, also for an
     optimizer inside another one.
     """
     made = object.__new__(type(optimizer))
-    stands_for[id(optimizer)] = made
+    represents[id(optimizer)] = made
     for inner in _optimizers_in(vars(optimizer)):
-        if id(inner) not in stands_for:
-            _copied(inner, stands_for)
+        if id(inner) not in represents:
+            _copied(inner, represents)
     for name, value in vars(optimizer).items():
         if name == "step":  # A scheduler has wrapped `step`.
             continue
         is_hooks = name.startswith("_optimizer_") and name.endswith("_hooks")
-        made.__dict__[name] = type(value)() if is_hooks else copy.deepcopy(value, stands_for)
+        made.__dict__[name] = type(value)() if is_hooks else copy.deepcopy(value, represents)
     return made
 
 

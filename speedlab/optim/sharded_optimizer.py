@@ -50,7 +50,7 @@ class PartitionedOptimizer:
         build: Callable[[list[list[Tensor]]], Optimizer],
         *,
         group_count: int,
-        apart: bool,
+        separate: bool,
         forms: ParameterForms = EVERY_FORM,
     ) -> None:
         """Make the inner optimizer over the segments of all trained flat parameters.
@@ -72,7 +72,7 @@ class PartitionedOptimizer:
         self._others = {row.name for row in placement.rows if not row.answers}
         """Parameters that other tensor or pipeline ranks count."""
         self._sums = ParameterSums(self.flats, placement, axes)
-        self._states = OptimizerStates(self.flats, build, group_count=group_count, apart=apart)
+        self._states = OptimizerStates(self.flats, build, group_count=group_count, separate=separate)
         self.inner = self._states.inner
         self._twin: OptimizerSnapshot | None = None
         """The optimizer copy that runs a delayed update."""
@@ -142,7 +142,7 @@ class PartitionedOptimizer:
         reason = ""
         if isinstance(self.inner, LayerwiseOptimizer | CommunicatingOptimizer):
             reason = f"{type(self.inner).__name__} uses gradients before its step"
-        elif isinstance(self.inner, FusedOptimizer) and any(flat.lies_away for flat in self.flats):
+        elif isinstance(self.inner, FusedOptimizer) and any(flat.is_offloaded for flat in self.flats):
             reason = "states are away from the device, or in few bits, and gradients are used flat by flat"
         if reason:
             raise RuntimeError(
@@ -208,9 +208,9 @@ class PartitionedOptimizer:
             if sent is not None:
                 sent.wait()
 
-    def told(self) -> dict[str, float]:
+    def reported(self) -> dict[str, float]:
         """Return figures of the last step's exchange, for its record; {} for other optimizers."""
-        return self.inner.told() if isinstance(self.inner, CommunicatingOptimizer) else {}
+        return self.inner.reported() if isinstance(self.inner, CommunicatingOptimizer) else {}
 
     def _exchanged(self, unused: Mapping[str, Collection[int]] | None = None) -> list[ExchangedState]:
         unused = unused or {}
@@ -316,7 +316,7 @@ class PartitionedOptimizer:
             group = self.flats[0].gather_group
             if group.device.type == "cuda":  # New threads start with device 0.
                 torch.cuda.set_device(group.device)
-            with group.traffic.beside_the_step(), updating_on_this_thread():
+            with group.traffic.alongside_the_step(), updating_on_this_thread():
                 update.make(factor, unused)
 
     @torch.no_grad()
@@ -382,7 +382,7 @@ class PartitionedOptimizer:
 
     def _loaded(self, *_: object) -> None:
         """Hook after the inner optimizer's load_state_dict: copy loaded states into the engine's memory."""
-        self._states.adopt_anew()
+        self._states.adopt_again()
 
     def hold_gradients(self, held: bool) -> None:
         """Set whether the tensors in the optimizer's groups refuse `.grad`.

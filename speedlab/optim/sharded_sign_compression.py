@@ -241,17 +241,17 @@ class ShardedSignCompression(SignCompressedOptimizer):
         moves = self._wires_of([each.gradient for each in flats]).spread(self._changes(flats, befores, lifts))
         if not moves.finite:
             raise self._moved_too_far()
-        looks = "angle" in self._told
+        looks = "angle" in self._reported
         wanted = [each.masters - before for each, (before, _) in zip(flats, befores, strict=True)] if looks else []
         squares = torch.zeros((), dtype=torch.float64, device=flats[0].gradient.group.device)
         for place, (each, held) in enumerate(zip(flats, befores, strict=True)):
             squares += self._move(each, held, partial(moves.decode, place), lifts[place], number)
-        self._told["error_norm"] = (self._told["error_norm"] ** 2 + squares).sqrt()
+        self._reported["error_norm"] = (self._reported["error_norm"] ** 2 + squares).sqrt()
         if looks:  # The two rounding errors are independent, so cosines multiply.
             made = [each.masters - before for each, (before, _) in zip(flats, befores, strict=True)]
             second = angle_between(made, wanted, flats[0].gradient.group)
-            cosines = [math.cos(math.radians(angle)) for angle in (float(self._told["angle"]), second)]
-            self._told["angle"] = math.degrees(math.acos(math.prod(cosines)))
+            cosines = [math.cos(math.radians(angle)) for angle in (float(self._reported["angle"]), second)]
+            self._reported["angle"] = math.degrees(math.acos(math.prod(cosines)))
 
     @staticmethod
     def _changes(

@@ -268,7 +268,7 @@ class FlatUpdate:
         held = 0
         for flat in self._flats:
             size = flat.master.nbytes if self._gradients[flat.name].dtype != flat.master.dtype else 0
-            if piece and (flat.lies_away or (self._in_pieces and held + size > _CAST_BYTES)):
+            if piece and (flat.is_offloaded or (self._in_pieces and held + size > _CAST_BYTES)):
                 yield piece
                 piece, held = [], 0
             piece.append(flat)

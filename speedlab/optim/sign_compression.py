@@ -61,7 +61,7 @@ class SignCompressedOptimizer(FusedAdamW):
         self._corrects, self._floor = settings.bias_correction, settings.variance_floor
         self._signs, self._angle_every = settings.compression == "signs", settings.angle_every_steps
         self._wires: SignMeans | None = None
-        self._told: dict[str, float | Tensor] = {}
+        self._reported: dict[str, float | Tensor] = {}
 
     def _phase(self, **values: Any) -> None:
         for group in self.param_groups:
@@ -71,7 +71,7 @@ class SignCompressedOptimizer(FusedAdamW):
     def _updates(self) -> int:
         return self.param_groups[0]["updates"]
 
-    def told(self) -> dict[str, float]:
+    def reported(self) -> dict[str, float]:
         """Return figures of the exchange for the step's record.
 
         - compressed: 0 or 1; an optimizer adds figures of its phases.
@@ -79,7 +79,7 @@ class SignCompressedOptimizer(FusedAdamW):
         - sent_bytes, float32_bytes: bytes sent, and bytes that float32 gradients would have sent.
         - angle: degrees between the compressed and the exact update, in steps that measure it.
         """
-        return {name: float(value) for name, value in self._told.items()}
+        return {name: float(value) for name, value in self._reported.items()}
 
     def prepare(self, flats: Sequence[ExchangedState]) -> None:
         """Open connections between hosts and compile kernels, so that the first exchange need not.
@@ -112,14 +112,14 @@ class SignCompressedOptimizer(FusedAdamW):
         # With partitioned momenta the angle needs a message, which may fail after the errors have changed.
         before = [gradient.kept[self.worker].clone() for gradient in gradients] if due and not flats[0].whole else []
         try:
-            self._told["error_norm"] = exchange(flats, terms, factor, share)
+            self._reported["error_norm"] = exchange(flats, terms, factor, share)
             put_back(stays)
             if with_signs:
                 self._tell_bytes(flats, sent=True)
             if due:
                 made = [self._update_of(each, each.gradient.update) for each in flats]
                 wanted = [self._update_of(each, moment) for each, moment in zip(flats, meant, strict=True)]
-                self._told["angle"] = angle_between(made, wanted, None if flats[0].whole else group)
+                self._reported["angle"] = angle_between(made, wanted, None if flats[0].whole else group)
         except BaseException:
             for gradient, errors in zip(gradients, before, strict=False):  # Empty without an angle measurement.
                 gradient.kept[self.worker].copy_(errors)
@@ -144,7 +144,7 @@ class SignCompressedOptimizer(FusedAdamW):
 
     def _tell_bytes(self, flats: Sequence[ExchangedState], *, sent: bool) -> None:
         wires = self._wires_of([each.gradient for each in flats])
-        self._told |= {
+        self._reported |= {
             "sent_bytes": wires.sent_bytes if sent else 0.0,
             "float32_bytes": wires.float32_bytes,
         }

@@ -112,11 +112,11 @@ class StepPolicy:
 
     def _updates_variance(self, step: int) -> bool:
         """Return whether `step` updates the variance: at multiples of an interval that starts at 1 and doubles."""
-        distance, behind = 1, 0
+        distance, following = 1, 0
         while True:
-            first = behind // distance + 1
-            behind = distance * (first + self.variance_doubling - 1)
-            if step <= behind:
+            first = following // distance + 1
+            following = distance * (first + self.variance_doubling - 1)
+            if step <= following:
                 return step % distance == 0
             distance *= 2
 
@@ -150,8 +150,8 @@ class ZeroOneAdam(SignCompressedOptimizer):
         """The send buffer of each segment in this step."""
         self._lifted: list[tuple[Gradient, slice, float]] = []
         """Ranges that are scaled up in this exchange, with their factors."""
-        self.apart = False
-        self.begin_anew()
+        self.replicas_differ = False
+        self.begin_again()
 
     # ---- the phase ---------------------------------------------------------------------------------------------------
 
@@ -175,9 +175,9 @@ class ZeroOneAdam(SignCompressedOptimizer):
         """Return whether signs were sent, or will be in the next step."""
         return self._updates >= self._steps.plain
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Restart the schedule at the first step."""
-        self.apart = False
+        self.replicas_differ = False
         self._phase(updates=0)
         for state in self.state.values():
             _begin_interval(state)
@@ -195,9 +195,9 @@ class ZeroOneAdam(SignCompressedOptimizer):
         self._to_send = {}
         if self._steps.kind(step) is not StepKind.WHOLE:
             return
-        self._told = {"compressed": 0.0}
+        self._reported = {"compressed": 0.0}
         if step > self._steps.plain:
-            self._told["variance_updated"] = 1.0
+            self._reported["variance_updated"] = 1.0
         if not self.communicates:
             return
         for each in flats:
@@ -220,7 +220,7 @@ class ZeroOneAdam(SignCompressedOptimizer):
             return
         step, size, beta1 = self._updates + 1, flats[0].gradient.group.size, self.param_groups[0]["betas"][0]
         self._alone = size == 1
-        self._told = {"compressed": 1.0}
+        self._reported = {"compressed": 1.0}
         group_of = self._group_of()
         if not self._alone:
             self._revalue(flats)
@@ -238,7 +238,7 @@ class ZeroOneAdam(SignCompressedOptimizer):
         if self._alone:
             return
         if self._steps.freeze_step is not None and step > self._steps.freeze_step:
-            self._told["steps_to_exchange"] = self._steps.to_exchange(step)
+            self._reported["steps_to_exchange"] = self._steps.to_exchange(step)
         if self._kind is StepKind.SIGNS:  # 3
             states = {segment: self.state.get(segment) or _UNBORN for segment in group_of}
             self._exchange_sums(flats, {s: self._rates(own, group_of[s], ahead=1)[2] for s, own in states.items()})
@@ -303,9 +303,9 @@ class ZeroOneAdam(SignCompressedOptimizer):
         Raises:
             PeerLost: If a rank is lost, as in an exchange.
         """
-        if not self.apart:
+        if not self.replicas_differ:
             return
-        told = self._told
+        reported = self._reported
         for each in flats:
             each.gradient.group.wait_until_all_read()  # The next line overwrites the buffer.
             whole_terms(each.gradient).zero_()
@@ -316,7 +316,7 @@ class ZeroOneAdam(SignCompressedOptimizer):
             for segment, here in _places(each):
                 state = self.state[segment]
                 self._land(segment, state, group_of[segment], terms[here], None, back=True)
-        self.apart, self._told = False, told
+        self.replicas_differ, self._reported = False, reported
 
     # ---- the update --------------------------------------------------------------------------------------------------
 
@@ -375,11 +375,11 @@ class ZeroOneAdam(SignCompressedOptimizer):
                 state["anchor"].copy_(segment)
             self._subtract(segment, given.gradient, state["exp_avg"], state, group, given.copy, rate=rate, decay=decay)
             self._to_send[segment].add_(state["exp_avg"], alpha=own)
-            self.apart = True
+            self.replicas_differ = True
             return
         # Otherwise the segment already is the anchor.
         self._land(segment, state, group, given.gradient, given.copy, back=not first)
-        self.apart = False
+        self.replicas_differ = False
 
     def _land(
         self,

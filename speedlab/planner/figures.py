@@ -13,7 +13,7 @@ from speedlab.display.figure_style import (
     bar_marker,
     base_layout,
     ink_line,
-    legend_beside,
+    legend_alongside,
     note,
     swatch,
 )
@@ -84,7 +84,7 @@ def plan_figure(plan: Plan) -> Figure:
     """
     layout = base_layout("", "")
     layout |= {"barmode": "stack", "hovermode": "closest", "title": None, "height": 380}
-    legend_beside(layout)
+    legend_alongside(layout)
     layout["xaxis"] |= {"type": "category", "showgrid": False, "domain": [0, 0.46]}
     layout["xaxis2"] = {"type": "category", "showgrid": False, "domain": [0.58, 0.78], "anchor": "y2"}
     layout["yaxis2"] = {**layout["yaxis"], "anchor": "x2", "title": {"text": "seconds", "standoff": 6}}

@@ -17,7 +17,7 @@ _BAR, _HALF_GAP = 0.38, 0.02
 """Shares of a row's height: a bar, and half of the gap between two bars."""
 _PALE = "rgba(0,114,178,0.25)"
 """Fill of planned bars: a transparent version of the colour of parameters, which announced bars have."""
-_BESIDE = 12.0
+_ALONGSIDE = 12.0
 """Factor by which the axis extends beyond the longest bar, to leave room for labels."""
 
 
@@ -91,7 +91,7 @@ def largest_figure(found: Mapping[str, Candidate], announced: Mapping[str, float
     """
     rows = largest_table(found, announced)
     names = [row["name"] for row in rows]
-    told = [row for row in rows if row["announced"] is not None]
+    reported = [row for row in rows if row["announced"] is not None]
     full = COLOURS["parameters"]
     traces = [
         _bars(
@@ -103,9 +103,9 @@ def largest_figure(found: Mapping[str, Candidate], announced: Mapping[str, float
         ),
         _bars(
             "announced",
-            {row["name"]: row["announced"] for row in told},
-            [count_text(row["announced"]) for row in told],
-            offsets=[-_BAR - _HALF_GAP] * len(told),
+            {row["name"]: row["announced"] for row in reported},
+            [count_text(row["announced"]) for row in reported],
+            offsets=[-_BAR - _HALF_GAP] * len(reported),
             marker={"color": full, "line": {"color": full, "width": 1.5}},
         ),
     ]
@@ -114,7 +114,7 @@ def largest_figure(found: Mapping[str, Candidate], announced: Mapping[str, float
     layout |= {"barmode": "overlay", "hovermode": "closest", "height": _REST_PIXELS + _ROW_PIXELS * len(rows)}
     layout["margin"] |= {"l": 20, "r": 20, "b": 40}
     layout["legend"] = {"x": 1, "xanchor": "right", "y": 1.0, "yanchor": "bottom", "orientation": "h"}
-    bounds = [math.floor(math.log10(min(values))), math.log10(max(values) * _BESIDE)]
+    bounds = [math.floor(math.log10(min(values))), math.log10(max(values) * _ALONGSIDE)]
     layout["xaxis"] |= {"type": "log", "range": bounds, "dtick": 1, "exponentformat": "SI"}
     layout["yaxis"] |= {"type": "category", "categoryorder": "array", "categoryarray": names[::-1], "showgrid": False}
     return {"data": traces, "layout": layout}

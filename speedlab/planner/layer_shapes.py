@@ -138,17 +138,17 @@ def block_vectors(shape: ModelShape) -> list[Vector]:
     """
     hidden, size, has = shape.hidden, head_size(shape), shape.biases
     norm = [Vector(elements) for elements in norm_vectors(shape)]
-    behind = norm if shape.norms == 4 else []
+    following = norm if shape.norms == 4 else []
     found = list(norm)
     if "attention in" in has:
         found.append(Vector((shape.heads + 2 * kv_heads(shape)) * size, cut=True))
     if shape.head_norms:
         found += [Vector(size)] * 2 * _vectors_of_a_norm(shape)
     found += [Vector(hidden)] if "attention out" in has else []
-    found += [*behind, *(norm if shape.norms > 1 else [])]
+    found += [*following, *(norm if shape.norms > 1 else [])]
     if "feed-forward" in has:
         found += [Vector((2 if shape.gated else 1) * shape.ffn_hidden, cut=True), Vector(hidden)]
-    return [*found, *behind]
+    return [*found, *following]
 
 
 def cross_attention(shape: ModelShape) -> int:

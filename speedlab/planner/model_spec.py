@@ -139,7 +139,7 @@ def _of_path(model: str, config: RunConfig | None, sizes: ModelSizes) -> ModelSp
     if path.is_dir() or (not is_yaml(path) and not recognises(path, RunConfig) and describes(read(path))):
         return _trained(read_shape(path), config, sizes)
     if config is not None:
-        raise ValueError(f"{model} and --config are two configurations; give a model's name beside --config")
+        raise ValueError(f"{model} and --config are two configurations; give a model's name next to --config")
     config = _configuration(model)
     if not recognises(path, RunConfig):
         return _own(config, sizes)
@@ -175,7 +175,8 @@ def _trained(shape: ModelShape | None, config: RunConfig | None, sizes: ModelSiz
 
 def _no_model(file: str) -> ValueError:
     return ValueError(
-        f"{file} says how to train, and not which model; name one beside it: speedlab plan llama-3-8b --config {file}. "
+        f"{file} says how to train, and not which model; name one next to it: "
+        f"speedlab plan llama-3-8b --config {file}. "
         f"Known: {_names()}; or a Hugging Face folder or config.json, or sizes: --layers --hidden --heads"
     )
 

@@ -203,7 +203,7 @@ class PlanRequest:
             if changed.parallel.islands == 1:
                 self._refuse_meetings()
             setup = Setup.of_config(changed, hardware.machines.world_size, dtype=dtype, shape=subject.shape)
-            return plan_setup(replace(setup, **self._beside()), hardware, tokens=self._tokens())
+            return plan_setup(replace(setup, **self._alongside()), hardware, tokens=self._tokens())
         assert subject.shape is not None
         return plan(
             subject.shape,
@@ -223,7 +223,7 @@ class PlanRequest:
                 chunks=self.chunks,
                 sequence_parallel=self.sequence_parallel,
                 offload=OffloadConfig(**self._away()),
-                **self._beside(),
+                **self._alongside(),
                 **self._kept(),
             ),
         )
@@ -359,7 +359,7 @@ class PlanRequest:
             given["clip_norm"] = None  # An update in backward cannot clip; clipping costs no memory or time here.
         return config.replace(**given)
 
-    def _beside(self) -> dict[str, Any]:
+    def _alongside(self) -> dict[str, Any]:
         """Return fields of a set-up that a configuration does not have, or has with fewer choices."""
         return _given(checkpointing=self.checkpointing, attention=self.attention)
 

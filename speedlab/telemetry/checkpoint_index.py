@@ -17,8 +17,8 @@ from speedlab.telemetry.run_folder import RunFolderError, open_plain, read_objec
 MANIFEST = "manifest.json"
 _CHECKPOINTS = "checkpoints"
 """Subfolder of a run folder with its checkpoints."""
-_LEFT_BEHIND = "left-behind.json"
-_LEFT_BEHIND_BYTES = 2**20
+_LEFT_OVER = "left-behind.json"
+_LEFT_OVER_BYTES = 2**20
 _MOST_SHOWN = 8
 _WRITES_ONE = "run.save() writes one while engines hold the run, as save_checkpoint() does"
 
@@ -77,7 +77,7 @@ def checkpoints_in(folder: Path) -> list[Checkpoint]:
     Args:
         folder: A folder of checkpoints.
     """
-    left = _left_behind(folder)
+    left = _left_over(folder)
     found = []
     for manifest in folder.glob("*/" + MANIFEST):
         path = manifest.parent
@@ -128,9 +128,9 @@ def go_back_to(path: Path) -> None:
     """
     known = sorted(checkpoints_in(path.parent), key=lambda found: (found.step, found.path.name))
     beyond = known[[found.path for found in known].index(path) + 1 :]
-    if beyond or (path.parent / _LEFT_BEHIND).exists():
+    if beyond or (path.parent / _LEFT_OVER).exists():
         text = json.dumps({"names": [found.path.name for found in beyond]})
-        write_atomically(path.parent / _LEFT_BEHIND, text)
+        write_atomically(path.parent / _LEFT_OVER, text)
 
 
 def numbered_name(folder: Path, step: int) -> str:
@@ -141,16 +141,16 @@ def numbered_name(folder: Path, step: int) -> str:
         step: The step.
     """
     name, number = f"step-{step:06d}", 1
-    left = _left_behind(folder)
+    left = _left_over(folder)
     while name in left and (folder / name).exists():
         number += 1
         name = f"step-{step:06d}-{number}"
     return name
 
 
-def _left_behind(folder: Path) -> frozenset[str]:
+def _left_over(folder: Path) -> frozenset[str]:
     try:
-        names = read_object(folder / _LEFT_BEHIND, _LEFT_BEHIND_BYTES, missing={}).get("names", [])
+        names = read_object(folder / _LEFT_OVER, _LEFT_OVER_BYTES, missing={}).get("names", [])
     except RunFolderError:
         return frozenset()  # Damaged: fall back to the order of steps.
     return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()

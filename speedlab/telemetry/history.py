@@ -212,12 +212,12 @@ class Series:
             self.heldout.append((record.step, record.heldout_loss))
         return rewritten
 
-    def _exchange(self, told: Mapping[str, float]) -> tuple[float, float, float]:
+    def _exchange(self, reported: Mapping[str, float]) -> tuple[float, float, float]:
         """Return the sent bytes as a share of float32's, the error norm, and the angle that was measured last."""
-        self.exchanges |= bool(told)
-        share = told["sent_bytes"] / told["float32_bytes"] if told.get("float32_bytes") else 1.0
+        self.exchanges |= bool(reported)
+        share = reported["sent_bytes"] / reported["float32_bytes"] if reported.get("float32_bytes") else 1.0
         angle = self.column("angle")[-1] if self.length else np.nan
-        return share, told.get("error_norm", 0.0), told.get("angle", angle)
+        return share, reported.get("error_norm", 0.0), reported.get("angle", angle)
 
 
 class History:

@@ -335,8 +335,8 @@ class RankRecords(Sequence[StepRecord]):
 
     def _at(self, columns: Columns, place: int) -> StepRecord:
         """Return the record at `place`. Keep the newest as objects, because they are read again and again."""
-        behind = place - len(columns)
-        return self._newest[behind] if -behind <= len(self._newest) else columns[place]
+        following = place - len(columns)
+        return self._newest[following] if -following <= len(self._newest) else columns[place]
 
     def _read_last(self) -> StepRecord | None:
         """Return the last record without parsing others; None if its line is damaged or there is none."""

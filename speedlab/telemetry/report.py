@@ -61,7 +61,7 @@ def report_html(feed: Feed, table_rows: Sequence[Mapping[str, Any]] = ()) -> str
     history = History.of(feed.records, feed.events)
     head = header(history, name=feed.folder.name, status=feed.status)
     plots = figures(history)
-    text = feed.status.told
+    text = feed.status.reported
     parts = {
         "name": escape(feed.folder.name),
         "header": escape(head.text.partition(" · ")[2]),
@@ -114,7 +114,7 @@ def _stage_table(rows: Sequence[Mapping[str, Any]]) -> str:
         return ""
     body = []
     for row in rows:
-        states = [_beside_formula(row, name) for name in _STATE_COLUMNS]
+        states = [_alongside_formula(row, name) for name in _STATE_COLUMNS]
         speed, change = row.get("tokens_per_second"), row.get("change_seconds")
         body.append(
             [
@@ -128,7 +128,7 @@ def _stage_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return _table("What a rank holds at each ZeRO stage", head, body)
 
 
-def _beside_formula(row: Mapping[str, Any], name: str) -> str:
+def _alongside_formula(row: Mapping[str, Any], name: str) -> str:
     measured, formula = row.get(name), row.get(f"formula_{name}")
     text = bytes_text(measured) if measured is not None else "–"
     return f"{text} <small>({bytes_text(formula)})</small>" if formula is not None else text

@@ -149,7 +149,7 @@ class Status:
     unread: str = ""
 
     @property
-    def told(self) -> str:
+    def reported(self) -> str:
         """Text of the run about its state, followed by the reason why the status could not be read, if any."""
         return " · ".join(filter(None, (self.text, self.unread)))
 
@@ -340,8 +340,10 @@ class RunFolder:
         found = read_object(path, _PLACEMENT_BYTES, missing={}).get("rows")
         if not isinstance(found, list):
             ranks = sorted(int(file.stem.removeprefix("rank-")) for file in path.parent.glob("rank-*.json"))
-            told = f"ranks {ranks[0]} to {ranks[-1]} have" if ranks else "no rank has yet, as the run has not started"
-            raise RunFolderError(f"{self.name}: rank {rank} has told of no placement; {told}")
+            reported = (
+                f"ranks {ranks[0]} to {ranks[-1]} have" if ranks else "no rank has yet, as the run has not started"
+            )
+            raise RunFolderError(f"{self.name}: rank {rank} has reported no placement; {reported}")
         return found
 
     def post(self, word: str, *, key: str = "", **arguments: Any) -> int:
@@ -430,7 +432,7 @@ class RunFolder:
             names = [re.fullmatch(r"(\d{6,12})\.json", name) for name in os.listdir(control)]
         except OSError as error:
             raise RunFolderError(
-                f"{control}: cannot be read, so that nobody can tell the run anything: {error.strerror}"
+                f"{control}: cannot be read, so that the run gets no commands: {error.strerror}"
             ) from error
         return max((int(match[1]) for match in names if match), default=0)
 

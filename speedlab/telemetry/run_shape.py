@@ -47,11 +47,11 @@ def present_config(config: RunConfig, events: Sequence[Event], engines: int) -> 
         events: Events of the run, oldest first.
         engines: Number of engines the run uses now.
     """
-    told = next((shape_after(event) for event in reversed(events) if event.kind == "reshaped"), None)
-    if told is None:
+    reported = next((shape_after(event) for event in reversed(events) if event.kind == "reshaped"), None)
+    if reported is None:
         return config
     try:
-        return changed_config(config, engines, built_in=False, **told)
+        return changed_config(config, engines, built_in=False, **reported)
     except ValueError:  # From another version or another number of engines: fall back to the configuration.
         return config
 
@@ -63,18 +63,18 @@ def shape_after(event: Event) -> dict[str, Any]:
         event: An event of kind 'reshaped'.
     """
     after = event.details.get("after")
-    told = after if isinstance(after, dict) else event.details  # Old events have only the stage, without "after".
-    return {name: told[name] for name in CHANGES if name in told}
+    reported = after if isinstance(after, dict) else event.details  # Old events have only the stage, without "after".
+    return {name: reported[name] for name in CHANGES if name in reported}
 
 
-def layout_in(told: Mapping[str, Any]) -> Layout | None:
+def layout_in(reported: Mapping[str, Any]) -> Layout | None:
     """Return the layout that an event describes; None if the event has none or an invalid one.
 
     Args:
         told: Details of an event, or its `before` or `after`.
     """
-    axes = {axis: told.get(axis, 1) for axis in AXES}
-    sound = "dp" in told and all(isinstance(size, int) and size > 0 for size in axes.values())
+    axes = {axis: reported.get(axis, 1) for axis in AXES}
+    sound = "dp" in reported and all(isinstance(size, int) and size > 0 for size in axes.values())
     return Layout(**axes) if sound else None
 
 

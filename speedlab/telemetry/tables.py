@@ -138,16 +138,17 @@ def _owner_text(row: Mapping[str, Any], home: Mapping[str, Any]) -> str:
     return f"rank {first}" if count == 1 else f"{count} ranks, {first} to {last}"
 
 
-def _rest_text(category: str, measured: int | None, told: int) -> str:
+def _rest_text(category: str, measured: int | None, reported: int) -> str:
     """Explain a difference between the measured bytes and the tensors' bytes; '' if there is none."""
-    if measured is None or measured == told:
+    if measured is None or measured == reported:
         return ""
-    if measured > told:
-        rest = bytes_text(measured - told)
+    if measured > reported:
+        rest = bytes_text(measured - reported)
         buffers = ", and the model's buffers" if category == "parameters" else ""
         return f"{rest} more are padding, with which flats divide among ranks{buffers}."
     return (
-        f"{LABELS[category]} were measured {bytes_text(told - measured)} smaller: not all of it is there yet, or still."
+        f"{LABELS[category]} were measured {bytes_text(reported - measured)} smaller: "
+        "not all of it is there yet, or still."
     )
 
 

@@ -128,12 +128,12 @@ def lanes_of(
     newest = max((entries[-1].step for entries in records.values() if entries), default=0)
     # Ranks without recent records have left the run, which continues with fewer engines.
     present = {rank: found for rank, found in records.items() if found and found[-1].step > newest - _NEWEST_RECORDS}
-    told = {rank: _near(entries, step) for rank, entries in present.items()}
-    common = set.intersection(*map(set, told.values())) if told else set()
+    reported = {rank: _near(entries, step) for rank, entries in present.items()}
+    common = set.intersection(*map(set, reported.values())) if reported else set()
     wanted = max(common, default=None) if step is None else step
     if wanted is None or wanted not in common:
         return None
-    chosen = [(rank, told[rank][wanted]) for rank in sorted(told)]
+    chosen = [(rank, reported[rank][wanted]) for rank in sorted(reported)]
     origin = min(record.began for _, record in chosen)
     return wanted, tuple(
         Lane(

@@ -18,7 +18,7 @@ T = TypeVar("T")
 Problem = tuple[str, str]
 """Class name and text of an exception."""
 
-_TOLD_ALONE = (ConfigError.__name__, CheckpointError.__name__)
+_REPORTED_ALONE = (ConfigError.__name__, CheckpointError.__name__)
 """Exceptions whose text is enough for the user, without the class name. Both are raised before anything is changed."""
 
 
@@ -34,9 +34,9 @@ class RanksDiverged(RuntimeError):  # noqa: N818  # what happened
     """
 
     def __init__(self, problems: Mapping[int, Problem], size: int) -> None:
-        super().__init__(told(problems, size))
+        super().__init__(reported(problems, size))
         kinds = {kind for kind, _ in problems.values()}
-        self.alike = _same_on_all(problems, size) and kinds <= set(_TOLD_ALONE)
+        self.alike = _same_on_all(problems, size) and kinds <= set(_REPORTED_ALONE)
 
 
 class Reconnectable(Protocol):
@@ -102,9 +102,9 @@ def agreed(control: Group, work: Callable[[], T]) -> T:
     if not problems:
         return result[0]
     if any(kind == ConfigError.__name__ for kind, _ in problems.values()):
-        raise CommandRefused(told(problems, control.size)) from error
+        raise CommandRefused(reported(problems, control.size)) from error
     # A failed rank raises its own error; the others name the failed ranks.
-    raise error or PeerLost(told(problems, control.size))
+    raise error or PeerLost(reported(problems, control.size))
 
 
 def together(meeting: Reconnectable, work: Callable[[], T]) -> T:
@@ -140,14 +140,14 @@ def together(meeting: Reconnectable, work: Callable[[], T]) -> T:
     raise RanksDiverged(causes, meeting.control.size) from error
 
 
-def told(problems: Mapping[int, Problem], size: int) -> str:
+def reported(problems: Mapping[int, Problem], size: int) -> str:
     """Return one text for the problems of all ranks, without rank numbers if all `size` ranks have the same problem.
 
     Args:
         problems: Class name and text of the exception, by rank.
         size: Number of ranks.
     """
-    said = {rank: text if kind in _TOLD_ALONE else f"{kind}: {text}" for rank, (kind, text) in problems.items()}
+    said = {rank: text if kind in _REPORTED_ALONE else f"{kind}: {text}" for rank, (kind, text) in problems.items()}
     if _same_on_all(problems, size):
         return said[0]
     return "; ".join(f"rank {rank}: {said[rank]}" for rank in sorted(said))

@@ -218,13 +218,13 @@ def _resume(training: Training, step: int | None = None, tag: str | None = None,
         raise ConfigError(f"it would go on from step {at} and ends at {end}; steps={2 * at} would make it longer")
 
     def resume() -> CommandResult:
-        told = []
+        reported = []
         if path is not None:
             training.engine.load_checkpoint(path)
-            told.append(f"from {path.name}")
+            reported.append(f"from {path.name}")
         if end != training.config.steps:
             training.config = training.config.replace(steps=end)
-            told.append(f"to step {end}")
+            reported.append(f"to step {end}")
         # The number of steps may have changed, and a loaded scheduler has the old one.
         follow_schedule(training.engine.scheduler, training.config)
         if training.world.rank == 0:
@@ -233,7 +233,7 @@ def _resume(training: Training, step: int | None = None, tag: str | None = None,
             # A restarted run must end at the same step.
             training.folder.update_config(training.folder.config.replace(steps=end))
         training.state, training.budget = RunState.RUNNING, None
-        return CommandResult("resumed", " ".join(told))
+        return CommandResult("resumed", " ".join(reported))
 
     return resume
 

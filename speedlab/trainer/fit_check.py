@@ -46,7 +46,7 @@ class RankCapacity:
     capacity: Sequence[int]
     activations: Sequence[int]
     buffers: Sequence[int]
-    beside: Sequence[int]
+    alongside: Sequence[int]
     """Memory of each process outside of tensors."""
 
     @property
@@ -73,8 +73,8 @@ def held_now(engine: Engine, config: RunConfig, parameters: int, control: Group,
         built_in: Whether the model is the GPT of the configuration.
     """
     ledger = agreed(control, engine.ledger)
-    beside = max(0, ledger.other_framework) + ledger.outside_framework
-    own = [ledger.capacity_bytes, ledger.activations, ledger.communication_buffers, beside]
+    alongside = max(0, ledger.other_framework) + ledger.outside_framework
+    own = [ledger.capacity_bytes, ledger.activations, ledger.communication_buffers, alongside]
     capacity, activations, buffers, processes = zip(*control.collect(own), strict=True)
     return RankCapacity(
         config=config,
@@ -85,7 +85,7 @@ def held_now(engine: Engine, config: RunConfig, parameters: int, control: Group,
         capacity=capacity,
         activations=activations,
         buffers=buffers,
-        beside=processes,
+        alongside=processes,
     )
 
 
@@ -140,7 +140,7 @@ def peaks_of(held: RankCapacity, wanted: RunConfig) -> Peaks:
         capacity_bytes=held.capacity,
         dtype=held.dtype,
         device=held.device,
-        beside_bytes=held.beside,
+        alongside_bytes=held.alongside,
         parameters=None if held.known else held.parameters,
     )
     return found if found is not None else _scaled(held, wanted)
@@ -160,9 +160,9 @@ def _scaled(held: RankCapacity, wanted: RunConfig) -> Peaks:
             optimizer_moments=state.optimizer_moments,
             activations=activations,
             communication_buffers=buffers,
-            outside_framework=beside,
+            outside_framework=alongside,
         )
-        for state, beside in zip(states, held.beside, strict=True)
+        for state, alongside in zip(states, held.alongside, strict=True)
     ]
     return Peaks(memory=tuple(memory), capacity_bytes=tuple(held.capacity))
 

@@ -158,7 +158,7 @@ def _tell(training: Training, name: str, said: CellOutcome | None, *, alone: boo
     if alone:
         answers = [said if number == rank else None for number in range(size)]
     else:
-        answers = [None if told is None else CellOutcome(*told) for told in training.control.collect(said)]
+        answers = [None if reported is None else CellOutcome(*reported) for reported in training.control.collect(said)]
     if rank == 0:
         assert training.cells is not None
         write_said(training.folder.path, name, answers, training.cells.write)

@@ -65,7 +65,7 @@ class Reporter:
         except RunFolderError as error:
             found, problem = [], str(error)
         if problem and problem != self._mailbox_problem:
-            self.event("warning", f"{problem}; the run goes on, and hears words again once it can be read")
+            self.event("warning", f"{problem}; the run goes on, and gets commands again once it can be read")
         self._mailbox_problem = problem
         return found
 
@@ -82,10 +82,10 @@ class Reporter:
         training, engine = self._training, self._training.engine
         assert engine.totals is not None
         assert self._writer is not None
-        told = engine.partitioned_optimizer.told() | engine.islands.told()
+        reported = engine.partitioned_optimizer.reported() | engine.islands.reported()
         if not engine.totals.finite:
-            told = _nothing_sent(told)
-        self._tell_of_phase(told)
+            reported = _nothing_sent(reported)
+        self._tell_of_phase(reported)
         tokens = training.batch.global_size * training.config.data.sequence_length
         self._writer.write(
             StepRecord(
@@ -105,7 +105,7 @@ class Reporter:
                 sent_bytes=costs.sent_bytes,
                 sent_through=costs.sent_through,
                 moved_bytes=costs.moved_bytes,
-                exchange=told or costs.exchange,
+                exchange=reported or costs.exchange,
                 kernels=costs.kernels,
                 ledger=engine.ledger(),
                 heldout_loss=heldout,
@@ -116,10 +116,10 @@ class Reporter:
             )
         )
 
-    def _tell_of_phase(self, told: Mapping[str, float]) -> None:
+    def _tell_of_phase(self, reported: Mapping[str, float]) -> None:
         """Write an event each time a new phase of the exchange begins."""
         config = self._training.config
-        phase = "apart" if "steps_to_exchange" in told else "compressed" if told.get("compressed") else "plain"
+        phase = "apart" if "steps_to_exchange" in reported else "compressed" if reported.get("compressed") else "plain"
         seldom = config.optimizer.name == "zero_one_adam"
         # 0/1 Adam still updates the variance in some steps; these do not end the phase.
         if seldom and phase == "plain" and self._phase is not None:
@@ -243,10 +243,12 @@ def _bubble(training: Training) -> float:
     )
 
 
-def _nothing_sent(told: Mapping[str, float]) -> dict[str, float]:
+def _nothing_sent(reported: Mapping[str, float]) -> dict[str, float]:
     """Return the exchange figures of a step that was skipped because a float16 gradient overflowed.
 
     `told` holds the figures of the last step that was not skipped.
     """
     stays = ("compressed", "steps_to_exchange", "steps_to_meeting", "float32_bytes")
-    return {name: told[name] if name in stays else 0.0 for name in told if name in (*stays, "sent_bytes", "met")}
+    return {
+        name: reported[name] if name in stays else 0.0 for name in reported if name in (*stays, "sent_bytes", "met")
+    }

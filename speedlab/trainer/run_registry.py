@@ -109,8 +109,8 @@ def _make_room(run: RunFolder, everywhere: Group) -> None:
         if all(path in theirs for theirs in held) and any(theirs[path] for theirs in held):
             trainer = _trainers[Path(path)]
             if everywhere.share(_is_paused(trainer)):
-                told = f"run {trainer.folder.name!r}, which is paused on these engines, is saved first"
-                trainer.keep(lambda: _tell(run, text=told))  # noqa: B023  # called at once
+                reported = f"run {trainer.folder.name!r}, which is paused on these engines, is saved first"
+                trainer.keep(lambda: _tell(run, text=reported))  # noqa: B023  # called at once
                 _tell(run, text="")
     release()
 
@@ -152,7 +152,7 @@ def _build(run: RunFolder, own_model: OwnModel | None, cells: CellRunner | None,
         # No step was trained; write the reason to the run folder.
         state, text = RunState.FAILED, f"{type(error).__name__}: {error}"
         if isinstance(error, KeyboardInterrupt):
-            state, text = RunState.PAUSED, "interrupted before it was built; run.resume() builds it anew"
+            state, text = RunState.PAUSED, "interrupted before it was built; run.resume() builds it again"
         _tell(run, state=state, text=text)
         raise
 

@@ -213,7 +213,7 @@ class Trainer:
                 return training.state
             except CutOff as cut:
                 training.interruption.heard()
-                self._pause_apart(cut)
+                self._pause_separate(cut)
                 refuse_overtaken(training, self.reporter)
                 return training.state
             except BaseException as error:
@@ -336,7 +336,7 @@ class Trainer:
         name = self.training.control.share(kept.path.name if kept else None)
         return folder / name if name else None
 
-    def _pause_apart(self, cut: CutOff) -> None:
+    def _pause_separate(self, cut: CutOff) -> None:
         """Leave the world until the next advance, and pause a running run."""
         self.training.disconnect()
         if self.training.state is RunState.RUNNING:
@@ -372,11 +372,11 @@ class Trainer:
             error.add_note(f"which module it was could not be found: {type(more).__name__}: {more}")
             training.disconnect()
             return
-        told = [
+        reported = [
             f"the first output that is not finite is that of {name} on rank {rank}"
             for rank, name in enumerate(reports)
             if name
         ]
         kept = newest(self.folder.path / "checkpoints")
-        told.append(f"the last good checkpoint is {kept.path.name}" if kept else "the run has no checkpoint yet")
-        error.args = (f"{error}; {'; '.join(told)}",)
+        reported.append(f"the last good checkpoint is {kept.path.name}" if kept else "the run has no checkpoint yet")
+        error.args = (f"{error}; {'; '.join(reported)}",)

@@ -64,14 +64,14 @@ def main(argv: list[str] | None = None) -> None:
             found[name] = step = _trained(case, side, round(options.limit_gib * 2**30))
         except NoLimitError as error:
             sys.exit(f"bench exact: {error}, or set --limit-gib 0")
-        told = f"{name}: loss {step.loss:.7f}, {step.seconds:.0f} s, {step.peak_bytes / 2**30:.2f} GiB"
+        reported = f"{name}: loss {step.loss:.7f}, {step.seconds:.0f} s, {step.peak_bytes / 2**30:.2f} GiB"
         if peer is not None:
-            loss, gradient, worst = step.beside(found[peer])
+            loss, gradient, worst = step.alongside(found[peer])
             met = max(loss, gradient) <= GOAL
             missed += [] if met else [name]
-            told += f"; off by {loss:.1e} in the loss, {gradient:.1e} in the gradient furthest off ({worst})"
-            told += f": {'met' if met else 'MISSED'}"
-        print(told, flush=True)
+            reported += f"; off by {loss:.1e} in the loss, {gradient:.1e} in the gradient furthest off ({worst})"
+            reported += f": {'met' if met else 'MISSED'}"
+        print(reported, flush=True)
     if missed:
         sys.exit(f"missed: {', '.join(missed)}")
     print("every one met")

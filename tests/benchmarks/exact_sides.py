@@ -43,7 +43,7 @@ class Step:
     peak_bytes: int
     """The most that rank 0 took beyond what it held before."""
 
-    def beside(self, other: Step) -> tuple[float, float, str]:
+    def alongside(self, other: Step) -> tuple[float, float, str]:
         """How far off: the loss, relatively; the gradient that is furthest off, in norms; and whose that is."""
         off = {
             name: float((own.double() - wanted.double()).norm() / wanted.double().norm())

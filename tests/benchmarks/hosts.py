@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
                 print(f"{part} ...", file=sys.stderr, flush=True)
                 found += measures[part](options.rounds)
     report([each for each, _ in found], options.json)
-    print("\n".join(told for _, told in found if told))
+    print("\n".join(reported for _, reported in found if reported))
 
 
 def _starts(rounds: int) -> Iterator[tuple[BenchRow, str]]:
@@ -100,7 +100,7 @@ def _starts(rounds: int) -> Iterator[tuple[BenchRow, str]]:
     for name in list(ways)[1:]:
         ratio = statistics.median(a / b for a, b in zip(times[name], times[_ONE_HOST], strict=True))
         found = _seconds(f"start of 2 hosts x 2 over {name}", times, name, peer=_ONE_HOST)
-        yield found, _told(f"start over {name}, times one host's", ratio, _GOALS["start"])
+        yield found, _reported(f"start over {name}, times one host's", ratio, _GOALS["start"])
 
 
 def _registering(rounds: int) -> Iterator[tuple[BenchRow, str]]:
@@ -108,7 +108,7 @@ def _registering(rounds: int) -> Iterator[tuple[BenchRow, str]]:
     with Lab(2) as lab:
         seconds = time_registering(lab, start_sshd(lab), _REGISTERED)
     case = f"{_REGISTERED} engines without torch, over SSH"
-    yield _seconds(case, {case: [seconds]}, case), _told(f"{case}, seconds", seconds, _GOALS["register"])
+    yield _seconds(case, {case: [seconds]}, case), _reported(f"{case}, seconds", seconds, _GOALS["register"])
 
 
 def _steps(rounds: int, *, steps: int) -> Iterator[tuple[BenchRow, str]]:
@@ -123,12 +123,12 @@ def _recoveries(rounds: int) -> Iterator[tuple[BenchRow, str]]:
     seconds = time_recovery(rounds)
     yield (
         _seconds(killed, {killed: seconds}, killed),
-        _told(f"{killed}, seconds", statistics.median(seconds), _GOALS["recovery"]),
+        _reported(f"{killed}, seconds", statistics.median(seconds), _GOALS["recovery"]),
     )
     with Lab(2) as lab:
         losses = time_losses(lab, start_sshd(lab), rounds)
     seconds = [loss.named_seconds for loss in losses]
-    yield _seconds(cut, {cut: seconds}, cut), _told(f"{cut}, seconds", max(seconds), _GOALS["cut"])
+    yield _seconds(cut, {cut: seconds}, cut), _reported(f"{cut}, seconds", max(seconds), _GOALS["cut"])
     yield _seconds(on, {on: [loss.gone_on_seconds for loss in losses]}, on), ""
     yield _seconds(back, {back: [loss.grown_seconds for loss in losses]}, back), ""
 
@@ -137,6 +137,6 @@ def _seconds(case: str, times: Times, own: str, peer: str = "") -> BenchRow:
     return row(case, times, own=own, peer=peer, unit="s", value=lambda seconds: seconds)
 
 
-def _told(what: str, found: float, goal: float) -> str:
+def _reported(what: str, found: float, goal: float) -> str:
     """'start over SSH, times one host's: 1.31, goal 1.5: met'."""
     return f"{what}: {found:.2f}, goal {goal:g}: {'met' if found <= goal else 'missed'}"

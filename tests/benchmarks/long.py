@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
     limits = dict(zip(options.dtypes, options.limits_gib, strict=True))
     found = [_measure(options, dtype, limit) for dtype, limit in limits.items()]
     report([row for each in found for row in rows(each, limits[each.dtype])], options.json)
-    print("\n".join(line for each in found for line in told(each)))
+    print("\n".join(line for each in found for line in reported(each)))
 
 
 # ---- what is told ----------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def rows(found: Found, limit_gib: float) -> list[BenchRow]:
     return made
 
 
-def told(found: Found) -> list[str]:
+def reported(found: Found) -> list[str]:
     """What the table does not say: which lengths were trained, and which goals are met."""
     lines = [
         f"{found.dtype}, {name}: {found.longest[name]:,} tokens "

@@ -167,7 +167,7 @@ def _measured(
                 hosts=name,
                 link=text,
                 case=case.name,
-                beside=case.beside,
+                alongside=case.alongside,
                 step_seconds=statistics.median(seconds),
                 step_bytes=sent[case.name],
                 bytes_share=sent[case.name] / sent[plain.name],

@@ -67,7 +67,7 @@ class Case:
 
     name: str
     settings: Mapping[str, Any]
-    beside: str = ""
+    alongside: str = ""
     """The name of the plain case that it is compared with; "" of a plain one itself."""
     warm_up: tuple[str, ...] = ()
     """Fields, as 'optimizer.freeze_step', that say after which step compression begins; none where it always does."""
@@ -102,7 +102,7 @@ def _plain(stage: int, **settings: Any) -> Case:
 def _onebit(stage: int) -> Case:
     return Case(
         name=f"1-bit Adam, ZeRO-{stage}",
-        beside=f"plain ZeRO-{stage}",
+        alongside=f"plain ZeRO-{stage}",
         settings={"zero": {"stage": stage}, "optimizer": {"name": "onebit_adam"}},
         warm_up=("optimizer.freeze_step",),
         goal=Goal(bytes_share=1 / 28, step_speed=8.0, run_speed=3.5, loss_within=SEED_NOISE),
@@ -118,14 +118,14 @@ CASES: tuple[Case, ...] = (
     _onebit(0),
     Case(
         name="1-bit LAMB, ZeRO-0",
-        beside="plain ZeRO-0",
+        alongside="plain ZeRO-0",
         settings={"zero": {"stage": 0}, "optimizer": {"name": "onebit_lamb"}},
         warm_up=("optimizer.freeze_step",),
         goal=Goal(bytes_share=1 / 28),
     ),
     Case(
         name="0/1 Adam, ZeRO-0",
-        beside="plain ZeRO-0",
+        alongside="plain ZeRO-0",
         settings={
             "zero": {"stage": 0},
             "optimizer": {"name": "zero_one_adam", "max_local_steps": 4},
@@ -141,7 +141,7 @@ CASES: tuple[Case, ...] = (
     _plain(2, **_SLOW_VARIANCE),
     Case(
         name="islands, signs, ZeRO-2",
-        beside="plain ZeRO-2",
+        alongside="plain ZeRO-2",
         settings={
             "zero": {"stage": 2},
             "parallel": {"islands": 2},
@@ -155,7 +155,7 @@ CASES: tuple[Case, ...] = (
     _plain(3),
     Case(
         name="ZeRO++, ZeRO-3",
-        beside="plain ZeRO-3",
+        alongside="plain ZeRO-3",
         settings={"zero": {"stage": 3, "quantized_weights": True, "quantized_gradients": True}},
         goal=Goal(bytes_share=0.26, step_speed=3.0, loss_within=0.005),
     ),
@@ -165,8 +165,10 @@ _SAME_TOKENS = {"data": {"sequence_length": 256}, "zero": {"stage": 1}}
 _TENSOR = "tensor parallelism"
 
 
-def _layout(name: str, batch: Mapping[str, int], parallel: Mapping[str, Any], beside: str, goal: Goal) -> Case:
-    return Case(name=name, beside=beside, settings={**_SAME_TOKENS, "batch": batch, "parallel": parallel}, goal=goal)
+def _layout(name: str, batch: Mapping[str, int], parallel: Mapping[str, Any], alongside: str, goal: Goal) -> Case:
+    return Case(
+        name=name, alongside=alongside, settings={**_SAME_TOKENS, "batch": batch, "parallel": parallel}, goal=goal
+    )
 
 
 LAYOUTS: tuple[Case, ...] = (
@@ -191,6 +193,6 @@ def check_names(names: tuple[str, ...]) -> None:
 def chosen(cases: tuple[Case, ...], names: tuple[str, ...]) -> list[list[Case]]:
     """The cases whose names begin so (all without names), in groups: each plain one with those that stand beside it."""
     wanted = [case for case in cases if not names or case.name.startswith(names)]
-    plain = [case for case in cases if not case.beside]
-    groups = [[first, *(case for case in wanted if case.beside == first.name)] for first in plain]
+    plain = [case for case in cases if not case.alongside]
+    groups = [[first, *(case for case in wanted if case.alongside == first.name)] for first in plain]
     return [group for group in groups if group[0] in wanted or len(group) > 1]

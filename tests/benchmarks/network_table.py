@@ -26,7 +26,7 @@ class Found:
     hosts: str
     link: str
     case: str
-    beside: str
+    alongside: str
     step_seconds: float
     step_bytes: float
     bytes_share: float
@@ -80,13 +80,13 @@ class Rows(Table):
         numbers = row.hosts, row.link, row.case, f"{1e3 * row.step_seconds:,.0f}", f"{row.step_bytes / 1e6:,.2f}"
         worse = _worse(row, self._losses)
         loss = "–" if worse is None else f"{worse:+.2%}"
-        if not row.beside:
+        if not row.alongside:
             return *numbers, "1", "1", "1", "1", row.limited_by, loss, "–"
         low, high = row.step_speed_range
         speed = f"{row.step_speed:.2f} ({low:.2f}..{high:.2f})"
-        told = "; ".join(reached(row, self._losses, self._found)) or "–"
+        reported = "; ".join(reached(row, self._losses, self._found)) or "–"
         run = f"{row.run_speed:.2f}", _share(row.run_bytes_share)
-        return *numbers, _share(row.bytes_share), speed, *run, row.limited_by, loss, told
+        return *numbers, _share(row.bytes_share), speed, *run, row.limited_by, loss, reported
 
 
 def reached(row: Found, losses: Losses, others: Sequence[Found] = ()) -> Iterator[str]:
@@ -107,15 +107,15 @@ def reached(row: Found, losses: Losses, others: Sequence[Found] = ()) -> Iterato
                 yield f"of unshaped ≥ {goal.gigabit_share:g}: {_word(met)}"
     worse = _worse(row, losses)
     if worse is not None and goal.loss_within is not None:
-        allowed = goal.loss_within or _noise(losses[row.beside])
+        allowed = goal.loss_within or _noise(losses[row.alongside])
         yield f"loss ≤ +{allowed:.2%}: {_word(worse <= allowed)}"
 
 
 def _worse(row: Found, losses: Losses) -> float | None:
     """By what share of plain's the mean held-out loss is higher; None where nobody measured it."""
-    if row.case not in losses or row.beside not in losses:
+    if row.case not in losses or row.alongside not in losses:
         return None
-    return statistics.mean(losses[row.case]) / statistics.mean(losses[row.beside]) - 1
+    return statistics.mean(losses[row.case]) / statistics.mean(losses[row.alongside]) - 1
 
 
 def _noise(of_plain: Sequence[float]) -> float:

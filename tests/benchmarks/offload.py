@@ -64,13 +64,13 @@ def main(argv: list[str] | None = None) -> None:
     if options.steps < 2:
         sys.exit("bench offload: --steps is 1, and the first step is not timed; take 2 or more")
     if options.delayed:
-        print("\n".join(line for place in ("host", "disk") for line in _beside(options, place)))
+        print("\n".join(line for place in ("host", "disk") for line in _alongside(options, place)))
         return
     case = sides.Case(options.layers, options.hidden, options.tokens, options.in_backward, options.dtype)
     disk = _disk(options.folder)
     try:
         with ExitStack() as stack:
-            print("\n".join(_told(*_measured(options, case, disk, stack))))
+            print("\n".join(_reported(*_measured(options, case, disk, stack))))
     except NoLimitError as error:
         sys.exit(f"bench offload: {error}")
 
@@ -98,15 +98,15 @@ def _measured(
         print(f"step {number + 1} of {options.steps}, with {', '.join(ranks)}", file=sys.stderr, flush=True)
         for rank in ranks.values():
             rank.call(sides.step)
-    told = {name: rank.call(sides.end) for name, rank in ranks.items()}
-    return told, disk, limit, group.peak_bytes
+    reported = {name: rank.call(sides.end) for name, rank in ranks.items()}
+    return reported, disk, limit, group.peak_bytes
 
 
 _TURN = 4
 """Steps of a turn with late updates, of which one is waited for."""
 
 
-def _beside(options: Options, place: str) -> list[str]:
+def _alongside(options: Options, place: str) -> list[str]:
     """What late updates make of a step with optimizer states at a place."""
     case = sides.Case(options.layers, options.hidden, options.tokens, False, options.dtype)
     seconds: dict[str, list[float]] = {"at once": [], "late": []}
@@ -135,8 +135,8 @@ def _under_limit(rank: RankSet, group: MemoryLimit, limit: int, case: sides.Case
     rank.call(sides.begin, case, places)
 
 
-def _told(told: dict[str, dict[str, Any]], disk: Any, limit: int, peak: int) -> list[str]:
-    plain, away = told["memory"], told["disk"]
+def _reported(reported: dict[str, dict[str, Any]], disk: Any, limit: int, peak: int) -> list[str]:
+    plain, away = reported["memory"], reported["disk"]
     same = plain["losses"] == away["losses"]
     moving = away["read"] / disk.read_bytes_per_second + away["written"] / disk.write_bytes_per_second
     computing, from_disk = plain["seconds"][1:], away["seconds"][1:]
@@ -153,12 +153,12 @@ def _told(told: dict[str, dict[str, Any]], disk: Any, limit: int, peak: int) -> 
         f"{disk.write_bytes_per_second / 1e9:.2f} GB/s",
         f"a step from disk        {statistics.median(from_disk):.2f} s, {_range(ratios)} times the longer of both",
     ]
-    if "DeepSpeed" in told:
-        theirs = told["DeepSpeed"]["seconds"][1:]
+    if "DeepSpeed" in reported:
+        theirs = reported["DeepSpeed"]["seconds"][1:]
         ahead = [other / mine for mine, other in zip(from_disk, theirs, strict=True)]
         lines.append(
             f"DeepSpeed from disk     {statistics.median(theirs):.2f} s, {_range(ahead)} times ours; without a limit, "
-            f"{told['DeepSpeed']['peak'] / _GIB:.2f} GiB taken"
+            f"{reported['DeepSpeed']['peak'] / _GIB:.2f} GiB taken"
         )
     return lines
 

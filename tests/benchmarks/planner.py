@@ -27,7 +27,7 @@ VALIDATED = Path(__file__).parents[2] / "speedlab" / "planner" / "validated.md"
 
 _STATES = ("parameters", "gradients", "master_weights", "optimizer_moments")
 _OTHERS = ("activations", "communication_buffers")
-_BESIDE = ("other_framework", "outside_framework")
+_ALONGSIDE = ("other_framework", "outside_framework")
 _STEPS = 3
 
 
@@ -53,7 +53,7 @@ class Found:
     @property
     def states_agree(self) -> bool:
         """To the byte."""
-        names = (self.predicted.keys() | self.measured.keys()) - {*_OTHERS, *_BESIDE}
+        names = (self.predicted.keys() | self.measured.keys()) - {*_OTHERS, *_ALONGSIDE}
         return all(self.predicted.get(name) == self.measured.get(name) for name in names)
 
     @property

@@ -55,7 +55,7 @@ _TAUGHT = 90.0
 """Per cent of dense attention's answers that are right, at least, for others to be held against them."""
 _JUMPS = 4
 _TEXT_VOCABULARY, _TEXT_ROWS, _TEXT_BATCHES = 1024, 4, 8
-_HELD_OUT_SEED, _SEEDS_APART = 1, 100_000
+_HELD_OUT_SEED, _SEEDS_SEPARATE = 1, 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +120,10 @@ def main(argv: list[str] | None = None) -> None:
         )
     found = measured(options)
     report(found, options.json)
-    print("\n".join(map(told, found)))
+    print("\n".join(map(reported, found)))
 
 
-def told(row: BenchRow) -> str:
+def reported(row: BenchRow) -> str:
     """By how much the sparse side is worse, and whether the goal is met: by answers only where dense attention has
     learned the task."""
     assert row.peer is not None  # All have one.
@@ -168,19 +168,19 @@ def pattern(run: int) -> AttentionConfig:
 def measured(options: Options) -> list[BenchRow]:
     """A row of retrieval and, where there are steps on it, one of text."""
     case = f"retrieval at {options.length:,} tokens, runs of {options.window}"
-    accuracies = _beside(retrieve, options)
+    accuracies = _alongside(retrieve, options)
     ratios = [own / peer if peer else 1.0 for own, peer in zip(accuracies[SPARSE], accuracies[DENSE], strict=True)]
     found = [_row(case, "% right", accuracies, ratios)]
     if options.text_steps:
         case = f"held-out loss at {options.text_length:,} tokens, runs of {options.window}, {options.text_steps} steps"
         prepare(_text_data(options), progress=say)  # Once, before both sides ask for it.
-        losses = _beside(read, options)
+        losses = _alongside(read, options)
         ratios = [peer / own for own, peer in zip(losses[SPARSE], losses[DENSE], strict=True)]
         found.append(_row(case, "nats", losses, ratios))
     return found
 
 
-def _beside(work: Callable[[Options, int, bool], float], options: Options) -> dict[str, list[float]]:
+def _alongside(work: Callable[[Options, int, bool], float], options: Options) -> dict[str, list[float]]:
     """What `work` finds of each side, by seed: both at a time, so that two cores are used."""
     with ExitStack() as stack:
         ranks = {name: stack.enter_context(RankSet(1)) for name in (DENSE, SPARSE)}
@@ -247,7 +247,7 @@ def learn(options: Options, seed: int, *, sparse: bool) -> GPT:
     model.rotary.positions = model.places
     optimizer = _optimizer(model)
     for number, stage in enumerate(stages(options.length, options.window, sparse)):
-        first = _HELD_OUT_SEED + 1 + seed * _SEEDS_APART + number * options.most
+        first = _HELD_OUT_SEED + 1 + seed * _SEEDS_SEPARATE + number * options.most
         taught = _taught(stage, first, options.most)
         model.places.reach = 0 if number == 0 else options.length  # First of all without jumps.
         if sparse:

@@ -211,6 +211,6 @@ def _agreed(count: int) -> int:
     import torch
     import torch.distributed as dist
 
-    told = torch.tensor([count])
-    dist.broadcast(told, 0)
-    return int(told)
+    reported = torch.tensor([count])
+    dist.broadcast(reported, 0)
+    return int(reported)

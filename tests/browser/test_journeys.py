@@ -109,13 +109,13 @@ def test_two_notebooks_share_a_run_its_interrupt_and_the_loss_of_an_engine(page:
 
 def by_keys(page: Any, name: str, *, key: str = "Tab") -> None:
     """Go on by `key` until what has the focus is called `name`."""
-    told = """(() => {
+    reported = """(() => {
         const at = document.activeElement;
         return at.getAttribute('aria-label') || at.labels?.[0]?.innerText || at.innerText || '';
     })()"""
     seen = []
     for _ in range(40):
-        seen.append(page.evaluate(told).strip())
+        seen.append(page.evaluate(reported).strip())
         if seen[-1].startswith(name):
             return
         page.keyboard.press(key)

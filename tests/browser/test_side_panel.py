@@ -107,10 +107,10 @@ def own_settings(lab: Any) -> Iterator[Path]:
 def test_settings_that_do_not_fit_are_told_in_place(page: Any, lab: Any, own_settings: Path) -> None:
     own_settings.write_text(json.dumps({"side": "top", "outputLines": "many", "foldOutput": False}))
     open_panel(page, lab)
-    told = page.locator(".sl-panel-widget").get_by_text("Settings of SpeedLab: ").inner_text()
-    assert 'side is "top", which is not left or right; left is used' in told
-    assert 'outputLines is "many", which is not a number from 100 to 20000; 2000 is used' in told
-    assert "foldOutput" not in told
+    reported = page.locator(".sl-panel-widget").get_by_text("Settings of SpeedLab: ").inner_text()
+    assert 'side is "top", which is not left or right; left is used' in reported
+    assert 'outputLines is "many", which is not a number from 100 to 20000; 2000 is used' in reported
+    assert "foldOutput" not in reported
     page.get_by_role("menuitem", name="Settings", exact=True).click()
     page.get_by_text("Settings Editor").first.click()
     page.locator(".jp-PluginList-entry", has_text="SpeedLab").first.click()
@@ -186,8 +186,8 @@ def test_texts_from_anywhere_are_texts(page: Any, lab: Any, runs: Path) -> None:
         for number in range(0, len(PAYLOADS), 6):
             chosen = row(page, f"hostile-{number:02d}")
             chosen.click()
-            told = page.locator(".sl-item", has=chosen).locator(".sl-told").text_content()
-            assert told == "\n".join(PAYLOADS[number : number + 6])
+            reported = page.locator(".sl-item", has=chosen).locator(".sl-told").text_content()
+            assert reported == "\n".join(PAYLOADS[number : number + 6])
         assert page.locator(".sl-panel-widget").locator(FOREIGN).count() == 0
         assert page.evaluate("window.speedlabPwned") is None
     finally:

@@ -96,8 +96,8 @@ def test_the_debugger_works_on_ranks_of_other_hosts(
 
 @pytest.mark.timeout(240)
 def test_an_interrupt_waits_for_no_agent_and_reaches_its_ranks_when_one_is_back(cluster: Cluster, lab: Lab) -> None:
-    told: list[tuple[list[int], str, str]] = []
-    cluster.output.subscribe(lambda *said: told.append(said))
+    reported: list[tuple[list[int], str, str]] = []
+    cluster.output.subscribe(lambda *said: reported.append(said))
     await_true(lambda: cluster.status()[1].rss_bytes > 0, "the agent is back that was killed before", SECONDS)
     results = cluster.execute("import time\ntime.sleep(300)")
     await_true(lambda: [status.state for status in cluster.status()] == ["busy", "busy"], "both sleep", SECONDS)
@@ -106,7 +106,9 @@ def test_an_interrupt_waits_for_no_agent_and_reaches_its_ranks_when_one_is_back(
     assert cluster.interrupt() == [0]
     assert time.monotonic() - began < 10  # 5, with other tests beside it.
     assert results.unfinished == [1]
-    await_true(lambda: any("rank 1 does not hear the interrupt" in text for _, _, text in told), "it is named", SECONDS)
+    await_true(
+        lambda: any("rank 1 does not hear the interrupt" in text for _, _, text in reported), "it is named", SECONDS
+    )
     assert results.wait(SECONDS), "another agent comes, and sends it"
     assert {failure.kind for failure in results.failures.values()} == {"KeyboardInterrupt"}
     assert in_front_of(cluster, MEETS, Person("c")).result() == ["3.0", "3.0"]

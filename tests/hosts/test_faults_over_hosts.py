@@ -53,7 +53,7 @@ def cluster(started: Cluster) -> Cluster:
 
 
 @contextlib.contextmanager
-def nothing_left_behind(cluster: Cluster, lab: Lab) -> Iterator[None]:
+def nothing_left_after(cluster: Cluster, lab: Lab) -> Iterator[None]:
     """A moment that fails takes none of the others with it."""
     try:
         yield
@@ -121,7 +121,7 @@ def test_a_fault_at_a_random_moment(
         drawn.choice(lab.hosts),
         drawn.randrange(FIRST_SAVE + 1, STEPS // 2),
     )
-    with nothing_left_behind(cluster, lab):
+    with nothing_left_after(cluster, lab):
         run = cluster.train(config(tmp_path, f"moment-{moment}", **CHANGES))
         run.wait_until(step, SECONDS)
         time.sleep(drawn.uniform(0, 0.1))  # Not to wait for anything: the moment of the fault varies.
@@ -136,7 +136,7 @@ def test_a_fault_at_a_random_moment(
 def test_a_run_over_hosts_waits_for_its_supervisor(
     cluster: Cluster, lab: Lab, tmp_path: Path, undisturbed: list[float]
 ) -> None:
-    with nothing_left_behind(cluster, lab):
+    with nothing_left_after(cluster, lab):
         run = cluster.train(config(tmp_path, "orphan", **{**CHANGES, "steps": 10**6}))
         run.wait_until(10, SECONDS)
         (supervisor,) = [

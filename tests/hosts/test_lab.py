@@ -83,8 +83,8 @@ def test_links_are_shaped_cut_and_guarded(two: Lab) -> None:
     b.mend()
     # The question for the neighbour's address that was asked while the link was down fails a little later than that.
     deadline = time.monotonic() + 20
-    while told := b.run(*python(SEND, a.address, "1"), check=False).stderr:
-        assert time.monotonic() < deadline, told
+    while reported := b.run(*python(SEND, a.address, "1"), check=False).stderr:
+        assert time.monotonic() < deadline, reported
     a.forbid(4000, silently=False)
     assert "PermissionError" in b.run(*python(SEND, a.address, "1"), check=False).stderr
     b.run("ip", "rule", "del", "dport", "4000")

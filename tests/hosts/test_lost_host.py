@@ -42,8 +42,8 @@ def test_a_run_goes_on_without_a_host_and_with_it_again(
         "4 → 2 engines, pp 1 × dp 2 × tp 2 → pp 1 × dp 1 × tp 2",
         "2 → 4 engines, pp 1 × dp 1 × tp 2 → pp 1 × dp 2 × tp 2",
     ]
-    (told,) = [event.text for event in run.events if event.kind == "recovering"]
-    assert "ranks 2–3: EngineDied; attempt 1 of 2 at once, from step" in told
+    (reported,) = [event.text for event in run.events if event.kind == "recovering"]
+    assert "ranks 2–3: EngineDied; attempt 1 of 2 at once, from step" in reported
     assert (cluster.size, run.present_config.layout(4).dp) == (4, 2)
     run.stop().wait(SECONDS)
     assert run.state is RunState.STOPPED

@@ -35,14 +35,14 @@ def cluster(hosts_are_possible: None, tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.timeout(240)
 def test_a_run_whose_folder_no_host_sees_is_whole_on_this_side(cluster: Cluster, tmp_path: Path) -> None:
-    apart = {"folder": tmp_path / "own" / "runs"}
+    separate = {"folder": tmp_path / "own" / "runs"}
     with pytest.raises(ClusterError, match=r"host-a, host-b does not see .*every_steps is 10, and ranks of all hosts"):
-        cluster.train(config(tmp_path, "refused", **apart))
+        cluster.train(config(tmp_path, "refused", **separate))
     assert not (tmp_path / "own" / "runs" / "refused").exists()
     with pytest.raises(ClusterError, match=r"text.txt is not on host-a, and its ranks read it there; copy it to"):
-        cluster.train(config(tmp_path / "own", "no-text", checkpoint={"every_steps": 0}, **apart))
+        cluster.train(config(tmp_path / "own", "no-text", checkpoint={"every_steps": 0}, **separate))
 
-    run = cluster.train(config(tmp_path, "apart", checkpoint={"every_steps": 0}, **apart))
+    run = cluster.train(config(tmp_path, "apart", checkpoint={"every_steps": 0}, **separate))
     run.wait_until(5, SECONDS)
     with pytest.raises(ClusterError, match="save: ranks of run 'apart' would exchange what they hold"):
         run.save()

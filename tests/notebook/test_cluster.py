@@ -123,8 +123,8 @@ def test_files_are_private_and_ports_are_local(cluster: Cluster, ipython_directo
         if connection.status == psutil.CONN_LISTEN
     }
     assert listening == {"127.0.0.1"}
-    told = [json.loads(path.read_text()) for path in cluster.directory.glob("security/ipcontroller-*.json")]
-    ports = {connection[name] for connection in told for name in ("registration", "mux", "iopub")}
+    reported = [json.loads(path.read_text()) for path in cluster.directory.glob("security/ipcontroller-*.json")]
+    ports = {connection[name] for connection in reported for name in ("registration", "mux", "iopub")}
     assert max(ports) < 32_768, "the kernel may give these to anybody until the controller listens there"
 
 

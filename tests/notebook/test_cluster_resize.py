@@ -63,7 +63,7 @@ def pids(cluster: Cluster) -> list[int]:
     return [status.pid for status in cluster.status()]
 
 
-def import_anew(token: str) -> None:
+def import_again(token: str) -> None:
     """The next engine is forked off another process, which has to import everything."""
     processes.end(processes.fork_servers(token), patience_seconds=0.0)
 
@@ -128,7 +128,7 @@ def test_what_cannot_be_resized_stays_as_it_is(cluster: Cluster, broken: Path) -
     wait_for(lambda: busy.done)
 
     (broken / "torch.py").write_text("raise SystemExit('no such library')")
-    import_anew(token_of(cluster))
+    import_again(token_of(cluster))
     with pytest.raises(ClusterError, match=r"(?s)ended before they were ready.*no such library"):
         cluster.resize(4, progress=lambda line: None)
     (broken / "torch.py").unlink()
@@ -138,7 +138,7 @@ def test_what_cannot_be_resized_stays_as_it_is(cluster: Cluster, broken: Path) -
 
 def test_an_interrupt_while_engines_start_leaves_the_cluster(cluster: Cluster, broken: Path) -> None:
     token = token_of(cluster)
-    import_anew(token)
+    import_again(token)
     before = {process.pid for process in processes.marked(token) if not is_gone(process.pid)}
 
     (broken / "torch.py").write_text(f"open({str(broken / 'begun')!r}, 'w'); import time; time.sleep(60)")
@@ -208,11 +208,11 @@ def test_a_run_goes_on_with_more_and_with_fewer_engines(cluster: Cluster, tmp_pa
 
     run.reshape(engines=4).wait(SECONDS)  # Paused, it stays paused, with the new engines.
     assert (run.state, run.step, cluster.size) == (RunState.PAUSED, at, 4)
-    (told,) = [event for event in run.events if event.kind == "reshaped"]
-    assert (told.step, told.details["after"]["dp"], told.details["after"]["zero"]) == (at, 4, 2)
-    assert told.text == "2 → 4 engines, pp 1 × dp 2 × tp 1 → pp 1 × dp 4 × tp 1"
+    (reported,) = [event for event in run.events if event.kind == "reshaped"]
+    assert (reported.step, reported.details["after"]["dp"], reported.details["after"]["zero"]) == (at, 4, 2)
+    assert reported.text == "2 → 4 engines, pp 1 × dp 2 × tp 1 → pp 1 × dp 4 × tp 1"
     assert run.present_config.batch.resolve(4).global_size == 8
-    assert shape_of(run.present_config, 4) == shape_of(attach(run.folder.path).config, 4) == told.details["after"]
+    assert shape_of(run.present_config, 4) == shape_of(attach(run.folder.path).config, 4) == reported.details["after"]
     run.reshape(zero=3).wait(SECONDS)
     run.advance(3)
     run.wait(SECONDS)

@@ -191,9 +191,9 @@ def test_an_exchange_comes_with_the_first_record_that_has_one_and_grows():
     drawing = Drawing(history, name="sample", clock=itertools.count().__next__)
     page = Page(*drawing.keyframe(RUNNING))
     assert "exchange" not in page.figures
-    told = {"compressed": 1.0, "error_norm": 2.0, "sent_bytes": 32.0, "float32_bytes": 1000.0}
+    reported = {"compressed": 1.0, "error_norm": 2.0, "sent_bytes": 32.0, "float32_bytes": 1000.0}
     for step in (2, 3, 4):
-        records[0].append(record(step, exchange=told | {"angle": 10.0 * step}))
+        records[0].append(record(step, exchange=reported | {"angle": 10.0 * step}))
         history.update(records, [])
         page.take(*drawing.tick(RUNNING))
         sent, angle, _ = page.figures["exchange"]["data"]
@@ -454,8 +454,8 @@ def test_keyframes_come_by_themselves_for_a_page_that_missed_a_tick(source, show
 def test_a_view_asks_for_tensors(source, shown):
     view, sent = shown
     view._on_message(view, {"type": "Segment", "rank": 0, "category": "activations", "place": "device"}, [])
-    told = [message for message, _ in sent if message["type"] == "Tensors"]
-    assert [(each["rank"], each["category"], each["rows"]) for each in told] == [(0, "activations", [])]
+    reported = [message for message, _ in sent if message["type"] == "Tensors"]
+    assert [(each["rank"], each["category"], each["rows"]) for each in reported] == [(0, "activations", [])]
     view._on_message(view, {"type": "Segment", "rank": "<b>", "category": None, "place": 1}, [])
     assert any(message["type"] == "Problem" and "is no segment" in message["text"] for message, _ in sent)
 
@@ -465,9 +465,9 @@ def test_each_view_smooths_by_a_share_of_its_own(source, shown):
 
     def own() -> list[tuple[Any, Any]]:
         """What was drawn for view a alone."""
-        told = [each for each in list(sent) if each[0]["type"] == "OwnDrawing"]
-        assert all(message["view"] == "a" for message, _ in told)
-        return [(message["drawn"], buffers) for message, buffers in told]
+        reported = [each for each in list(sent) if each[0]["type"] == "OwnDrawing"]
+        assert all(message["view"] == "a" for message, _ in reported)
+        return [(message["drawn"], buffers) for message, buffers in reported]
 
     usual = Page.of(view).figures["loss"]["data"][1]["y"].tolist()
     view._on_message(view, {"type": "Draw", "view": "b", "watching": True}, [])
@@ -571,7 +571,9 @@ def test_plotly_is_held_once_whatever_the_number_of_dashboards(source, shown):
 def test_nothing_that_a_kernel_sends_is_binary_as_gateways_of_jupyter_pass_that_on_to_nobody(source, monkeypatch):
     source.write(1, 2)
     sent = []
-    monkeypatch.setattr(anywidget.AnyWidget, "send", lambda self, told, buffers=None: sent.append((told, buffers)))
+    monkeypatch.setattr(
+        anywidget.AnyWidget, "send", lambda self, reported, buffers=None: sent.append((reported, buffers))
+    )
     view = Dashboard(Feed(source.folder), name="sample")
     try:
         for widget in (view, view.bundle):
@@ -598,15 +600,17 @@ def test_what_cannot_be_drawn_is_told_and_tried_again(source, shown, monkeypatch
 
     monkeypatch.setattr(view._drawing, "tick", tick)
     source.write(4)
-    told = "This view cannot read the run, and tries again: KeyError: 'before'"
+    reported = "This view cannot read the run, and tries again: KeyError: 'before'"
     eventually(
-        lambda: [content for content, _ in sent if content["type"] == "Problem"] == [{"type": "Problem", "text": told}]
+        lambda: (
+            [content for content, _ in sent if content["type"] == "Problem"] == [{"type": "Problem", "text": reported}]
+        )
     )
     source.write(5)
     eventually(lambda: view._feed.last is not None and view._feed.last.step == 5)
-    assert [content["text"] for content, _ in sent if content["type"] == "Problem"] == [told]
+    assert [content["text"] for content, _ in sent if content["type"] == "Problem"] == [reported]
     odd.clear()
-    eventually(lambda: [content["text"] for content, _ in sent if content["type"] == "Problem"] == [told, ""])
+    eventually(lambda: [content["text"] for content, _ in sent if content["type"] == "Problem"] == [reported, ""])
     eventually(lambda: sent[-1][0]["type"] in ("Changes", "Problem") and view.running)
     assert [record.message for record in caplog.records].count("a dashboard of sample cannot be drawn") == 1
 

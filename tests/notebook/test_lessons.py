@@ -72,8 +72,8 @@ def test_three_dimensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_bring_your_own_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own_folders(tmp_path, monkeypatch)
     outputs = executed(OWN, tmp_path)
-    told = "\n".join(map(text, outputs.values()))
-    alike = re.findall(r"^(\w+)\.py: 20 steps, .*largest difference (\S+) of the loss", told, re.MULTILINE)
+    reported = "\n".join(map(text, outputs.values()))
+    alike = re.findall(r"^(\w+)\.py: 20 steps, .*largest difference (\S+) of the loss", reported, re.MULTILINE)
     assert [name for name, _ in alike] == ["plain_after", "hf_after", "hf_tp", "hf_pp", "deepspeed_after"]
     assert max(float(difference) for _, difference in alike) < 1e-4
     assert "+import speedlab" in text(outputs["deepspeed-after"])

@@ -22,16 +22,16 @@ SMALLER = {
 }
 
 
-def accuracies(told: str) -> dict[str, dict[float, float]]:
+def accuracies(reported: str) -> dict[str, dict[float, float]]:
     """By name and depth, as the cell prints them."""
-    lines = re.findall(r"^ *(dense|sparse, with summaries|the window alone): (.+)$", told, re.MULTILINE)
+    lines = re.findall(r"^ *(dense|sparse, with summaries|the window alone): (.+)$", reported, re.MULTILINE)
     return {name: {float(at): float(n) for n, at in re.findall(r"(\d+) % at ([\d.]+)", rest)} for name, rest in lines}
 
 
 def test_lengths_that_fit_stand_beside_those_that_were_announced(tmp_path: Path) -> None:
     outputs = executed(NOTEBOOK, tmp_path, cells=PLANNED)
-    told = re.compile(r"^ *(.+?): +([\d,]+) Ki tokens, a step .+?(?:; announced (\d+) Ki)?$", re.MULTILINE)
-    lines = told.findall(text(outputs["paper"]))
+    reported = re.compile(r"^ *(.+?): +([\d,]+) Ki tokens, a step .+?(?:; announced (\d+) Ki)?$", re.MULTILINE)
+    lines = reported.findall(text(outputs["paper"]))
     fits = {name: int(length.replace(",", "")) for name, length, _ in lines}
     announced = {name: int(length) for name, _, length in lines if length}
     assert list(announced.values()) == [2, 12, 32]

@@ -150,8 +150,8 @@ def test_start_pushes_the_cluster_and_says_what_runs(notebook: Notebook) -> None
     assert "was running" in notebook.run("%speedlab start --name x")
     error = notebook.error("%speedlab start --engines 3 --name x")
     assert isinstance(error, speedlab_magic.CommandError)
-    told = "cluster 'x' runs with 2 engines, and 3 were asked for; stop it first"
-    assert str(error) == f"{told}\nmore: speedlab guide trouble engines"
+    reported = "cluster 'x' runs with 2 engines, and 3 were asked for; stop it first"
+    assert str(error) == f"{reported}\nmore: speedlab guide trouble engines"
 
 
 def test_a_pretended_link_is_told_as_pretended(notebook: Notebook) -> None:

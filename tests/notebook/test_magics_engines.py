@@ -300,10 +300,10 @@ def test_the_debugger_stops_in_a_live_cell_and_looks_at_what_failed(
     small_run.live(BROKEN, ranks=[1]).wait(20)
     with pytest.raises(RankError, match="Look: %speedlab debug 1, or %%ranks 1"):
         small_run.wait(60)
-    told = says("%speedlab debug 1", "p share + 7", "up", "p type(self).__name__", "q")
-    assert told.startswith("rank 1: ZeroDivisionError: division by zero\n")
-    assert "\n7\n" in told
-    assert "\n'GPT'\n" in told
+    reported = says("%speedlab debug 1", "p share + 7", "up", "p type(self).__name__", "q")
+    assert reported.startswith("rank 1: ZeroDivisionError: division by zero\n")
+    assert "\n7\n" in reported
+    assert "\n'GPT'\n" in reported
     assert "rank 0 keeps no exception" in str(shell.run_cell("%speedlab debug 0").error_in_exec)
 
     with pytest.raises(RankError):
@@ -366,7 +366,7 @@ def test_a_plain_cell_stops_at_its_breakpoint_and_the_cluster_stays_usable(
     run(shell, "%%ranks --wait\ndef stopping(number):\n    breakpoint()\n    return number")
     run(shell, "%%ranks\nstopping(41) + 1")
     said = final_text(display.outputs)
-    assert "nobody waits for this cell in front of a prompt" in said
+    assert "no prompt waits for this cell" in said
     assert "ranks 0–1: 42\n" in said
     by_rank.update({f"rank {rank} (Pdb) ": ["!number = 6", "c"] for rank in (0, 1)})
     run(shell, "%%ranks --wait\nstopping(41) + 1")

@@ -20,9 +20,9 @@ def test_the_largest_models_are_the_planners_and_stand_beside_what_was_announced
     outputs = executed(NOTEBOOK, tmp_path, cells=PLANNED)
     planned, announced = figures(outputs["largest"])[0]["data"]
     sizes = dict(zip(planned["y"], planned["x"], strict=True))
-    told = dict(zip(announced["y"], announced["x"], strict=True))
-    assert sorted(told.values()) == [1.4e9, 13e9, 40e9, 70e9, 1e12]
-    assert all(sizes[name] > told[name] for name in told)
+    reported = dict(zip(announced["y"], announced["x"], strict=True))
+    assert sorted(reported.values()) == [1.4e9, 13e9, 40e9, 70e9, 1e12]
+    assert all(sizes[name] > reported[name] for name in reported)
     assert sizes["V100, optimizer on the host"] == pytest.approx(13e9, rel=0.1)
     assert sizes["H200, 4 bytes"] > 30e9 > 3 * sizes["H200"]
     table = text(outputs["largest"])

@@ -48,11 +48,13 @@ def test_the_rank_the_category_and_changes_that_fit_are_told(cluster: Cluster, t
         run.wait(120)
     text = str(failed.value)
     # 65,536 tokens × 512 floats are 128 MiB, of which a block makes more than eight.
-    told = re.search(
+    reported = re.search(
         r"Out of memory on rank 1: (\d+(?:\.\d)?) MiB for activations in forward of blocks\.\d\S* did not fit", text
     )
-    assert told is not None, text
-    assert float(told[1]) in (128, 384, 512), "of the hidden states, of queries, keys and values, or of the inner layer"
+    assert reported is not None, text
+    assert float(reported[1]) in (128, 384, 512), (
+        "of the hidden states, of queries, keys and values, or of the inner layer"
+    )
     changes = text[text.index("Cheapest changes that fit:") :].splitlines()[1:4]
     assert len(changes) == 3
     assert any("micro-batch 256 →" in change for change in changes), changes

@@ -38,8 +38,8 @@ def test_every_field_of_a_run_is_in_one_tab_with_its_description(panel: Panel) -
         for part in parts:
             owner = owner.part_of(part)
         assert field.description == owner.model_fields[name].description
-        told = field.control.meaning if isinstance(field.control, Choice) else field.control.tooltip
-        assert told == field.description
+        reported = field.control.meaning if isinstance(field.control, Choice) else field.control.tooltip
+        assert reported == field.description
         assert note(panel, path), path
 
 
@@ -97,7 +97,7 @@ def test_a_choice_follows_its_page_and_can_grey_single_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "beside", "words"),
+    ("path", "value", "alongside", "words"),
     [
         ("model.heads", 5, "model.heads", "hidden 192 does not divide by heads 5; heads 4 would work"),
         ("data.sequence_length", 512, "data.sequence_length", "512 is longer than model.context 256"),
@@ -111,17 +111,17 @@ def test_a_choice_follows_its_page_and_can_grey_single_options() -> None:
     ],
 )
 def test_what_cannot_run_is_told_beside_its_control(
-    panel: Panel, path: str, value: Any, beside: str, words: str
+    panel: Panel, path: str, value: Any, alongside: str, words: str
 ) -> None:
     before = panel.fields[path].control.value
     put(panel, path, value)
-    assert words in note(panel, beside).replace("&#x27;", "'")
-    assert "speedlab-problem" in panel.fields[beside].note.value
+    assert words in note(panel, alongside).replace("&#x27;", "'")
+    assert "speedlab-problem" in panel.fields[alongside].note.value
     assert words in panel.summary_text
-    assert [where for where, _ in panel.problems] == [beside]
+    assert [where for where, _ in panel.problems] == [alongside]
     assert "train" not in offered(panel)
     marked = [title for title in panel._view.form.tabs.titles if title.endswith(" ▲")]
-    assert [beside.partition(".")[0] in SECTIONS[title.removesuffix(" ▲")] for title in marked] == [True]
+    assert [alongside.partition(".")[0] in SECTIONS[title.removesuffix(" ▲")] for title in marked] == [True]
     put(panel, path, before)
     assert panel.problems == []
     assert list(panel._view.form.tabs.titles) == [*SECTIONS, "Presets", "Export"]
@@ -157,8 +157,8 @@ def test_what_is_greyed_says_why(panel: Panel) -> None:
     put(panel, "activation.partition_inputs", True)
     assert note(panel, "activation.partition_inputs").endswith(" · inputs of blocks cut over tp 2")
     put(panel, "parallel.sequence", True)
-    told = "inputs of blocks are cut by sequence parallelism already"
-    assert note(panel, "activation.partition_inputs").endswith(told)
+    reported = "inputs of blocks are cut by sequence parallelism already"
+    assert note(panel, "activation.partition_inputs").endswith(reported)
     put(panel, "activation.checkpointing", "none")
     assert "activation.partition_inputs true needs activation.checkpointing" in panel.summary_text
 
@@ -404,7 +404,7 @@ def test_less_free_than_needed_is_told_before_it_hurts(tmp_path: Path, opened: C
 
 def test_places_are_offered_where_they_can_be(panel: Panel) -> None:
     assert "parameters lie away at stage 3 only; the stage is 2" in note(panel, "offload.parameters")
-    assert "nothing lies on disk" in note(panel, "offload.folder")
+    assert "nothing is on disk" in note(panel, "offload.folder")
     put(panel, "zero.stage", 3)
     assert "offload the optimizer first" in note(panel, "offload.parameters")
     put(panel, "offload.optimizer", "host")

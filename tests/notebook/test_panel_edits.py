@@ -76,15 +76,15 @@ def test_fields_in_a_row_that_do_nothing_are_folded_until_they_do_or_are_asked_f
 def test_a_change_tells_memory_speed_and_placement_before_and_after(panel: Panel) -> None:
     held = [state.total for state in panel.states]
     put(panel, "zero.stage", 3)
-    told = re.fullmatch(
+    reported = re.fullmatch(
         r"a rank holds ([\d.]+) MiB → ([\d.]+) MiB \((-[\d.]+)%\) · .* tokens/s \(.*%\) · "
         r"parameters: whole on every rank → 1/4 a rank",
         panel.effect_text,
     )
-    assert told is not None, panel.effect_text
+    assert reported is not None, panel.effect_text
     mib = 2**20
-    assert [float(told[1]), float(told[2])] == pytest.approx([held[2] / mib, held[3] / mib], rel=0.01)
-    assert float(told[3]) == pytest.approx(100 * (held[3] / held[2] - 1), abs=0.06)
+    assert [float(reported[1]), float(reported[2])] == pytest.approx([held[2] / mib, held[3] / mib], rel=0.01)
+    assert float(reported[3]) == pytest.approx(100 * (held[3] / held[2] - 1), abs=0.06)
     assert "<b>stage 2 → 3</b>" in html(panel, "effect")
     put(panel, "name", "other")
     assert panel.effect_text == "memory, speed and placement stay as they are"
@@ -196,8 +196,8 @@ def test_presets_are_what_the_planner_says_and_can_be_taken_and_taken_back(panel
     put(panel, "data.sequence_length", 128)
     go_to_tab(panel, "Presets")
     rows = panel._view.presets.children
-    told = dict(zip((button.description for button in rows[::2]), rows[1::2], strict=True))
-    assert list(told)[:3] == ["Plain copies", "ZeRO-2", "Least memory"]
+    reported = dict(zip((button.description for button in rows[::2]), rows[1::2], strict=True))
+    assert list(reported)[:3] == ["Plain copies", "ZeRO-2", "Least memory"]
     by_name = {button.description: button for button in rows[::2]}
     by_name["Three dimensions"].click()
     assert panel.config is not None
@@ -205,7 +205,7 @@ def test_presets_are_what_the_planner_says_and_can_be_taken_and_taken_back(panel
     assert panel.batch_text.endswith("× dp 1")
     assert panel.config.data.sequence_length == 128
     assert panel.batch_text.startswith("global batch 32 = ")  # What is trained stays.
-    assert f"{panel.states[1].total / 2**20:.3g} MiB a rank" in told["Three dimensions"].value
+    assert f"{panel.states[1].total / 2**20:.3g} MiB a rank" in reported["Three dimensions"].value
     panel.buttons["undo"].click()
     assert panel.config == RunConfig(data={"sequence_length": 128})
 

@@ -70,6 +70,6 @@ def test_a_control_is_heard_while_a_cell_waits(kernel: BlockingKernelClient) -> 
     click = kernel.session.msg("comm_msg", {"comm_id": comm, "data": data})
     click["header"]["subshell_id"] = subshell
     kernel.shell_channel.send(click)
-    stage, told = printed(kernel, waiting).split(" ", 1)
+    stage, reported = printed(kernel, waiting).split(" ", 1)
     assert stage == "3"
-    assert told.startswith("a rank holds ")
+    assert reported.startswith("a rank holds ")

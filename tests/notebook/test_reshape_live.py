@@ -79,7 +79,7 @@ def test_through_many_layouts(cluster: Cluster, plain: list[float], tmp_path: Pa
         assert event.kind == "reshaped"
         assert changes.items() <= event.details["after"].items()
         assert event.details["through"] == ("in place" if changes.keys() == {"zero"} else "memory")
-        assert_told(run)
+        assert_reported(run)
         step = run.step
         run.advance(2).wait(60)
         run.wait_until(step + 2, timeout=60)
@@ -109,7 +109,7 @@ def test_padding_for_cp_is_told_and_counts_nowhere(cluster: Cluster, tmp_path: P
     assert "sequences of 61 padded to 62, 1.61% of what is computed" in started.text
 
 
-def assert_told(run: Run) -> None:
+def assert_reported(run: Run) -> None:
     """Every rank's placement is that of the present layout and stage."""
     layout, stage = run.present_config.layout(SIZE), run.present_config.zero.stage
     tables = [run.placement(rank) for rank in range(SIZE)]

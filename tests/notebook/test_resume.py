@@ -180,18 +180,18 @@ def test_ctrl_c_in_a_terminal_prints_the_line_that_goes_on(cluster: Cluster, pla
     training = terminal("train", "small.json", "--cluster", cluster.name)
     wait_for((place / "elsewhere/typed/records/rank-0.jsonl").exists, 90)
     training.send_signal(signal.SIGINT)
-    told = training.communicate(timeout=90)[1]
-    assert training.returncode == 130, told
+    reported = training.communicate(timeout=90)[1]
+    assert training.returncode == 130, reported
     stopped = RunFolder("elsewhere/typed").read_status()
     assert stopped.state is RunState.STOPPED
-    (line,) = [line.partition("resume:")[2].strip() for line in told.splitlines() if line.startswith("resume:")]
+    (line,) = [line.partition("resume:")[2].strip() for line in reported.splitlines() if line.startswith("resume:")]
     assert line == f"speedlab train --resume elsewhere/typed --cluster {cluster.name}"
     again = terminal("train", "small.json", "--cluster", cluster.name)
     assert f"`{line}` goes on with it" in again.communicate(timeout=60)[1]
     assert again.returncode == 2
     on = terminal(*shlex.split(line)[1:], "--steps", str(stopped.step + 3))
-    told = on.communicate(timeout=120)[1]
-    assert on.returncode == 0, told
+    reported = on.communicate(timeout=120)[1]
+    assert on.returncode == 0, reported
     run = Run("elsewhere/typed")
     assert (run.state, run.step) == (RunState.FINISHED, stopped.step + 3)
     assert [record.step for record in run.records()] == list(range(1, stopped.step + 4))

@@ -20,9 +20,9 @@ SMALLER = {
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20}
 
 
-def sent_bytes(told: str) -> dict[str, float]:
+def sent_bytes(reported: str) -> dict[str, float]:
     """What a rank sends in a step, by name, as the cells print it."""
-    lines = re.findall(r"^ *(.+?): .+? a step, a rank sends ([\d.]+) (\w+)$", told, re.MULTILINE)
+    lines = re.findall(r"^ *(.+?): .+? a step, a rank sends ([\d.]+) (\w+)$", reported, re.MULTILINE)
     return {name: float(count) * _UNITS[unit] for name, count, unit in lines}
 
 

@@ -235,11 +235,11 @@ def test_a_killed_supervisor_is_followed_by_another(
 ) -> None:
     draw = random.Random(moment)
     cell = cluster.submit(time.sleep, draw.uniform(0.1, 1.0))
-    behind = cluster.submit(abs, -moment)
+    following = cluster.submit(abs, -moment)
     time.sleep(draw.uniform(0.0, 0.3))  # Not to wait for anything: the moment of the kill is what varies.
     supervisor_of(cluster).kill()
     assert cell.result(SECONDS) == [None, None]
-    assert behind.result(SECONDS) == [moment, moment]
+    assert following.result(SECONDS) == [moment, moment]
 
     run = cluster.train(config(tmp_path, "supervised"))
     at_a_random_step(run, moment)

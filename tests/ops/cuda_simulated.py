@@ -186,9 +186,9 @@ def check_blockquant() -> None:
 
 def close_codes(got: Tensor, expected: Tensor) -> None:
     """The simulator has no fused multiply-add: what lies on the edge of two bins may go to either."""
-    apart = (got.int() - expected.int()).abs()
-    assert (apart <= 1).all()
-    assert (apart == 0).float().mean() > 0.98 or len(got) < 2
+    separate = (got.int() - expected.int()).abs()
+    assert (separate <= 1).all()
+    assert (separate == 0).float().mean() > 0.98 or len(got) < 2
 
 
 def check_blockwise8() -> None:

@@ -227,9 +227,9 @@ def test_a_hundred_steps_of_adamw_stay_near_torchs(dtype) -> None:
         else:
             param = value
     moved = (theirs.detach() - start.float()).abs().mean()
-    apart = (param.float() - theirs.detach()).abs().mean()
+    separate = (param.float() - theirs.detach()).abs().mean()
     assert moved > 0.3
-    assert apart < 0.05 * moved
+    assert separate < 0.05 * moved
 
 
 def test_bytes_of_one_call() -> None:

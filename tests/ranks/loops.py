@@ -317,8 +317,8 @@ def worst_update(ours: dict[str, Tensor], plain: Trajectory) -> tuple[float, str
     for name, expected in plain.parameters.items():
         moved = (expected.double() - plain.start[name].double()).norm()
         last_place = torch.finfo(torch.float32).eps * expected.double().abs()
-        apart = ((ours[name].double() - expected.double()).abs() - last_place).clamp(min=0.0).norm()
-        share = float(apart / moved) if moved > 0 else (0.0 if apart == 0 else float("inf"))
+        separate = ((ours[name].double() - expected.double()).abs() - last_place).clamp(min=0.0).norm()
+        share = float(separate / moved) if moved > 0 else (0.0 if separate == 0 else float("inf"))
         if not share <= worst:
             worst, where = share, name
     return worst, where

@@ -398,10 +398,10 @@ class Ours:
         except PeerLost:
             pass  # The cause is on the other rank.
         if who is not None:
-            self.meet_anew()
+            self.meet_again()
         return seen
 
-    def meet_anew(self) -> None:
+    def meet_again(self) -> None:
         """As a run does when one rank has failed: all leave, those that wait for it at once, and join again."""
         engines = [each.engine for each in (self, self.other) if each is not None]
         for engine in engines:
@@ -452,7 +452,7 @@ class Ours:
 
 def loses_the_step(call: Call) -> bool:
     """An exception in a forward changes nothing; one in a backward, which may have added to gradients, and one of a
-    single rank, after which all meet anew, give up the step."""
+    single rank, after which all meet again, give up the step."""
     where, who, inside = call.how
     return where == "backward" or who is not None or inside
 
@@ -520,8 +520,8 @@ def differences(what: str, ours: Any, theirs: Any) -> list[str]:
     if isinstance(theirs, Tensor):
         if ours.shape != theirs.shape:
             return [f"{what}: shape {tuple(ours.shape)} instead of {tuple(theirs.shape)}"]
-        apart = float((ours.double() - theirs.double()).abs().max())
-        return [] if apart <= ALLOWED else [f"{what}: {apart:.3g} apart (allowed {ALLOWED:g})"]
+        separate = float((ours.double() - theirs.double()).abs().max())
+        return [] if separate <= ALLOWED else [f"{what}: {separate:.3g} apart (allowed {ALLOWED:g})"]
     if type(theirs) is float and type(ours) is float:
         return (
             []

@@ -58,13 +58,13 @@ def step_after_two_backwards(stage: int) -> tuple[str, str, Trajectory]:
 
 @STAGES
 def test_a_step_for_several_backwards_is_refused_and_works_inside_no_sync(two: Pool, plain: Any, stage: int) -> None:
-    told = two.run(step_after_two_backwards, stage, timeout=60)
-    for said, both, _ in told:
+    reported = two.run(step_after_two_backwards, stage, timeout=60)
+    for said, both, _ in reported:
         assert said.startswith("backward: a second forward and backward came without engine.step()")
         assert "batch.accumulation 2" in said
         assert "engine.no_sync()" in said
         assert both == said
-    assert_same([path for *_, path in told], plain(Case(accumulation=2, steps=3), 2))
+    assert_same([path for *_, path in reported], plain(Case(accumulation=2, steps=3), 2))
 
 
 def own_boundary(stage: int, steps_of: str) -> Trajectory:
@@ -353,7 +353,7 @@ def test_clip_by_value_through_the_optimizers_hook(two: Pool, stage: int) -> Non
 
 def hooked(stage: int) -> dict[str, Any]:
     """Hooks on a parameter after `initialize`: one that is refused, one that doubles its gradient."""
-    case, told, seen = Case(stage=stage), {}, []
+    case, reported, seen = Case(stage=stage), {}, []
     with engine_for(case) as engine:
         weight = engine.module.blocks[1].up.weight
 
@@ -361,27 +361,27 @@ def hooked(stage: int) -> dict[str, Any]:
             seen.append(gradient.clone())
             return 2 * gradient
 
-        told["refused"] = refused(lambda: weight.register_post_accumulate_grad_hook(lambda p: None))
+        reported["refused"] = refused(lambda: weight.register_post_accumulate_grad_hook(lambda p: None))
         weight.register_hook(double)
         before = engine.state_dict()["blocks.1.up.weight"].clone()
         engine.backward(loss_of(engine, case, 0, 0))
         engine.step()
-        told["change"] = engine.state_dict()["blocks.1.up.weight"] - before
+        reported["change"] = engine.state_dict()["blocks.1.up.weight"] - before
     plain: Any = models.transformer()
     case.loss(plain, case.batch(0, engine.world.rank)).backward()
-    told["seen"] = float((seen[0] - plain.blocks[1].up.weight.grad / 2).abs().max())
-    told["gradient"] = plain.blocks[1].up.weight.grad
-    return told
+    reported["seen"] = float((seen[0] - plain.blocks[1].up.weight.grad / 2).abs().max())
+    reported["gradient"] = plain.blocks[1].up.weight.grad
+    return reported
 
 
 @STAGES
 def test_hooks_on_parameters_after_initialize(two: Pool, stage: int) -> None:
     ours, theirs = two.run(hooked, stage)
     mean = (ours["gradient"] + theirs["gradient"]) / 2
-    for told in (ours, theirs):
-        assert told["refused"].startswith("blocks.1.up.weight: a post-accumulate hook reads .grad")
-        assert told["seen"] < 1e-7
-        assert (told["change"] + 0.05 * 2 * mean).abs().max() < 1e-6
+    for reported in (ours, theirs):
+        assert reported["refused"].startswith("blocks.1.up.weight: a post-accumulate hook reads .grad")
+        assert reported["seen"] < 1e-7
+        assert (reported["change"] + 0.05 * 2 * mean).abs().max() < 1e-6
 
 
 def take_gradient(parameter: Tensor) -> None:
@@ -402,5 +402,7 @@ def hooked_before(stage: int) -> str:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_hook_of_before_that_takes_the_gradient_is_refused(two: Pool, stage: int) -> None:
-    for told in two.run(hooked_before, stage):
-        assert told.startswith("blocks.1.up.weight: a post-accumulate hook of before initialize has taken its gradient")
+    for reported in two.run(hooked_before, stage):
+        assert reported.startswith(
+            "blocks.1.up.weight: a post-accumulate hook of before initialize has taken its gradient"
+        )

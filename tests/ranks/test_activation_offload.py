@@ -121,17 +121,17 @@ def refused(case: LayoutCase) -> str:
         units=lambda name, module: name.endswith("mlp.down"),
     )[0]
     try:
-        with pytest.raises(ConfigError) as told:
+        with pytest.raises(ConfigError) as reported:
             engine.train_batch([case.batch(0, 0)])
-        return str(told.value)
+        return str(reported.value)
     finally:
         engine.destroy(keep_parameters=False)
 
 
 def test_inputs_that_differ_are_refused_on_all_ranks(pool_of: PoolOf) -> None:
     case = LayoutCase(layout=Layout(tp=2), stage=0, loss=gpt_loss, accumulation=1, **CUT)
-    told = pool_of(2).run(refused, case, timeout=60)
-    assert told[0] == told[1]
-    assert told[0].startswith(
+    reported = pool_of(2).run(refused, case, timeout=60)
+    assert reported[0] == reported[1]
+    assert reported[0].startswith(
         "activation.partition_inputs: the input of blocks.0.mlp.down is not the same on all 2 tensor ranks, so that"
     )

@@ -115,9 +115,9 @@ def test_transformers_loads_what_was_exported(two: Pool, tmp_path: Path, small: 
     two.run(export_gpt, small, 3, tmp_path)
     expected = small()(TOKENS).logits
     for folder in (tmp_path / "of-checkpoint", tmp_path / "of-engine", tmp_path / "of-run"):
-        theirs, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-        assert not told["missing_keys"], told
-        assert not told["unexpected_keys"], told
+        theirs, reported = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not reported["missing_keys"], reported
+        assert not reported["unexpected_keys"], reported
         theirs.eval()
         torch.testing.assert_close(theirs(TOKENS).logits, expected, rtol=1e-5, atol=1e-5)
     index = json.loads((tmp_path / "of-engine" / "model.safetensors.index.json").read_text())
@@ -178,7 +178,7 @@ def test_a_folder_of_transformers_comes_in(two: Pool, tmp_path: Path, stage: int
     for said, logits, states in two.run(import_gpt, GPT2, stage, tmp_path):
         assert said == "done"
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-        assert states == 0, "the optimizer begins anew"
+        assert states == 0, "the optimizer begins again"
 
 
 @pytest.mark.parametrize("small", EXACT, ids=str)
@@ -321,9 +321,9 @@ def test_a_model_of_transformers_keeps_its_names(two: Pool, tmp_path: Path) -> N
     from transformers import AutoModelForCausalLM
 
     two.run(export_llama, tmp_path)
-    theirs, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not told["missing_keys"], told
-    assert not told["unexpected_keys"], told
+    theirs, reported = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not reported["missing_keys"], reported
+    assert not reported["unexpected_keys"], reported
     expected = llama()
     assert type(theirs) is type(expected)
     torch.testing.assert_close(theirs(TOKENS).logits, expected.eval()(TOKENS).logits, rtol=1e-5, atol=1e-5)

@@ -52,7 +52,7 @@ def states_of(engine: Any) -> dict[str, Tensor]:
     }
 
 
-def save_behind_the_steps(case: Case, folder: Path) -> tuple[bool, dict[str, Tensor], dict[str, Tensor]]:
+def save_after_the_steps(case: Case, folder: Path) -> tuple[bool, dict[str, Tensor], dict[str, Tensor]]:
     """Save while two more steps are made; (whether it was still under way then, the state at the save, what was
     read)."""
     gate = threading.Event()
@@ -79,7 +79,7 @@ def save_behind_the_steps(case: Case, folder: Path) -> tuple[bool, dict[str, Ten
 @pytest.mark.parametrize("ranks", [1, 2, 4], indirect=True)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_what_is_saved_is_what_was_there_when_it_began(ranks: Pool, tmp_path: Path, stage: int) -> None:
-    for under_way, expected, read in ranks.run(save_behind_the_steps, Case(stage=stage, optimizer=adamw), tmp_path):
+    for under_way, expected, read in ranks.run(save_after_the_steps, Case(stage=stage, optimizer=adamw), tmp_path):
         assert under_way
         assert expected.keys() == read.keys()
         assert [name for name in expected if not expected[name].equal(read[name])] == []
@@ -134,7 +134,7 @@ def test_a_full_disk_is_told_on_every_rank_and_makes_room(two: Pool, tmp_path: P
     assert [path.name for path in tmp_path.iterdir()] == ["here"], "the note of the failure is gone too"
 
 
-def fail_behind_the_steps(case: Case, folder: Path, how: str) -> list[str]:
+def fail_after_the_steps(case: Case, folder: Path, how: str) -> list[str]:
     """What each of two ranks is told of a save of which one rank's part does not come; then the same tag is saved."""
     rank, patches = dist.get_rank(), contextlib.ExitStack()
 
@@ -181,7 +181,7 @@ def fail_behind_the_steps(case: Case, folder: Path, how: str) -> list[str]:
     ],
 )
 def test_nobody_waits_for_a_part_that_will_not_come(two: Pool, tmp_path: Path, how: str, expected: list[str]) -> None:
-    found = two.run(fail_behind_the_steps, Case(stage=1), tmp_path, how)
+    found = two.run(fail_after_the_steps, Case(stage=1), tmp_path, how)
     for (said, loaded), words in zip(found, expected, strict=True):
         assert words in said
         assert loaded == "here"

@@ -139,9 +139,9 @@ def test_as_defined(pool_of: PoolOf) -> None:
 
 
 def refused(precision: dict[str, str]) -> str:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         speedlab.initialize(model=linear(), config={"precision": precision})
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_masters_are_left_out_in_bfloat16_only(pool_of: PoolOf) -> None:

@@ -57,10 +57,10 @@ class PlainSums(Unfused):
     def updated(self, flats: Sequence[ExchangedState], everyone: Group) -> None:
         self.updates += 1
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         self.updates = 0
 
-    def told(self) -> dict[str, float]:
+    def reported(self) -> dict[str, float]:
         return {"exchanges": self.exchanges}
 
 
@@ -193,14 +193,14 @@ def test_what_is_kept_beside_a_gradient_is_each_ranks_own(two: Pool, tmp_path: P
         for _, _, state, _ in two.run(train, SignSums, configuration(stage), timeout=60):
             for name, parameter in expected.items():
                 torch.testing.assert_close(state[name], parameter, rtol=0, atol=2e-6, msg=name)
-    for told in two.run(look, str(tmp_path), timeout=60):
-        assert told["bytes"] == 2 * 4 * told["padded"], "the gradient and the error, each whole"
-        assert told["used"]
-        assert told["unmoved"], "a change of stage leaves it where it is"
-        assert told["row"]["states"]["error"] == {"holders": "each its own", "where": "device", "form": "float32"}
-        assert "dp by the optimizer, × 0.5" in told["text"]
-        assert "float32 replicated + error: float32 each its own" in told["text"]
-        assert told["loaded"], "each rank has its own again"
+    for reported in two.run(look, str(tmp_path), timeout=60):
+        assert reported["bytes"] == 2 * 4 * reported["padded"], "the gradient and the error, each whole"
+        assert reported["used"]
+        assert reported["unmoved"], "a change of stage leaves it where it is"
+        assert reported["row"]["states"]["error"] == {"holders": "each its own", "where": "device", "form": "float32"}
+        assert "dp by the optimizer, × 0.5" in reported["text"]
+        assert "float32 replicated + error: float32 each its own" in reported["text"]
+        assert reported["loaded"], "each rank has its own again"
 
 
 def refuse(stage: int, clip_norm: float | None) -> tuple[str, list[str]]:
@@ -222,6 +222,6 @@ def test_partitioned_gradients_are_refused_and_no_clipping_is_said(two: Pool) ->
     for stage in (2, 3):
         for error, _ in two.run(refuse, stage, None):
             assert error.startswith(f"zero.stage {stage}: PlainSums sums gradients itself")
-    (_, told), (_, silent) = two.run(refuse, 1, 0.5)
-    assert told == ["clip_norm 0.5: not in steps whose gradients PlainSums sums itself"]
+    (_, reported), (_, silent) = two.run(refuse, 1, 0.5)
+    assert reported == ["clip_norm 0.5: not in steps whose gradients PlainSums sums itself"]
     assert silent == []

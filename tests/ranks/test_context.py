@@ -290,26 +290,26 @@ def test_padded_sequences_train_as_whole_ones(pool_of: PoolOf, plain: PlainOf) -
 
 def padding_refusals(case: LayoutCase) -> list[str]:
     """What a step of 45 tokens says, and that one of 48 works."""
-    told = []
+    reported = []
     for changes in ({}, {"cp_pad": True, "build": partial(long_gpt, dropout=0.2)}):
         own = replace(case, **changes)
         engine: Any = speedlab.initialize(model=own.build(), optimizer=own.optimizer, config=own.config())[0]
         try:
             with pytest.raises(LayoutError) as error:
                 engine.train_batch([rows_of(45, 0, 0)] * own.accumulation)
-            told.append(str(error.value))
+            reported.append(str(error.value))
             engine.train_batch([rows_of(48, 0, 0)] * own.accumulation)
         finally:
             engine.destroy(keep_parameters=False)
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("layout", [Layout(cp=2), Layout(cp=2, pp=2)], ids=str)
 def test_a_length_that_cp_does_not_divide_is_refused_in_ones_own_loop(pool_of: PoolOf, layout: Layout) -> None:
     case = LayoutCase(layout=layout, build=long_gpt, batch=many, stage=0)
     rule = "parallel.cp 2: a sequence of 45 tokens does not divide by 2"
-    for told in pool_of(layout.world_size).run(padding_refusals, case, timeout=90):
-        assert told == [
+    for reported in pool_of(layout.world_size).run(padding_refusals, case, timeout=90):
+        assert reported == [
             f"{rule}; 44 or 46 would, or set parallel.cp_pad to true, which pads them to 46",
             f"{rule}, and dropout 0.2 would drop other elements of a longer sequence; set model.dropout to 0, or use "
             "lengths that cp divides",
@@ -419,8 +419,8 @@ def windowed() -> nn.Module:
 def test_an_attention_of_the_users_is_kept_or_refused(pool_of: PoolOf, plain: PlainOf) -> None:
     case = LayoutCase(layout=Layout(cp=2), stage=1, build=windowed, batch=many, accumulation=1)
     check(pool_of, plain, [case], FLOAT32, timeout=60)
-    told = pool_of(2).run(refused, windowed(), {"cp_heads": 1}, timeout=30)
-    assert all("the attention of this model is a Windowed of its own" in each for each in told)
+    reported = pool_of(2).run(refused, windowed(), {"cp_heads": 1}, timeout=30)
+    assert all("the attention of this model is a Windowed of its own" in each for each in reported)
 
 
 def test_on_other_devices_a_sparse_ring_is_refused() -> None:
@@ -588,14 +588,14 @@ def test_padding_reaches_no_further_than_a_mask() -> None:
 
 
 def refused(model: Any, how: dict[str, Any]) -> str:
-    with pytest.raises((ConfigError, LayoutError)) as told:
+    with pytest.raises((ConfigError, LayoutError)) as reported:
         speedlab.initialize(model=model, config={"parallel": {"cp": 2} | how})
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_other_models_are_refused(pool_of: PoolOf) -> None:
     expected = "parallel.cp 2: sequences are cut for this package's GPT as it is, not for Linear; set parallel.cp to 1"
-    assert all(told.startswith(expected) for told in pool_of(2).run(refused, nn.Linear(2, 2), {}, timeout=30))
+    assert all(reported.startswith(expected) for reported in pool_of(2).run(refused, nn.Linear(2, 2), {}, timeout=30))
 
 
 # ---- very long -------------------------------------------------------------------------------------------------------

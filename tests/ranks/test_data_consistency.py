@@ -85,12 +85,12 @@ def test_different_tokens_are_told_on_all_ranks(pool_of: PoolOf, layout: Layout,
     case = LayoutCase(layout=layout, stage=1, accumulation=2)
     pool = pool_of(layout.world_size)
     expected = pool.run(only_right, case, timeout=120)
-    for told, right in zip(pool.run(go_wrong_and_right, case, choice, timeout=120), expected, strict=True):
+    for reported, right in zip(pool.run(go_wrong_and_right, case, choice, timeout=120), expected, strict=True):
         for when in ("first", "later", "evaluated"):
-            assert f"under {layout} ranks that differ only along tp and pp compute one batch" in told[when], when
-            assert f"were given different tokens: {who}. Choose data by engine.mesh.data_index" in told[when], when
-        assert told["kept"] == (True, 2)
-        assert told["right"] == right, "what was refused has left nothing behind"
+            assert f"under {layout} ranks that differ only along tp and pp compute one batch" in reported[when], when
+            assert f"were given different tokens: {who}. Choose data by engine.mesh.data_index" in reported[when], when
+        assert reported["kept"] == (True, 2)
+        assert reported["right"] == right, "what was refused has left nothing behind"
 
 
 def other_lengths(case: LayoutCase) -> str | float:
@@ -107,5 +107,5 @@ def other_lengths(case: LayoutCase) -> str | float:
 
 
 def test_other_lengths_are_told_before_ranks_wait_for_each_other(pool_of: PoolOf) -> None:
-    for told in pool_of(2).run(other_lengths, LayoutCase(layout=Layout(tp=2)), timeout=60):
-        assert "were given different tokens: rank 1 not what rank 0 was given" in told
+    for reported in pool_of(2).run(other_lengths, LayoutCase(layout=Layout(tp=2)), timeout=60):
+        assert "were given different tokens: rank 1 not what rank 0 was given" in reported

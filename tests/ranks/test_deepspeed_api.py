@@ -52,8 +52,8 @@ def ask_names(stage: int) -> dict[str, Any]:
 
 @STAGES
 def test_names_that_scripts_ask_for(two: Pool, stage: int) -> None:
-    for rank, told in enumerate(two.run(ask_names, stage)):
-        assert told == {
+    for rank, reported in enumerate(two.run(ask_names, stage)):
+        assert reported == {
             "device": torch.device("cpu"),
             "ranks": (rank, rank, 2),
             "steps": (2, 16, 0),
@@ -69,18 +69,18 @@ def skip_steps(folder: Path) -> list[tuple[int, int, int, int]]:
     """(updates, steps, skipped steps, samples) after a float16 step that overflows and one that does not; then after a
     load into a new engine."""
     case = Case(dtype="float16", stage=1)
-    told = []
+    reported = []
     with engine_for(case) as engine:
         engine.loss_scale.value = 2.0**100
         while engine.global_step == 0:
             engine_step_or_skip(engine, case)
             engine.loss_scale.value = min(engine.loss_scale.value, 256.0)
-        told.append((engine.global_step, engine.global_steps, engine.skipped_steps, engine.global_samples))
+        reported.append((engine.global_step, engine.global_steps, engine.skipped_steps, engine.global_samples))
         engine.save_checkpoint(folder, "a")
     with engine_for(case) as engine:
         engine.load_checkpoint(folder, "a")
-        told.append((engine.global_step, engine.global_steps, engine.skipped_steps, engine.global_samples))
-    return told
+        reported.append((engine.global_step, engine.global_steps, engine.skipped_steps, engine.global_samples))
+    return reported
 
 
 def engine_step_or_skip(engine: Any, case: Case) -> None:
@@ -90,8 +90,8 @@ def engine_step_or_skip(engine: Any, case: Case) -> None:
 
 
 def test_skipped_steps_count_as_in_deepspeed_and_are_saved(two: Pool, tmp_path: Path) -> None:
-    for told in two.run(skip_steps, tmp_path):
-        assert told == [(1, 2, 1, 8)] * 2
+    for reported in two.run(skip_steps, tmp_path):
+        assert reported == [(1, 2, 1, 8)] * 2
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -134,11 +134,11 @@ def frozen_gpt() -> torch.nn.Module:
 def test_weights_are_whole_under_every_layout(
     two: Pool, tmp_path: Path, layout: Layout, stage: int, dtype: str
 ) -> None:
-    told = two.run(save_weights, tmp_path, layout, stage, dtype)
-    expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in told[0]["masters"].items()}
+    reported = two.run(save_weights, tmp_path, layout, stage, dtype)
+    expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in reported[0]["masters"].items()}
     frozen = {name for name in expected if name.startswith("norm.")}
     assert frozen
-    for rank in told:
+    for rank in reported:
         assert rank["saved"] == (True, True, True)
         assert rank["same"]
         assert rank["into"].pop("mine") == 1
@@ -214,14 +214,16 @@ def stop_and_go_on(folder: Path) -> tuple[list[list[int]], list[list[int]], int]
 
 
 def test_the_loader_goes_on_where_the_checkpoint_was_written(two: Pool, tmp_path: Path) -> None:
-    told = two.run(stop_and_go_on, tmp_path)
-    for whole, rest, length in told:
+    reported = two.run(stop_and_go_on, tmp_path)
+    for whole, rest, length in reported:
         assert length == 9
         assert len(whole) == 13
         assert rest == whole[6:]
-    seen = [item for whole, _, _ in told for batch in whole[:9] for item in batch]
+    seen = [item for whole, _, _ in reported for batch in whole[:9] for item in batch]
     assert len(seen) == len(set(seen)) == 36, "an item comes once an epoch; of 37 one is left for another"
-    assert [whole[:4] for whole, _, _ in told] != [whole[9:] for whole, _, _ in told], "each epoch has its own order"
+    assert [whole[:4] for whole, _, _ in reported] != [whole[9:] for whole, _, _ in reported], (
+        "each epoch has its own order"
+    )
 
 
 def read_from(folder: Path, tag: str | None) -> list[list[int]]:

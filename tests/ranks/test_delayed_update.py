@@ -266,7 +266,7 @@ def write_too_early(writers: list[int]) -> tuple[list[str], list[str], list[floa
     """What a rank is told when these ones write under an update that is late: by steps, and by what makes it the
     parameters'. Then a parameter, and that behind a write in its time."""
     case = Case(offload=HOST, optimizer=adamw)
-    with engine_for(case) as engine, warnings_of("speedlab.engine") as told:
+    with engine_for(case) as engine, warnings_of("speedlab.engine") as reported:
         for step in range(2):
             engine_step(engine, case, step)
         first, second, *_ = engine.module.parameters()
@@ -287,18 +287,18 @@ def write_too_early(writers: list[int]) -> tuple[list[str], list[str], list[floa
             first.fill_(7.0)
         engine_step(engine, case, 2)
         engine.finish_update()
-        return refused, told, [*found, float((first.detach() - 7.0).abs().max())]
+        return refused, reported, [*found, float((first.detach() - 7.0).abs().max())]
 
 
 def test_what_is_written_under_a_late_update_is_refused_on_all_ranks_and_behind_it_kept(two: Pool) -> None:
-    (refused, told, found), (others, theirs, theirs_found) = two.run(write_too_early, [0])
+    (refused, reported, found), (others, theirs, theirs_found) = two.run(write_too_early, [0])
     _, _, plain = two.run(write_too_early, [])[0]
     said = "changed while an update was under way (offload.delayed_update), whose values come in its place"
     assert [text.partition(":")[2].partition(";")[0] for text in refused] == [
         f" embedding.weight and 1 more: {said}"
     ] * 2
     assert [text.partition(";")[0] for text in others] == [f"step: a parameter on another rank: {said}"] * 2
-    assert ([text.partition(";")[0] for text in told], theirs) == ([f"embedding.weight and 1 more: {said}"], [])
+    assert ([text.partition(";")[0] for text in reported], theirs) == ([f"embedding.weight and 1 more: {said}"], [])
     assert found == theirs_found == plain
     assert 0 < found[2] < 0.1
 
@@ -427,8 +427,8 @@ def refused(config: dict[str, Any]) -> str:
 
 
 def test_optimizers_that_communicate_are_refused(two: Pool) -> None:
-    for told in two.run(refused, Case(stage=1, offload=HOST).config() | {"optimizer": {"lr": 0.05}}):
-        assert told.startswith("offload.delayed_update: PlainSums sums gradients itself")
+    for reported in two.run(refused, Case(stage=1, offload=HOST).config() | {"optimizer": {"lr": 0.05}}):
+        assert reported.startswith("offload.delayed_update: PlainSums sums gradients itself")
 
 
 class Counting(torch.optim.SGD):

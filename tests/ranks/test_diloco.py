@@ -48,11 +48,11 @@ def configuration(islands: int, *, stage: int = 0, accumulation: int = 1, **more
 
 def island_state(engine: Any) -> dict[str, Tensor]:
     """Of this rank's island as it is, apart from others."""
-    apart, engine.islands.apart = engine.islands.apart, False
+    separate, engine.islands.replicas_differ = engine.islands.replicas_differ, False
     try:
         return engine.state_dict()
     finally:
-        engine.islands.apart = apart
+        engine.islands.replicas_differ = separate
 
 
 @dataclass
@@ -61,22 +61,22 @@ class Trained:
     norms: list[float]
     island: int
     state: dict[str, Tensor]
-    told: list[dict[str, float]]
+    reported: list[dict[str, float]]
     sent: list[dict[str, int]]
     flats: list[list[str]]
 
 
 def train(config: dict[str, Any], steps: int = STEPS) -> Trained:
     with engine_of(config) as engine:
-        losses, norms, told, sent = [], [], [], []
+        losses, norms, reported, sent = [], [], [], []
         for step in range(steps):
             engine.traffic.take()
             losses.append(step_of(engine, step))
             norms.append(engine.global_grad_norm)
-            told.append(engine.islands.told())
+            reported.append(engine.islands.reported())
             sent.append(engine.traffic.take().sent_bytes)
         flats = [[slot.name for slot in flat.slots] for flat in engine.partitioned_optimizer.flats]
-        return Trained(losses, norms, engine.islands.index, island_state(engine), told, sent, flats)
+        return Trained(losses, norms, engine.islands.index, island_state(engine), reported, sent, flats)
 
 
 # ---- the algorithm, written out for n islands in one process ---------------------------------------------------------
@@ -175,7 +175,7 @@ def test_one_island_is_plain_training_to_the_bit(two: Pool) -> None:
     for ours, theirs in zip(two.run(train, configuration(1, stage=1)), two.run(train, plain), strict=True):
         assert ours.losses == theirs.losses
         assert all(ours.state[name].equal(value) for name, value in theirs.state.items())
-        assert ours.told == [{}] * STEPS
+        assert ours.reported == [{}] * STEPS
 
 
 def test_meetings_in_every_step_that_take_the_mean_are_data_parallel_training(pool_of: PoolOf) -> None:
@@ -216,16 +216,16 @@ def test_islands_begin_with_what_was_written_before_the_first_step(two: Pool) ->
 def test_bytes_of_a_meeting_are_told_and_sent(two: Pool, compression: str, most: float) -> None:
     outer = {"compression": compression, "topk_share": 0.01}
     for found in two.run(train, configuration(2, outer=outer)):
-        assert [told["met"] for told in found.told] == [0.0, 1.0, 0.0, 1.0, 0.0]
-        assert [told["steps_to_meeting"] for told in found.told] == [1, 2, 1, 2, 1]
+        assert [reported["met"] for reported in found.reported] == [0.0, 1.0, 0.0, 1.0, 0.0]
+        assert [reported["steps_to_meeting"] for reported in found.reported] == [1, 2, 1, 2, 1]
         between, meeting = found.sent[2], found.sent[3]
         extra = {name: meeting[name] - between.get(name, 0) for name in meeting}
-        told = found.told[3]
-        sums = told["sent_bytes"] / told["float32_bytes"]
-        assert extra["all_gather" if compression != "none" else "all_reduce"] >= told["sent_bytes"]
+        reported = found.reported[3]
+        sums = reported["sent_bytes"] / reported["float32_bytes"]
+        assert extra["all_gather" if compression != "none" else "all_reduce"] >= reported["sent_bytes"]
         assert sum(between.values()) <= 200, "between meetings islands send each other a few numbers only"
         assert sums <= most
-        assert (told.get("error_norm", 0) > 0) == (compression != "none")
+        assert (reported.get("error_norm", 0) > 0) == (compression != "none")
 
 
 # ---- the feedback ----------------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def test_what_loses_nothing_is_the_whole_outer_gradient(two: Pool) -> None:
     everything = configuration(2, stage=1, outer={"compression": "topk", "topk_share": 1.0})
     for found, wanted in zip(two.run(train, everything), two.run(train, configuration(2, stage=1)), strict=True):
         assert found.losses == wanted.losses, "means of two in float32 are the same, however they travelled"
-        assert found.told[1]["error_norm"] == 0
+        assert found.reported[1]["error_norm"] == 0
 
 
 def spoil(kind: str) -> Any:
@@ -283,14 +283,14 @@ def spoil(kind: str) -> Any:
                 engine.flats[0].own_master[0] = float(kind)
 
             engine.partitioned_optimizer.step = spoiled
-        told = []
+        reported = []
         for _ in range(2):
             try:
                 step_of(engine, 3)
             except (NonFiniteError, PeerLost, RuntimeError) as problem:
-                told.append(str(problem))
+                reported.append(str(problem))
         after = kept_of(engine)
-        return told, all(a.equal(b) for name in before for a, b in zip(before[name], after[name], strict=True))
+        return reported, all(a.equal(b) for name in before for a, b in zip(before[name], after[name], strict=True))
 
 
 def _lost(*_: Any) -> Tensor:
@@ -325,12 +325,12 @@ def save(config: dict[str, Any], folder: str) -> Any:
 
 
 def go_on(config: dict[str, Any], folder: str) -> Any:
-    with engine_of(config, **GAPS) as engine, warnings.catch_warnings(record=True) as told:
+    with engine_of(config, **GAPS) as engine, warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         engine.load_checkpoint(folder, "one")
         one = island_state(engine)
         losses = [step_of(engine, step) for step in range(SAVED, SAVED + 2)]
-        return one, losses, island_state(engine), [str(warning.message) for warning in told]
+        return one, losses, island_state(engine), [str(warning.message) for warning in reported]
 
 
 def test_a_save_makes_islands_one_and_a_loaded_run_goes_on_to_the_bit(pool_of: PoolOf, tmp_path: Path) -> None:
@@ -353,15 +353,15 @@ def test_a_save_makes_islands_one_and_a_loaded_run_goes_on_to_the_bit(pool_of: P
         (2, configuration(1, stage=1, accumulation=2)),
     ]
     for size, config in layouts:
-        for one, losses, _, told in pool_of(size).run(go_on, config, folder, timeout=60):
+        for one, losses, _, reported in pool_of(size).run(go_on, config, folder, timeout=60):
             assert all(value.equal(saved[0][0][name]) for name, value in one.items())
             assert losses == pytest.approx(saved[0][1], abs=0.02)
-            assert told == []
+            assert reported == []
     config = configuration(2, outer={"compression": "topk", "momentum": 0.8, "nesterov": False})
     pool_of(2).run(save, configuration(1), str(tmp_path / "plain"))
-    for _, _, _, told in pool_of(2).run(go_on, config, str(tmp_path / "plain")):
-        assert len(told) == 1
-        assert "not all of Islands (anchor, outer_momentum, outer_error; it has nothing" in told[0]
+    for _, _, _, reported in pool_of(2).run(go_on, config, str(tmp_path / "plain")):
+        assert len(reported) == 1
+        assert "not all of Islands (anchor, outer_momentum, outer_error; it has nothing" in reported[0]
 
 
 @pytest.mark.parametrize(("compression", "moments"), [("none", "float32"), ("topk", "8bit")])
@@ -396,11 +396,13 @@ def look(stage: int, outer: dict[str, Any]) -> dict[str, Any]:
 def test_what_is_kept_is_in_the_ledger_and_a_change_of_stage_moves_nothing(pool_of: PoolOf) -> None:
     outer = {"compression": "signs"}
     found = [pool_of(4).run(look, stage, outer)[0] for stage in (0, 3)]
-    for told, gradient in zip(found, (1, 1 / 2), strict=True):
-        assert told["gradients"] == 4 * told["padded"] * (gradient + 3 / 2), "anchor, momentum and error, a half each"
-        assert told["states"]["anchor"] == told["states"]["outer_momentum"] == "a part each"
-        assert told["states"]["outer_error"] == "a part each, in each island another"
-        assert told["unmoved"]
+    for reported, gradient in zip(found, (1, 1 / 2), strict=True):
+        assert reported["gradients"] == 4 * reported["padded"] * (gradient + 3 / 2), (
+            "anchor, momentum and error, a half each"
+        )
+        assert reported["states"]["anchor"] == reported["states"]["outer_momentum"] == "a part each"
+        assert reported["states"]["outer_error"] == "a part each, in each island another"
+        assert reported["unmoved"]
     assert found[0]["losses"] == found[1]["losses"]
 
 
@@ -425,9 +427,9 @@ def refuse(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> str:
 
 
 def test_what_one_pipeline_stage_cannot_all_ranks_refuse(pool_of: PoolOf) -> None:
-    told = set(pool_of(4).run(refusal_of_one_stage, configuration(2, parallel={"pp": 2})))
-    assert len(told) == 1
-    assert "norm.weight is trained in torch.float64, and islands meet in float32" in told.pop()
+    reported = set(pool_of(4).run(refusal_of_one_stage, configuration(2, parallel={"pp": 2})))
+    assert len(reported) == 1
+    assert "norm.weight is trained in torch.float64, and islands meet in float32" in reported.pop()
 
 
 def said_of(config: dict[str, Any]) -> list[str]:
@@ -436,8 +438,8 @@ def said_of(config: dict[str, Any]) -> list[str]:
 
 
 def test_meetings_that_nobody_has_are_told_to_be_of_no_use(two: Pool) -> None:
-    told, silent = two.run(said_of, configuration(1, outer={"every_steps": 7, "lr": 0.7}))
-    assert told == [
+    reported, silent = two.run(said_of, configuration(1, outer={"every_steps": 7, "lr": 0.7}))
+    assert reported == [
         "outer.every_steps: said how islands meet, and parallel.islands is 1, so that nothing meets; set "
         "parallel.islands to 2 or more, or leave it out"
     ]
@@ -445,25 +447,25 @@ def test_meetings_that_nobody_has_are_told_to_be_of_no_use(two: Pool) -> None:
     assert two.run(said_of, configuration(2)) == [[], []]
 
 
-def left_behind() -> dict[str, Tensor]:
+def left_over() -> dict[str, Tensor]:
     """What the module has when its engine is gone, in the middle between two meetings."""
     model = gpt(tied=True)
     engine = speedlab.initialize(model=model, config=configuration(2))[0]
     for step in range(STEPS):
         step_of(engine, step)
-    assert engine.apart
+    assert engine.replicas_differ
     engine.destroy()
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def test_islands_leave_one_model_behind(two: Pool) -> None:
-    first, second = two.run(left_behind)
+    first, second = two.run(left_over)
     assert all(second[name].equal(value) for name, value in first.items())
 
 
 def test_parameters_wider_than_outer_gradients_are_refused(two: Pool) -> None:
-    (told, _) = two.run(refuse, configuration(2), torch.float64)
-    assert "is trained in torch.float64, and islands meet in float32" in told
+    (reported, _) = two.run(refuse, configuration(2), torch.float64)
+    assert "is trained in torch.float64, and islands meet in float32" in reported
 
 
 def advanced(run: str) -> str:

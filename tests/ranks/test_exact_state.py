@@ -238,7 +238,7 @@ def train_halves(stage: int) -> list[float]:
     engine = speedlab.initialize(
         model=model, optimizer=partial(torch.optim.AdamW, lr=0.1), config=config | {"batch": {"micro_size": 2}}
     )[0]
-    optimizer, apart = torch.optim.AdamW(plain.parameters(), lr=0.1), []
+    optimizer, separate = torch.optim.AdamW(plain.parameters(), lr=0.1), []
     for number in range(4):
         inputs = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(number))
         engine.backward(engine(inputs[rank], number))
@@ -247,16 +247,16 @@ def train_halves(stage: int) -> list[float]:
         (sum(plain(one, number) for one in inputs) / 2).backward()
         optimizer.step()
         own = engine.state_dict()
-        apart.append(max(float((own[name] - p).abs().max()) for name, p in plain.named_parameters()))
+        separate.append(max(float((own[name] - p).abs().max()) for name, p in plain.named_parameters()))
     engine.destroy(keep_parameters=False)
-    return apart
+    return separate
 
 
 @at_every_stage
 def test_what_one_rank_has_nothing_to_update_of(pool_of: PoolOf, stage: int, backend: str) -> None:
     """Ranks bring updated parameters together in one order, also where one of them has updated nothing of a flat."""
-    for apart in pool_of(2, backend).run(train_halves, stage, timeout=40):
-        assert max(apart) < 2e-5
+    for separate in pool_of(2, backend).run(train_halves, stage, timeout=40):
+        assert max(separate) < 2e-5
 
 
 @pytest.mark.parametrize(
@@ -462,8 +462,8 @@ def backward_past_the_engine(stage: int) -> str:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_backward_past_the_engine_is_refused(two: Pool, stage: int) -> None:
     """Its gradients would be neither scaled nor summed."""
-    for told in two.run(backward_past_the_engine, stage, timeout=40):
-        assert "call engine.backward(loss) instead of loss.backward()" in told
+    for reported in two.run(backward_past_the_engine, stage, timeout=40):
+        assert "call engine.backward(loss) instead of loss.backward()" in reported
 
 
 def step_without_a_backward(stage: int) -> tuple[float | None, bool]:
@@ -486,7 +486,7 @@ def test_a_step_without_a_backward_changes_nothing(two: Pool, stage: int) -> Non
 # ---- what stays behind -----------------------------------------------------------------------------------------------
 
 
-def left_behind() -> list[bool]:
+def left_over() -> list[bool]:
     """Whether what partitioned a model with frozen parts is still there after the engine's end."""
     model: Any = turned_round()
     engine = Sequence(build=turned_round, stage=3, calls=[]).engine(model)
@@ -501,4 +501,4 @@ def left_behind() -> list[bool]:
 
 def test_nothing_of_an_engine_stays_behind(two: Pool) -> None:
     """Hooks on the inputs of blocks with frozen parameters hold the graph that holds them."""
-    assert two.run(left_behind, timeout=40) == [[False, False]] * 2
+    assert two.run(left_over, timeout=40) == [[False, False]] * 2

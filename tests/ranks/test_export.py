@@ -58,9 +58,9 @@ def reloaded_loss(folder: Path) -> float:
     from transformers import AutoModelForCausalLM
 
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    model, told = loaded
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    model, reported = loaded
+    assert not reported["missing_keys"]
+    assert not reported["unexpected_keys"]
     with torch.no_grad():
         return float(model.eval()(input_ids=TOKENS, labels=TOKENS).loss)
 

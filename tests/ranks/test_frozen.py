@@ -124,7 +124,7 @@ def test_a_loss_through_the_frozen_teacher(two: Pool, stage: int) -> None:
     assert max(two.run(through_teacher, stage)) < 2e-5
 
 
-def told_of_two_engines(stage: int, freeze: bool) -> str:
+def reported_of_two_engines(stage: int, freeze: bool) -> str:
     """Of one loss through modules of two engines, of which one may be frozen."""
     first, second = models.seeded(nn.Linear, 12, 12, seed=1), Both().second.requires_grad_(True)
     one = speedlab.initialize(model=first, optimizer=sgd, config=config_of(stage))[0]
@@ -143,8 +143,8 @@ def told_of_two_engines(stage: int, freeze: bool) -> str:
 
 @pytest.mark.parametrize(("stage", "freeze"), [(0, False), (2, False), (3, False), (3, True)])
 def test_one_loss_of_two_engines_is_refused(two: Pool, stage: int, freeze: bool) -> None:
-    for told in two.run(told_of_two_engines, stage, freeze):
-        assert "one engine over a module that holds both" in told
+    for reported in two.run(reported_of_two_engines, stage, freeze):
+        assert "one engine over a module that holds both" in reported
 
 
 class Both(nn.Module):
@@ -184,24 +184,24 @@ def only_computing(stage: int, folder: Path) -> dict[str, Any]:
     model, plain = teacher(), teacher()
     inputs = models.tokens(0, dist.get_rank())[0]
     engine, optimizer, *_ = speedlab.initialize(model=model, config=config_of(stage), loss=loss_of)
-    told: dict[str, Any] = {"trains": engine.trains, "options": len(optimizer.param_groups)}
+    reported: dict[str, Any] = {"trains": engine.trains, "options": len(optimizer.param_groups)}
     expected = plain(inputs)["logits"]
-    told["same"] = (engine(inputs)["logits"] - expected).abs().max().item() < 1e-6
-    told["evaluated"] = engine.evaluate([inputs])
+    reported["same"] = (engine(inputs)["logits"] - expected).abs().max().item() < 1e-6
+    reported["evaluated"] = engine.evaluate([inputs])
     path = engine.save_checkpoint(folder / str(stage), "one")
     engine.reshape(zero=(stage + 2) % 4)
     engine.load_checkpoint(path)
-    told["reshaped"] = (engine(inputs)["logits"] - expected).abs().max().item() < 1e-6
-    told["state"] = all(value.equal(plain.state_dict()[name]) for name, value in engine.state_dict().items())
-    told["refused"] = []
+    reported["reshaped"] = (engine(inputs)["logits"] - expected).abs().max().item() < 1e-6
+    reported["state"] = all(value.equal(plain.state_dict()[name]) for name, value in engine.state_dict().items())
+    reported["refused"] = []
     for call in (engine.step, lambda: engine.backward(engine(inputs)["logits"].sum()), lambda: engine.train_batch([1])):
         try:
             call()
         except RuntimeError as error:
-            told["refused"].append(str(error))
+            reported["refused"].append(str(error))
     engine.destroy()
-    told["given back"] = model(inputs)["logits"].equal(expected)
-    return told
+    reported["given back"] = model(inputs)["logits"].equal(expected)
+    return reported
 
 
 def loss_of(model: Any, inputs: Tensor) -> Tensor:
@@ -211,11 +211,11 @@ def loss_of(model: Any, inputs: Tensor) -> Tensor:
 @STAGES
 def test_an_engine_that_is_never_stepped(two: Pool, tmp_path: Path, stage: int) -> None:
     ours, theirs = two.run(only_computing, stage, tmp_path, timeout=60)
-    for told in (ours, theirs):
-        assert told["trains"] is False
-        assert told["options"] > 0
-        assert all(told[key] for key in ("same", "reshaped", "state", "given back"))
-        for name, text in zip(("step", "backward", "train_batch"), told["refused"], strict=True):
+    for reported in (ours, theirs):
+        assert reported["trains"] is False
+        assert reported["options"] > 0
+        assert all(reported[key] for key in ("same", "reshaped", "state", "given back"))
+        for name, text in zip(("step", "backward", "train_batch"), reported["refused"], strict=True):
             assert text.startswith(f"{name}: no parameter of this engine's model requires a gradient")
     assert ours["evaluated"] == theirs["evaluated"]
 
@@ -229,7 +229,7 @@ def frozen_stage(stage: int, schedule: str, which: str, optimizer: Any, folder: 
     case = LayoutCase(layout=Layout(pp=2), stage=stage, build=build, accumulation=3, schedule=schedule, clip_norm=None)
     plain = build()
     trains = sgd([p for p in plain.parameters() if p.requires_grad])
-    told: dict[str, Any] = {"losses": [], "plain": []}
+    reported: dict[str, Any] = {"losses": [], "plain": []}
     given = sgd if optimizer == "callable" else torch.optim.SGD
     config = case.config() | {"optimizer": {"name": "sgd", "lr": 0.5, "momentum": 0.9}}
     with engine_for(case, optimizer=given, config=config) as engine:
@@ -239,13 +239,13 @@ def frozen_stage(stage: int, schedule: str, which: str, optimizer: Any, folder: 
             loss.backward()  # type: ignore[union-attr]
             trains.step()
             trains.zero_grad()
-            told["plain"].append(float(loss))
-            told["losses"].append(engine.train_batch(micro))
+            reported["plain"].append(float(loss))
+            reported["losses"].append(engine.train_batch(micro))
         engine.save_checkpoint(folder, "one")
         engine.load_checkpoint(folder, "one")
         state = engine.state_dict()
-    told["far"] = max(float((state[name] - value).abs().max()) for name, value in plain.state_dict().items())
-    return told
+    reported["far"] = max(float((state[name] - value).abs().max()) for name, value in plain.state_dict().items())
+    return reported
 
 
 def first_frozen() -> nn.Module:
@@ -271,25 +271,25 @@ def part_frozen(blocks: range, *others: str) -> nn.Module:
 def test_a_pipeline_stage_that_is_frozen_as_a_whole(
     two: Pool, tmp_path: Path, stage: int, schedule: str, which: str, optimizer: str
 ) -> None:
-    for told in two.run(frozen_stage, stage, schedule, which, optimizer, tmp_path, timeout=60):
-        assert told["losses"] == pytest.approx(told["plain"], rel=1e-5)
-        assert told["far"] < 2e-5
+    for reported in two.run(frozen_stage, stage, schedule, which, optimizer, tmp_path, timeout=60):
+        assert reported["losses"] == pytest.approx(reported["plain"], rel=1e-5)
+        assert reported["far"] < 2e-5
 
 
 def all_frozen() -> list[str]:
     """Of a pipeline without anything to train, and an optimizer."""
-    told = []
+    reported = []
     case = LayoutCase(layout=Layout(pp=2))
     for given in (sgd, torch.optim.SGD):
         with pytest.raises(speedlab.ConfigError) as error:
             speedlab.initialize(model=untied_gpt2().requires_grad_(False), optimizer=given, config=case.config())
-        told.append(str(error.value))
-    return told
+        reported.append(str(error.value))
+    return reported
 
 
 def test_a_frozen_pipeline_with_an_optimizer_is_refused_on_all_ranks(two: Pool) -> None:
-    for told in two.run(all_frozen):
-        assert all(text.startswith("model: no parameter is to be trained") for text in told)
+    for reported in two.run(all_frozen):
+        assert all(text.startswith("model: no parameter is to be trained") for text in reported)
 
 
 def frozen_pipeline() -> tuple[float, float]:

@@ -57,7 +57,7 @@ def engine_of(kind: type[nn.Module], plan: dict[str, str], changes: dict[str, An
 
 def trained(kind: type[nn.Module], plan: dict[str, str], changes: dict[str, Any]) -> tuple[list[str], Any]:
     """What was said in each step, and the parameters at last."""
-    told = []
+    reported = []
     engine = engine_of(kind, plan, changes)
     for step in range(STEPS):
         inputs, targets = batch(step)
@@ -65,12 +65,12 @@ def trained(kind: type[nn.Module], plan: dict[str, str], changes: dict[str, Any]
             for _ in range(engine.gradient_accumulation_steps()):
                 engine.backward(F.mse_loss(engine(inputs), targets))
                 engine.step()
-            told.append("")
+            reported.append("")
         except (RuntimeError, ValueError) as error:
-            told.append(str(error))
+            reported.append(str(error))
     state = engine.state_dict()
     engine.destroy()
-    return told, state
+    return reported, state
 
 
 def plain(kind: type[nn.Module]) -> dict[str, Tensor]:
@@ -94,29 +94,29 @@ CHANGES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_a_parameter_that_the_plan_forgets_is_told_before_any_update(two: Pool, changes: dict[str, Any]) -> None:
     before = Scaled().state_dict()
-    for told, state in two.run(trained, Scaled, CUT, changes):
-        assert len({*told}) == 1, "no step may pass"
-        assert "step 1: the gradients of norm.weight differ between the ranks of tp 2" in told[0]
-        assert "No update was made" in told[0]
-        assert "tp_plan={…, 'norm': 'replicated_with_grad_allreduce'}" in told[0]
+    for reported, state in two.run(trained, Scaled, CUT, changes):
+        assert len({*reported}) == 1, "no step may pass"
+        assert "step 1: the gradients of norm.weight differ between the ranks of tp 2" in reported[0]
+        assert "No update was made" in reported[0]
+        assert "tp_plan={…, 'norm': 'replicated_with_grad_allreduce'}" in reported[0]
         torch.testing.assert_close(state, before)
 
 
 def test_one_whose_gradient_is_nought_at_first_is_told_in_the_next_step(two: Pool) -> None:
-    for told, _ in two.run(trained, LateScaled, CUT, {}):
-        assert told[0] == ""
-        assert "step 2: the gradients of norm.weight differ" in told[1]
+    for reported, _ in two.run(trained, LateScaled, CUT, {}):
+        assert reported[0] == ""
+        assert "step 2: the gradients of norm.weight differ" in reported[1]
 
 
 def test_in_backward_the_update_is_made_before_and_nothing_goes_on(two: Pool) -> None:
-    for told, _ in two.run(trained, Scaled, CUT, {"optimizer": {"in_backward": True}}):
-        assert "step 1: the gradients of norm.weight differ" in told[0]
-        assert "optimizer.in_backward has made the update: set up the engine anew" in told[0]
-        assert all("the update of step 1 was cut off" in later for later in told[1:])
+    for reported, _ in two.run(trained, Scaled, CUT, {"optimizer": {"in_backward": True}}):
+        assert "step 1: the gradients of norm.weight differ" in reported[0]
+        assert "optimizer.in_backward has made the update: set up the engine again" in reported[0]
+        assert all("the update of step 1 was cut off" in later for later in reported[1:])
 
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_with_a_whole_plan_nothing_is_told(two: Pool, changes: dict[str, Any]) -> None:
-    for told, state in two.run(trained, Scaled, WHOLE, changes):
-        assert told == [""] * STEPS
+    for reported, state in two.run(trained, Scaled, WHOLE, changes):
+        assert reported == [""] * STEPS
         torch.testing.assert_close(state, plain(Scaled), atol=2e-6, rtol=2e-5)

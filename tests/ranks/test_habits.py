@@ -147,8 +147,8 @@ def step_past_the_engine(stage: int, optimizer: Any) -> str:
 @pytest.mark.parametrize("optimizer", [sgd, adam])
 def test_a_step_of_the_optimizer_past_the_engine_is_refused(two: Pool, optimizer: Any) -> None:
     """It has no gradients and would do nothing, for ever."""
-    for told in two.run(step_past_the_engine, 2, optimizer):
-        assert "call engine.step() instead" in told
+    for reported in two.run(step_past_the_engine, 2, optimizer):
+        assert "call engine.step() instead" in reported
 
 
 def norms_around_a_failed_update(optimizer: Any, folder: Path, fails: bool) -> list[float]:
@@ -314,10 +314,10 @@ def two_norms(stage: int) -> list[float]:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_an_interrupted_backward_leaves_no_gradients(pool_of: PoolOf, stage: int) -> None:
     """What it had added would count twice when the cell is run again. A rank alone forgets it at once; several, which
-    may stand in different places, have to meet anew."""
+    may stand in different places, have to meet again."""
     assert pool_of(1).run(norms_around_an_interrupt, stage) == pool_of(1).run(two_norms, stage)
-    for _, told in pool_of(2).run(norms_around_an_interrupt, stage):
-        assert "a backward of step 2 was cut off" in told
+    for _, reported in pool_of(2).run(norms_around_an_interrupt, stage):
+        assert "a backward of step 2 was cut off" in reported
     pool_of(2).new_group()
 
 
@@ -473,10 +473,10 @@ def change_partitioned(how: str) -> str:
 
 
 def test_partitioned_parameters_changed_by_hand_are_refused(two: Pool) -> None:
-    for told in two.run(change_partitioned, "others"):
-        assert "first.weight was changed while it is partitioned" in told
-    for told in two.run(change_partitioned, "of its values"):
-        assert told.startswith("first.weight: detach needs its values, and they are partitioned (ZeRO stage 3)")
+    for reported in two.run(change_partitioned, "others"):
+        assert "first.weight was changed while it is partitioned" in reported
+    for reported in two.run(change_partitioned, "of its values"):
+        assert reported.startswith("first.weight: detach needs its values, and they are partitioned (ZeRO stage 3)")
 
 
 class OwnWeight(nn.Linear):
@@ -520,9 +520,9 @@ def test_a_forward_that_writes_into_its_weights(two: Pool, way: str) -> None:
     assert isinstance(one, Tensor)
     assert one.equal(other)
     assert (one.abs() < 0.1).all()  # Twice the half of 0.3, and small steps.
-    for told in two.run(trained_writing, 3, way):
-        assert "blocks.1.up.weight" in told
-        assert "below 3" in told
+    for reported in two.run(trained_writing, 3, way):
+        assert "blocks.1.up.weight" in reported
+        assert "below 3" in reported
 
 
 def clamped(stage: int, dtype: str, way: str) -> float | str:
@@ -548,9 +548,9 @@ def test_weights_that_a_loop_clamps(two: Pool, stage: int) -> None:
     for way, dtype in (("data", "float32"), ("parameter", "float32"), ("parameter", "bfloat16")):
         largest = two.run(clamped, stage, dtype, way)
         assert largest == pytest.approx([0.0625, 0.0625], rel=2**-8)  # Masters that show as the limit stay as they are.
-    for told in two.run(clamped, stage, "bfloat16", "data"):
-        assert "step 2: first.weight and" in told
-        assert "through parameter.data" in told
+    for reported in two.run(clamped, stage, "bfloat16", "data"):
+        assert "step 2: first.weight and" in reported
+        assert "through parameter.data" in reported
 
 
 def changed_in_sight(what: str) -> float:
@@ -631,8 +631,8 @@ def made_on_meta(what: str) -> str:
 @pytest.mark.parametrize("what", ["mask", "bias"])
 def test_values_that_a_model_on_meta_would_lose(two: Pool, what: str) -> None:
     """They would be whatever the memory held."""
-    for told in two.run(made_on_meta, what):
-        assert told.startswith(f"1.{what} got no value when its module was made")
+    for reported in two.run(made_on_meta, what):
+        assert reported.startswith(f"1.{what} got no value when its module was made")
 
 
 # ---- what cannot be trained as it is ---------------------------------------------------------------------------------
@@ -658,31 +658,31 @@ def refusals() -> list[str]:
     """What `initialize` says of models and schedulers that it cannot train as they are."""
     said = []
     for model in (Complex(), one_memory(), all_frozen(), nn.Sequential(nn.Embedding(9, WIDTH, max_norm=1.0))):
-        with pytest.raises(speedlab.ConfigError) as told:
+        with pytest.raises(speedlab.ConfigError) as reported:
             engine_of(model, 1)
-        said.append(str(told.value))
+        said.append(str(reported.value))
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
     model = net()
     before = {name: p.clone() for name, p in model.named_parameters()}
-    with pytest.raises(speedlab.ConfigError) as told:
+    with pytest.raises(speedlab.ConfigError) as reported:
         speedlab.initialize(model=model, optimizer=sgd, lr_scheduler=plateau, config={"batch": {"micro_size": 6}})
     assert all(p.equal(before[name]) for name, p in model.named_parameters())
-    said.append(str(told.value))
+    said.append(str(reported.value))
     model = net()
     engine_of(model, 3)  # Dropped without destroy().
-    with pytest.raises(speedlab.ConfigError) as told:
+    with pytest.raises(speedlab.ConfigError) as reported:
         engine_of(model, 3)
-    said.append(str(told.value))
+    said.append(str(reported.value))
     model = net()
     other = torch.optim.lr_scheduler.StepLR(sgd(model.parameters()), step_size=1)
     for choice in (sgd, torch.optim.SGD, sgd(model.parameters()), None):
-        with pytest.raises(speedlab.ConfigError) as told:
+        with pytest.raises(speedlab.ConfigError) as reported:
             speedlab.initialize(model=model, optimizer=choice, lr_scheduler=other, config={"batch": {"micro_size": 6}})
-    said.append(str(told.value))
+    said.append(str(reported.value))
     for given in ([{"params": model.parameters(), "rate": 0.1}], model.blocks.parameters()):
-        with pytest.raises(speedlab.ConfigError) as told:
+        with pytest.raises(speedlab.ConfigError) as reported:
             speedlab.initialize(model=model, model_parameters=given, config={"batch": {"micro_size": 6}})
-        said.append(str(told.value))
+        said.append(str(reported.value))
     for given in (filter(lambda p: p.requires_grad, model.parameters()), model.named_parameters()):
         speedlab.initialize(model=model, model_parameters=given, config={"batch": {"micro_size": 6}})[0].destroy()
     return said
@@ -739,23 +739,23 @@ def changes_too_late() -> list[str]:
     model = net()
     model.first.requires_grad_(False)
     engine, said = engine_of(model, 3), []
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as reported:
         model.state_dict()
-    said.append(str(told.value))
+    said.append(str(reported.value))
     model.first.requires_grad_(True)
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as reported:
         train(engine, 0)
-    said.append(str(told.value))
+    said.append(str(reported.value))
     model.first.requires_grad_(False)
     last, model.last = model.last, nn.Linear(WIDTH, 1)
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as reported:
         train(engine, 0)
-    said.append(str(told.value))
+    said.append(str(reported.value))
     model.last = last
     engine.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as reported:
         train(engine, 0)
-    said.append(str(told.value))
+    said.append(str(reported.value))
     del engine.optimizer.param_groups[-1]
     engine.zero_grad()
     norm = train(engine, 1)

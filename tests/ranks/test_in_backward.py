@@ -140,13 +140,13 @@ def broken_off(folder: str, offload: dict[str, str]) -> str:
     with pytest.raises(ArithmeticError):
         one()
     model.fails = False
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as reported:
         one()
     engine.load_checkpoint(saved)
     assert not [name for name, value in engine.state_dict().items() if not value.equal(before[name])]
     one()
     engine.destroy()
-    return str(told.value)
+    return str(reported.value)
 
 
 @pytest.mark.parametrize("offload", [{}, {"optimizer": "disk", "parameters": "disk"}], ids=["here", "on disk"])
@@ -191,9 +191,9 @@ def ends_badly() -> str:
     with pytest.raises(ConnectionError):
         engine.step()
     engine._step._reduce_step = sums  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as reported:
         engine.backward(engine(torch.ones(4)).sum())
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_a_step_whose_end_fails_is_not_taken_for_one_that_was_not_made(pool_of: PoolOf) -> None:
@@ -203,9 +203,9 @@ def test_a_step_whose_end_fails_is_not_taken_for_one_that_was_not_made(pool_of: 
 def not_finite() -> str:
     engine, *_ = speedlab.initialize(model=nn.Linear(2, 2), config={"batch": {}, "optimizer": {"in_backward": True}})
     engine.backward(engine(torch.full((2,), torch.inf)).sum())
-    with pytest.raises(NonFiniteError) as told:
+    with pytest.raises(NonFiniteError) as reported:
         engine.step()
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_a_gradient_that_is_not_finite_is_told(pool_of: PoolOf) -> None:
@@ -218,9 +218,9 @@ def second_backward() -> str:
     engine, *_ = speedlab.initialize(model=nn.Linear(2, 2), config={"batch": {}, "optimizer": {"in_backward": True}})
     losses = [engine(torch.ones(2)).sum() for _ in range(2)]
     engine.backward(losses[0])
-    with pytest.raises(RuntimeError) as told:
+    with pytest.raises(RuntimeError) as reported:
         engine.backward(losses[1])
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_a_second_backward_of_a_step_is_refused(pool_of: PoolOf) -> None:
@@ -228,9 +228,9 @@ def test_a_second_backward_of_a_step_is_refused(pool_of: PoolOf) -> None:
 
 
 def refused(config: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         speedlab.initialize(model=nn.Linear(2, 2), config={"optimizer": {"in_backward": True}, **config})
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_what_cannot_be_is_refused(pool_of: PoolOf) -> None:

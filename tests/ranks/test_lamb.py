@@ -156,21 +156,21 @@ def spoil(value: float) -> tuple[str, bool, bool]:
         before = engine.state_dict()
         first = next(iter(engine.module.parameters()))
         handle = first.register_hook(lambda grad: grad.fill_(value))
-        told = ""
+        reported = ""
         try:
             step_of(engine, 1)
         except NonFiniteError as error:
-            told = str(error)
+            reported = str(error)
         handle.remove()
         same = all(before[name].equal(now) for name, now in engine.state_dict().items())
-        return told, same, math.isfinite(step_of(engine, 1))
+        return reported, same, math.isfinite(step_of(engine, 1))
     finally:
         engine.destroy()
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(two: Pool) -> None:
-    for told, same, goes_on in two.run(spoil, math.nan):
-        assert "not finite" in told
+    for reported, same, goes_on in two.run(spoil, math.nan):
+        assert "not finite" in reported
         assert same
         assert goes_on
 

@@ -132,8 +132,8 @@ def test_only_the_ranks_that_are_named_run_it(world: Pool, tmp_path: Path) -> No
     RunFolder(run).post("resume")
     assert [state for state, _ in world.run(advance, run)] == ["finished"] * 2
     assert {rank: said.text for rank, said in take_said(Path(run), "one", Path.read_bytes).items()} == {1: "1"}
-    told = [event.text for event in answers(run) if event.kind in ("looked", "warning")]
-    assert told == [
+    reported = [event.text for event in answers(run) if event.kind in ("looked", "warning")]
+    assert reported == [
         "a cell on 1 of 2 ranks",
         "live: there is no rank 2; the run has ranks 0 to 1",
         "live: no rank was named; the run has ranks 0 to 1",
@@ -189,8 +189,8 @@ def test_a_word_to_go_on_does_not_outlive_an_interrupted_cell(world: Pool, tmp_p
     post(run, "hangs", HANGS)
     RunFolder(run).post("resume")
     assert [state for state, _ in world.run(advance, run, [])] == ["paused"] * 2
-    told = [event.text for event in answers(run) if event.kind == "warning"]
-    assert told == ["resume: the run was interrupted after this was asked for; ask again to go on"]
+    reported = [event.text for event in answers(run) if event.kind == "warning"]
+    assert reported == ["resume: the run was interrupted after this was asked for; ask again to go on"]
 
 
 BREAKS_THE_STORE = """

@@ -66,17 +66,17 @@ def test_each_kind_of_batch_gives_the_same_steps(two: Pool, stage: int) -> None:
 
 
 def refused(case: Case) -> list[str]:
-    told = []
+    reported = []
     with engine_for(case) as engine:
         before = engine.global_step
         for batch in (torch.zeros(2, 3), {"inputs": torch.zeros(2, 3, dtype=torch.int64)}):
             try:
                 engine.train_batch([batch])
             except (ConfigError, TypeError) as error:
-                told.append(str(error))
+                reported.append(str(error))
         engine_step(engine, case, 0)
         assert engine.global_step == before + 1
-    return told
+    return reported
 
 
 def test_a_batch_that_gives_no_loss_is_refused_and_the_next_step_is_made(two: Pool) -> None:
@@ -94,4 +94,4 @@ def of_pipeline() -> str:
 
 
 def test_a_loss_function_needs_the_whole_model(two: Pool) -> None:
-    assert all("no rank holds the whole model" in told for told in two.run(of_pipeline))
+    assert all("no rank holds the whole model" in reported for reported in two.run(of_pipeline))

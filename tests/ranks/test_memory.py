@@ -113,8 +113,8 @@ def test_what_is_told_of_each_tensor_is_what_the_ledger_measures(two: Pool, stag
     categories = {"parameter": "parameters", "gradient": "gradients", "moments": "optimizer_moments"}
     for rank in ranks:
         for state, category in categories.items():
-            told = sum(row["held"][state][2] for row in rank["held"].values())
-            rest = getattr(rank["ledger"], category) - told - (rank["buffers"] if state == "parameter" else 0)
+            reported = sum(row["held"][state][2] for row in rank["held"].values())
+            rest = getattr(rank["ledger"], category) - reported - (rank["buffers"] if state == "parameter" else 0)
             assert 0 <= rest <= rank["padding"] * 4 * (2 if state == "moments" else 1), (state, rest)
     for name, parameter in models.transformer().named_parameters():
         pieces = [rank["held"][name]["held"]["moments"][:2] for rank in ranks]
@@ -123,8 +123,8 @@ def test_what_is_told_of_each_tensor_is_what_the_ledger_measures(two: Pool, stag
             assert ranks[0]["held"][name]["owners"] == []
             continue
         owners = [number for number, (first, end) in enumerate(pieces) if end > first]
-        told = [len(owners), owners[0], owners[-1]]
-        assert ranks[0]["held"][name]["owners"] == ranks[1]["held"][name]["owners"] == told
+        reported = [len(owners), owners[0], owners[-1]]
+        assert ranks[0]["held"][name]["owners"] == ranks[1]["held"][name]["owners"] == reported
         assert sum(end - first for first, end in pieces) == parameter.numel()
         assert pieces[0][1] == pieces[1][0] or len(owners) == 1
 

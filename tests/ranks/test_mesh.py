@@ -49,12 +49,12 @@ def rows(stage: int) -> tuple[list[dict[str, Any]], dict[str, int]]:
 
 def test_every_parameter_is_answered_for_once(pool_of: PoolOf) -> None:
     """By one rank of the tensor axis; what is cut by each for its part."""
-    told = [each for each, _ in pool_of(4).run(rows, 3)]
-    by_name = [{row["name"]: row for row in table} for table in told]
+    reported = [each for each, _ in pool_of(4).run(rows, 3)]
+    by_name = [{row["name"]: row for row in table} for table in reported]
     for name, row in by_name[0].items():
         own = [table[name]["answered_by"] for table in by_name]
         cut = bool(row["cut_over"])
         assert own == ([0, 1, 2, 3] if cut else [0, 0, 2, 2]), name
         assert row["states"]["parameter"] == {"holders": "partitioned", "where": "device", "form": "bfloat16"}
         assert row["states"]["master"]["form"] == "float32"
-    assert any(row["cut_over"] for row in told[0])
+    assert any(row["cut_over"] for row in reported[0])

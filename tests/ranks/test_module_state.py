@@ -91,16 +91,16 @@ def saved_and_loaded(stage: int, folder: Path) -> dict[str, Any]:
         model.blocks[1].turn.mul_(1j)
     state = engine.state_dict()
     path = engine.save_checkpoint(folder, f"stage-{stage}")
-    told = {"keys": list(state), "own": [*map(_described, model.blocks)], "plain": list(Counted().state_dict())}
-    told["returned"] = state["blocks.2._extra_state"]["calls"]
+    reported = {"keys": list(state), "own": [*map(_described, model.blocks)], "plain": list(Counted().state_dict())}
+    reported["returned"] = state["blocks.2._extra_state"]["calls"]
     engine.destroy()
     other = engine_of(again := models.seeded(Counted, seed=8), (stage + 3) % 4)
     other.load_checkpoint(path)
-    told["loaded"] = [*map(_described, again.blocks)]
+    reported["loaded"] = [*map(_described, again.blocks)]
     loaded = other.state_dict()
-    told["same"] = all(loaded[n].equal(v) for n, v in state.items() if isinstance(v, Tensor))
+    reported["same"] = all(loaded[n].equal(v) for n, v in state.items() if isinstance(v, Tensor))
     other.destroy()
-    return told
+    return reported
 
 
 def _described(block: Any) -> tuple[int, float, complex]:
@@ -110,11 +110,11 @@ def _described(block: Any) -> tuple[int, float, complex]:
 @STAGES
 def test_extra_states_and_complex_buffers_are_saved_and_returned(two: Pool, tmp_path: Path, stage: int) -> None:
     ours, theirs = two.run(saved_and_loaded, stage, tmp_path)
-    for told in (ours, theirs):
-        assert told["keys"] == told["plain"]
-        assert told["returned"] == 2
-        assert told["loaded"] == told["own"]
-        assert told["same"]
+    for reported in (ours, theirs):
+        assert reported["keys"] == reported["plain"]
+        assert reported["returned"] == 2
+        assert reported["loaded"] == reported["own"]
+        assert reported["same"]
     assert ours["own"] != theirs["own"], "each rank has its own"
 
 
@@ -126,16 +126,16 @@ def one_file(stage: int, folder: Path) -> str:
     again = Counted()
     again.load_state_dict(state)
     assert [*map(_described, again.blocks)] == [*map(_described, engine.module.blocks)] or dist.get_rank()
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as reported:
         engine.save_16bit_model(folder, "model.safetensors")
     engine.destroy()
-    return str(told.value)
+    return str(reported.value)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_one_file_of_weights_has_extra_states(two: Pool, tmp_path: Path, stage: int) -> None:
-    for told in two.run(one_file, stage, tmp_path):
-        assert "blocks.0._extra_state is a dict, and safetensors hold plain tensors" in told
+    for reported in two.run(one_file, stage, tmp_path):
+        assert "blocks.0._extra_state is a dict, and safetensors hold plain tensors" in reported
 
 
 class Unsaved(nn.Linear):
@@ -146,14 +146,14 @@ class Unsaved(nn.Linear):
 
 
 def refused_state() -> str:
-    with pytest.raises(speedlab.ConfigError) as told:
+    with pytest.raises(speedlab.ConfigError) as reported:
         engine_of(nn.Sequential(nn.Linear(WIDTH, WIDTH), Unsaved(WIDTH, WIDTH)), 1)
-    return str(told.value)
+    return str(reported.value)
 
 
 def test_an_extra_state_that_would_have_to_be_pickled_is_refused(two: Pool) -> None:
-    for told in two.run(refused_state):
-        assert told.startswith("model: 1._extra_state/inner is a set")
+    for reported in two.run(refused_state):
+        assert reported.startswith("model: 1._extra_state/inner is a set")
 
 
 # ---- quantised bases -------------------------------------------------------------------------------------------------
@@ -228,9 +228,9 @@ def trained_on_base(base: str, stage: int, folder: Path) -> dict[str, Any]:
         with torch.no_grad():
             engine(wide_points(9, 0))
     expected, state = plain.state_dict(), engine.state_dict()
-    told: dict[str, Any] = {"keys": set(state) == set(expected)}
-    told["far"] = max(float((state[n] - v).abs().max()) for n, v in expected.items() if ".base" not in n)
-    told["base"] = all(str(state[n]) == str(v) for n, v in expected.items() if ".base" in n)
+    reported: dict[str, Any] = {"keys": set(state) == set(expected)}
+    reported["far"] = max(float((state[n] - v).abs().max()) for n, v in expected.items() if ".base" not in n)
+    reported["base"] = all(str(state[n]) == str(v) for n, v in expected.items() if ".base" in n)
     made = engine(wide_points(7, 0)).detach()
     path = engine.save_checkpoint(folder, f"{base} {stage}")
     with pytest.raises(CheckpointError, match="is quantised or complex, and an export has plain weights"):
@@ -239,9 +239,9 @@ def trained_on_base(base: str, stage: int, folder: Path) -> dict[str, Any]:
     engine.destroy()
     other = engine_of(adapted(base, seed=20), 3 - stage)
     other.load_checkpoint(path)
-    told["loaded"] = float((other(wide_points(7, 0)) - made).detach().abs().max())
+    reported["loaded"] = float((other(wide_points(7, 0)) - made).detach().abs().max())
     other.destroy()
-    return told
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -255,11 +255,11 @@ def trained_on_base(base: str, stage: int, folder: Path) -> dict[str, Any]:
     ],
 )
 def test_adapters_on_a_quantised_base(two: Pool, tmp_path: Path, base: str, stage: int) -> None:
-    for told in two.run(trained_on_base, base, stage, tmp_path, timeout=60):
-        assert told["keys"]
-        assert told["base"]
-        assert told["far"] < 2e-5
-        assert told["loaded"] < 1e-6
+    for reported in two.run(trained_on_base, base, stage, tmp_path, timeout=60):
+        assert reported["keys"]
+        assert reported["base"]
+        assert reported["far"] < 2e-5
+        assert reported["loaded"] < 1e-6
 
 
 def refused_bases() -> list[str]:
@@ -268,9 +268,9 @@ def refused_bases() -> list[str]:
     thawed[0].base[0].weight.requires_grad_(True)
     cases: list[tuple[nn.Module, dict[str, int]]] = [(thawed, {}), (adapted("torchao"), {"tp": 2})]
     for model, parallel in cases:
-        with pytest.raises(speedlab.ConfigError) as told:
+        with pytest.raises(speedlab.ConfigError) as reported:
             engine_of(model, 1, **parallel)
-        said.append(str(told.value))
+        said.append(str(reported.value))
     return said
 
 
@@ -288,7 +288,7 @@ def averaged(stage: int) -> dict[str, Any]:
     model: Any = models.seeded(Counted)
     before = AveragedModel(copy.deepcopy(model))
     engine = engine_of(model, stage)
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     mean = {name: value.clone() for name, value in engine.state_dict().items() if isinstance(value, Tensor)}
     for step in range(2):
         train(engine, step)
@@ -297,22 +297,22 @@ def averaged(stage: int) -> dict[str, Any]:
                 mean[name] = 0.5 * mean[name] + 0.5 * value
         for name, act in (("torch", lambda: before.update_parameters(model)), ("hand", lambda: by_hand(model))):
             try:
-                told[name] = act()
+                reported[name] = act()
             except RuntimeError as error:
-                told[name] = str(error)
-    told["finite"] = all(
+                reported[name] = str(error)
+    reported["finite"] = all(
         bool(value.abs().isfinite().all()) for value in before.state_dict().values() if _is_float(value)
     )
-    told["mean"] = all(bool(value.abs().isfinite().all()) for value in mean.values())
+    reported["mean"] = all(bool(value.abs().isfinite().all()) for value in mean.values())
     weight = model.blocks[0].up.weight
-    told["shape"] = (weight.shape, weight.data.numel(), weight.dtype, weight.device.type, weight.requires_grad)
+    reported["shape"] = (weight.shape, weight.data.numel(), weight.dtype, weight.device.type, weight.requires_grad)
     for what in (model.blocks[0].state_dict, lambda: copy.deepcopy(weight.data), weight.data.cpu):
         if stage == 3:
             with pytest.raises(RuntimeError, match=r"blocks\.0\..*: .* needs its values"):
                 what()
-    told["like"] = torch.zeros_like(weight).sum().item()
+    reported["like"] = torch.zeros_like(weight).sum().item()
     engine.destroy()
-    return told
+    return reported
 
 
 def _is_float(value: Any) -> bool:
@@ -325,18 +325,18 @@ def by_hand(model: Any) -> float:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_averages_of_weights(two: Pool, stage: int) -> None:
-    for told in two.run(averaged, stage):
-        assert told["finite"]
-        assert told["mean"]
-        assert told["shape"] == ((WIDTH, WIDTH), WIDTH * WIDTH, torch.float32, "cpu", True)
-        assert told["like"] == 0.0
+    for reported in two.run(averaged, stage):
+        assert reported["finite"]
+        assert reported["mean"]
+        assert reported["shape"] == ((WIDTH, WIDTH), WIDTH * WIDTH, torch.float32, "cpu", True)
+        assert reported["like"] == 0.0
         if stage == 3:
             for name in ("torch", "hand"):
-                assert "needs its values, and they are partitioned (ZeRO stage 3)" in told[name]
-                assert "speedlab.gather(parameter) and engine.state_dict()" in told[name]
+                assert "needs its values, and they are partitioned (ZeRO stage 3)" in reported[name]
+                assert "speedlab.gather(parameter) and engine.state_dict()" in reported[name]
         else:
-            assert told["torch"] is None
-            assert told["hand"] > 0
+            assert reported["torch"] is None
+            assert reported["hand"] > 0
 
 
 # ---- another shape ---------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_buffers_that_do_not_fit_the_dtype_are_named(two: Pool) -> None:
         assert "buffer.to(torch.bfloat16)" in note
 
 
-def norms_beside_nothing(case: Case) -> list[float]:
+def norms_alongside_nothing(case: Case) -> list[float]:
     """A frozen parameter without elements, in a flat of its own."""
     model = case.build()
     model.blocks[1].register_parameter("added", nn.Parameter(torch.zeros(0, 3), requires_grad=False))
@@ -120,7 +120,7 @@ def norms_without(case: Case) -> list[float]:
 
 def test_a_flat_without_elements(two: Pool) -> None:
     case = Case(stage=3)
-    assert two.run(norms_beside_nothing, case, timeout=30) == two.run(norms_without, case, timeout=30)
+    assert two.run(norms_alongside_nothing, case, timeout=30) == two.run(norms_without, case, timeout=30)
 
 
 AWKWARD = ["tied weights", "frozen parameters", "block unused by some data"]

@@ -113,9 +113,9 @@ def with_a_slow_disk(run: str) -> str:
 def test_a_disk_that_limits_is_told_after_the_first_steps_and_allowed(world: Pool, tmp_path: Path) -> None:
     run = new_run(tmp_path, steps=6, **ON_DISK)
     assert world.run(with_a_slow_disk, run) == ["finished"] * 2
-    (told,) = events(run, "warning")
-    assert told.step == 4
-    assert told.text.startswith("offload: steps wait 1 s of 2 s (50%, measured) for the disk with states")
+    (reported,) = events(run, "warning")
+    assert reported.step == 4
+    assert reported.text.startswith("offload: steps wait 1 s of 2 s (50%, measured) for the disk with states")
 
 
 def with_a_disk_that_fails(run: str, rank: int, number: int, steps: int, call: str = "pwritev") -> tuple[str, str]:

@@ -54,23 +54,23 @@ def configuration(stage: int, *, accumulation: int = 1, **more: Any) -> dict[str
 class Trained:
     losses: list[float]
     state: dict[str, Tensor]
-    told: list[dict[str, float]]
+    reported: list[dict[str, float]]
     sent: list[dict[str, int]]
     flats: list[dict[str, Any]]
 
 
 def train(config: dict[str, Any], steps: int = STEPS) -> Trained:
     with engine_of(config) as engine:
-        losses, told, sent = [], [], []
+        losses, reported, sent = [], [], []
         for step in range(steps):
             engine.traffic.take()
             losses.append(step_of(engine, step))
-            told.append(engine.partitioned_optimizer.told())
+            reported.append(engine.partitioned_optimizer.reported())
             sent.append(engine.traffic.take().sent_bytes)
         flats = [
             {"padded": f.padded, "slots": [(s.name, s.offset, s.numel, s.group) for s in f.slots]} for f in engine.flats
         ]
-        return Trained(losses, engine.state_dict(), told, sent, flats)
+        return Trained(losses, engine.state_dict(), reported, sent, flats)
 
 
 # ---- the algorithm, written out for n workers in one process ---------------------------------------------------------
@@ -218,8 +218,8 @@ def test_hosts_of_several_ranks_are_the_papers_workers(pool_of: PoolOf) -> None:
         for found in pool.run(largest_differences, 2, configuration(stage), **arguments, timeout=60):
             assert max(found) <= 1e-3 * LR
     for found in pool.run(train, configuration(0), FREEZE + 1):
-        assert found.told[-1]["sent_bytes"] <= found.told[-1]["float32_bytes"] / 28
-        assert found.told[-1]["float32_bytes"] == sum(flat["padded"] for flat in found.flats) * 4 / 2
+        assert found.reported[-1]["sent_bytes"] <= found.reported[-1]["float32_bytes"] / 28
+        assert found.reported[-1]["float32_bytes"] == sum(flat["padded"] for flat in found.flats) * 4 / 2
     for seed in range(2):
         assert max(pool_of(4, "shared", "aabb").run(conserved, seed)) <= 8 * torch.finfo(torch.float32).eps
 
@@ -230,7 +230,7 @@ def test_the_warm_up_is_adamw_with_its_clipping(two: Pool) -> None:
     for ours, theirs in zip(two.run(train, config), two.run(train, plain), strict=True):
         assert ours.losses == theirs.losses
         assert all(ours.state[name].equal(value) for name, value in theirs.state.items())
-        assert ours.told == [{"compressed": 0.0}] * STEPS
+        assert ours.reported == [{"compressed": 0.0}] * STEPS
 
 
 # ---- what it costs, and what is told of it ---------------------------------------------------------------------------
@@ -241,31 +241,31 @@ def test_bytes_are_a_28th_of_float32_and_told(two: Pool, stage: int) -> None:
     config = configuration(stage, optimizer={"angle_every_steps": FREEZE + 1})
     for found in two.run(train, config, FREEZE + 2):
         total = sum(flat["padded"] for flat in found.flats)
-        assert [told["compressed"] for told in found.told] == [0.0] * FREEZE + [1.0] * 2
-        told, sent = found.told[-1], found.sent[-1]
-        assert told["float32_bytes"] == total * 4
-        assert sum(found.sent[0].values()) >= told["float32_bytes"]
+        assert [reported["compressed"] for reported in found.reported] == [0.0] * FREEZE + [1.0] * 2
+        reported, sent = found.reported[-1], found.sent[-1]
+        assert reported["float32_bytes"] == total * 4
+        assert sum(found.sent[0].values()) >= reported["float32_bytes"]
         # The flats here are small, so that words of magnitudes weigh; of large ones it is 1/31.
-        assert told["sent_bytes"] <= told["float32_bytes"] / 28
-        assert sent["all_to_all"] + sent["all_gather"] == told["sent_bytes"]
-        assert told["error_norm"] > 0
-        assert 0 < found.told[FREEZE]["angle"] < 90, "it was due, and signs are not all that wrong"
-        assert "angle" not in told
+        assert reported["sent_bytes"] <= reported["float32_bytes"] / 28
+        assert sent["all_to_all"] + sent["all_gather"] == reported["sent_bytes"]
+        assert reported["error_norm"] > 0
+        assert 0 < found.reported[FREEZE]["angle"] < 90, "it was due, and signs are not all that wrong"
+        assert "angle" not in reported
     exact = configuration(stage, optimizer={"angle_every_steps": 1, "compression": "none"})
     for found in two.run(train, exact, FREEZE + 1):
-        assert found.told[-1]["angle"] == pytest.approx(0, abs=0.02)
-        assert found.told[-1]["error_norm"] == 0
+        assert found.reported[-1]["angle"] == pytest.approx(0, abs=0.02)
+        assert found.reported[-1]["error_norm"] == 0
 
 
 def warm_up_of(config: dict[str, Any], steps: int, rates: list[float]) -> list[dict[str, float]]:
     with engine_of(config) as engine:
-        told = []
+        reported = []
         for step in range(steps):
             for group in engine.optimizer.param_groups:
                 group["lr"] = rates[min(step, len(rates) - 1)]
             step_of(engine, step)
-            told.append(engine.optimizer.told())
-        return told
+            reported.append(engine.optimizer.reported())
+        return reported
 
 
 def test_the_warm_up_ends_when_the_variance_is_steady_and_the_rate_does_not_rise(two: Pool) -> None:
@@ -273,13 +273,13 @@ def test_the_warm_up_ends_when_the_variance_is_steady_and_the_rate_does_not_rise
     rising = [LR * step for step in range(1, 6)] + [5 * LR]
     first, second = two.run(warm_up_of, configuration(1, optimizer=adaptive), 10, rising)
     assert first[-1]["compressed"] == 1.0
-    assert [told["compressed"] for told in first] == [told["compressed"] for told in second]
-    looks = [step for step, told in enumerate(first, 1) if "steadiness" in told]
+    assert [reported["compressed"] for reported in first] == [reported["compressed"] for reported in second]
+    looks = [step for step, reported in enumerate(first, 1) if "steadiness" in reported]
     assert looks[:2] == [4, 6], "the first look has nothing to compare with"
-    frozen = next(step for step, told in enumerate(first) if told["compressed"])
+    frozen = next(step for step, reported in enumerate(first) if reported["compressed"])
     assert frozen >= 8, "the rate rose until the fifth update, so that the look behind the sixth came too early"
     never = configuration(1, optimizer=adaptive | {"steady": 0.999})
-    assert all(not told["compressed"] for told in two.run(warm_up_of, never, 8, [LR])[0])
+    assert all(not reported["compressed"] for reported in two.run(warm_up_of, never, 8, [LR])[0])
 
 
 # ---- the feedback ----------------------------------------------------------------------------------------------------
@@ -334,12 +334,12 @@ def lose_changes() -> list[str]:
         for step in range(FREEZE + 1):
             step_of(engine, step)
         engine.partitioned_optimizer.gradients[0].group.gather_along = _lost
-        told = []
+        reported = []
         for step in range(FREEZE + 1, FREEZE + 3):
             with pytest.raises((PeerLost, RuntimeError)) as error:
                 step_of(engine, step)
-            told.append(str(error.value))
-        return told
+            reported.append(str(error.value))
+        return reported
 
 
 def test_an_update_whose_changes_are_lost_is_told_as_cut_off(two: Pool) -> None:
@@ -348,7 +348,7 @@ def test_an_update_whose_changes_are_lost_is_told_as_cut_off(two: Pool) -> None:
         assert "was cut off and has changed some parameters only; go back with load_checkpoint" in second
 
 
-def fail_behind_a_change_of_stage(stage: int, calls: int | None) -> tuple[bool, bool]:
+def fail_after_a_change_of_stage(stage: int, calls: int | None) -> tuple[bool, bool]:
     """Whether all is as it was where the exchange behind a change of stage loses a peer at its n-th gather (None: it
     does not), and what a next try gives is what a run gives that lost none."""
     found = []
@@ -397,7 +397,7 @@ def _losing(group: Any, calls: int) -> Iterator[None]:
 @pytest.mark.parametrize("stage", [0, 1])
 @pytest.mark.parametrize("calls", [1, 2])
 def test_a_change_of_stage_that_fails_changes_nothing(two: Pool, stage: int, calls: int) -> None:
-    for kept, same in two.run(fail_behind_a_change_of_stage, stage, calls):
+    for kept, same in two.run(fail_after_a_change_of_stage, stage, calls):
         assert kept
         assert same
 
@@ -445,9 +445,9 @@ def overflow_on_some(stage: int, parallel: str) -> tuple[str, int]:
 @pytest.mark.parametrize("parallel", ["tp", "pp"])
 def test_all_ranks_refuse_what_is_not_finite_where_some_sum_it(pool_of: PoolOf, parallel: str) -> None:
     for stage in (0, 1):
-        for told, step in pool_of(4).run(overflow_on_some, stage, parallel):
-            assert "the gradient's norm is" in told
-            assert "is not finite where it is summed. The update was not made" in told
+        for reported, step in pool_of(4).run(overflow_on_some, stage, parallel):
+            assert "the gradient's norm is" in reported
+            assert "is not finite where it is summed. The update was not made" in reported
             assert step == FREEZE + 1
 
 
@@ -481,8 +481,8 @@ def move_an_infinity() -> tuple[str, int]:
 
 
 def test_a_change_that_is_not_finite_is_told_before_parameters_move(two: Pool) -> None:
-    for told, spoiled in two.run(move_an_infinity):
-        assert f"step {FREEZE + 1}: a parameter, or what the update has moved it by, is not finite" in told
+    for reported, spoiled in two.run(move_an_infinity):
+        assert f"step {FREEZE + 1}: a parameter, or what the update has moved it by, is not finite" in reported
         assert spoiled == 0
 
 
@@ -534,11 +534,11 @@ def reduced_as(least_bytes: int) -> tuple[int, list[list[Tensor]]]:
 def test_as_many_messages_as_there_are_means_are_the_same(pool_of: PoolOf, hosts: str) -> None:
     """One behind the other over a network, while others are packed; through memory they go in one."""
     ranks = pool_of(len(hosts), hosts=hosts)
-    for (one, together), (several, apart) in zip(
+    for (one, together), (several, separate) in zip(
         ranks.run(reduced_as, 1 << 20), ranks.run(reduced_as, 400), strict=True
     ):
         assert one == 1 < several
-        for before, after in zip(together, apart, strict=True):
+        for before, after in zip(together, separate, strict=True):
             assert all(a.equal(b) for a, b in zip(before, after, strict=True))
     assert pool_of(2).run(reduced_as, 400)[0][0] == 1
 
@@ -565,7 +565,7 @@ def go_on(config: dict[str, Any], folder: str, steps: int, **shape: int) -> Any:
         engine.load_checkpoint(folder, "one")
         kept = errors_of(engine)
         losses = [step_of(engine, step) for step in range(steps, steps + 2)]
-        return losses, kept, engine.state_dict(), engine.optimizer.told()
+        return losses, kept, engine.state_dict(), engine.optimizer.reported()
 
 
 def test_a_checkpoint_goes_on_to_the_bit(two: Pool, tmp_path: Path) -> None:
@@ -594,21 +594,21 @@ def test_another_layout_goes_on_with_the_mean_of_the_errors(pool_of: PoolOf, tmp
     folder, steps = str(tmp_path), FREEZE + 2
     saved = pool_of(4).run(save, configuration(0), folder, steps)
     means = [torch.stack(each).mean(0) for each in zip(*(kept["carried"] for _, kept, _ in saved), strict=True)]
-    for losses, kept, _, told in pool_of(2).run(go_on, configuration(1, accumulation=2), folder, steps):
+    for losses, kept, _, reported in pool_of(2).run(go_on, configuration(1, accumulation=2), folder, steps):
         for own, mean in zip(kept["carried"], means, strict=True):
             assert own.numel() == mean.numel()
             torch.testing.assert_close(own, mean)
         assert losses == pytest.approx(saved[0][0], rel=2e-3)
-        assert told["compressed"] == 1.0
+        assert reported["compressed"] == 1.0
     alone = configuration(0, accumulation=4, optimizer={"angle_every_steps": 1})
-    for losses, kept, _, told in pool_of(1).run(go_on, alone, folder, steps):
+    for losses, kept, _, reported in pool_of(1).run(go_on, alone, folder, steps):
         assert losses == pytest.approx(saved[0][0], rel=2e-3)
         assert all(error.any() for error in kept["server_error"])
-        assert told["angle"] == pytest.approx(0, abs=1e-3), "nothing is compressed, and no error waits for ever"
+        assert reported["angle"] == pytest.approx(0, abs=1e-3), "nothing is compressed, and no error waits for ever"
     tensor = configuration(0, parallel={"tp": 2}, accumulation=2)
-    for losses, _, _, told in pool_of(4).run(go_on, tensor, folder, steps):
+    for losses, _, _, reported in pool_of(4).run(go_on, tensor, folder, steps):
         assert losses == pytest.approx(saved[0][0], rel=2e-3)
-        assert told["compressed"] == 1.0
+        assert reported["compressed"] == 1.0
 
 
 def test_tensor_ranks_keep_their_copies_alike_and_pipelines_train(pool_of: PoolOf) -> None:
@@ -641,12 +641,14 @@ def look(stage: int, *, then: int) -> dict[str, Any]:
 
 def test_what_is_kept_is_in_the_ledger_and_a_change_of_stage_moves_nothing(two: Pool) -> None:
     for stage in (0, 1):
-        told = two.run(look, stage, then=1 - stage)[0]
-        assert told["loss"] == two.run(look, stage, then=stage)[0]["loss"]
-        assert told["gradients"] == 4 * told["padded"] * (1 + 1 + 1 / 2), "gradient, worker's error, server's part"
-        assert told["states"]["carried"]["holders"] == "each its own"
-        assert told["states"]["server_error"]["holders"] == "a part each"
-        assert told["unmoved"]
+        reported = two.run(look, stage, then=1 - stage)[0]
+        assert reported["loss"] == two.run(look, stage, then=stage)[0]["loss"]
+        assert reported["gradients"] == 4 * reported["padded"] * (1 + 1 + 1 / 2), (
+            "gradient, worker's error, server's part"
+        )
+        assert reported["states"]["carried"]["holders"] == "each its own"
+        assert reported["states"]["server_error"]["holders"] == "a part each"
+        assert reported["unmoved"]
 
 
 def thaw(folder: str, parallel: dict[str, int]) -> tuple[list[str], list[float], bool]:
@@ -663,16 +665,16 @@ def thaw(folder: str, parallel: dict[str, int]) -> tuple[list[str], list[float],
                     step_of(engine, step)
                 engine.save_checkpoint(folder, "one")
                 continue
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as reported:
                 warnings.simplefilter("always")
                 engine.load_checkpoint(folder, "one")
             before = engine.state_dict()["norm.weight"].clone()
             compressed = []
             for step in range(FREEZE + 1, 2 * FREEZE + 2):
                 step_of(engine, step)
-                compressed.append(engine.optimizer.told()["compressed"])
+                compressed.append(engine.optimizer.reported()["compressed"])
             moved = not engine.state_dict()["norm.weight"].equal(before)
-            return [str(each.message) for each in told if each.category is UserWarning], compressed, moved
+            return [str(each.message) for each in reported if each.category is UserWarning], compressed, moved
         finally:
             engine.destroy()
     raise AssertionError("unreachable")
@@ -682,8 +684,8 @@ def thaw(folder: str, parallel: dict[str, int]) -> tuple[list[str], list[float],
 def test_what_was_not_trained_when_it_was_saved_has_a_warm_up(
     two: Pool, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
-    for told, compressed, moved in two.run(thaw, str(tmp_path), parallel):
-        (sentence,) = told
+    for reported, compressed, moved in two.run(thaw, str(tmp_path), parallel):
+        (sentence,) = reported
         assert "norm.weight was not trained when the checkpoint was written, so that it has not all of" in sentence
         assert "OneBitAdam, which begins as on the first step" in sentence
         assert compressed == [0.0] * FREEZE + [1.0]
@@ -905,16 +907,18 @@ def said_of(optimizer: dict[str, Any], *, given: bool = False) -> list[str]:
 
 
 def test_what_is_said_of_another_optimizer_is_told_to_be_of_no_use(two: Pool) -> None:
-    told, silent = two.run(said_of, {"freeze_step": 5, "coeff_beta": 0.5})
-    assert told == [
+    reported, silent = two.run(said_of, {"freeze_step": 5, "coeff_beta": 0.5})
+    assert reported == [
         "optimizer.freeze_step: says how onebit_adam or onebit_lamb or zero_one_adam goes, and adamw trains; set "
         "optimizer.name to it, or leave it out",
         "optimizer.coeff_beta: says how onebit_lamb goes, and adamw trains; set optimizer.name to it, or leave it out",
     ]
     assert silent == []
-    told, _ = two.run(said_of, {"name": "onebit_adam", "freeze_step": 5}, given=True)
-    assert told[0].startswith("optimizer.name: says onebit_adam, and the optimizer that was given trains, SGD, whose")
-    assert told[1].endswith("SGD trains; set optimizer.name to it and give no `optimizer`, or leave it out")
+    reported, _ = two.run(said_of, {"name": "onebit_adam", "freeze_step": 5}, given=True)
+    assert reported[0].startswith(
+        "optimizer.name: says onebit_adam, and the optimizer that was given trains, SGD, whose"
+    )
+    assert reported[1].endswith("SGD trains; set optimizer.name to it and give no `optimizer`, or leave it out")
     for used in ({"name": "onebit_adam", "freeze_step": 5}, {"name": "lamb", "max_coeff": 0.3}, {"lr": 0.1}):
         assert two.run(said_of, used) == [[], []]
 
@@ -941,15 +945,15 @@ def test_what_another_optimizer_has_kept_is_refused_where_it_is_not_enough(two: 
     lacking = {("sgd", "adamw"): "exp_avg, exp_avg_sq, step", ("lion", "onebit_adam"): "exp_avg_sq, step"}
     lacking |= {("adamw", "sgd"): "momentum_buffer", ("sgd", "lion"): "exp_avg"}
     for (saved, then), lacks in lacking.items():
-        for told in two.run(go_on_as, saved, then, str(tmp_path)):
-            assert f"cannot begin in the middle without {lacks}: set optimizer.name to the one with which" in told
+        for reported in two.run(go_on_as, saved, then, str(tmp_path)):
+            assert f"cannot begin in the middle without {lacks}: set optimizer.name to the one with which" in reported
     for saved, then in (("adamw", "onebit_adam"), ("onebit_adam", "lamb"), ("lamb", "adamw")):
         assert two.run(go_on_as, saved, then, str(tmp_path)) == ["", ""]
 
 
 def test_masters_of_another_width_are_refused(two: Pool) -> None:
-    (told, _) = two.run(refuse, configuration(0), torch.float64)
-    assert "OneBitAdam updates float32 masters" in told
+    (reported, _) = two.run(refuse, configuration(0), torch.float64)
+    assert "OneBitAdam updates float32 masters" in reported
 
 
 def test_every_pipeline_stage_refuses_what_one_of_them_cannot_train(two: Pool) -> None:
@@ -962,7 +966,7 @@ def test_bfloat16_trains_over_float32_masters(two: Pool) -> None:
     narrow = configuration(1) | {"precision": {"dtype": "bfloat16"}}
     (found, _), (exact, _) = two.run(train, narrow), two.run(train, configuration(1))
     assert found.losses == pytest.approx(exact.losses, rel=2e-2)
-    assert found.told[-1]["compressed"] == 1.0
+    assert found.reported[-1]["compressed"] == 1.0
 
 
 def conserves(dtype: str) -> tuple[float, dict[str, Tensor]]:
@@ -1030,8 +1034,8 @@ def test_a_run_tells_of_its_phases_once(two: Pool, tmp_path: Path, name: str) ->
         two.new_group()
     lines = (Path(run) / "records" / "rank-0.jsonl").read_text().splitlines()
     assert [json.loads(line)["exchange"]["compressed"] for line in lines] == [float(each) for each in compressed]
-    told = {event.step: event.text for event in RunFolder(run).read_events() if event.kind == "compressed"}
-    assert told == events
+    reported = {event.step: event.text for event in RunFolder(run).read_events() if event.kind == "compressed"}
+    assert reported == events
 
 
 def test_a_step_that_is_skipped_has_sent_nothing(two: Pool, tmp_path: Path) -> None:

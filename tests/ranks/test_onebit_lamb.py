@@ -46,7 +46,7 @@ def configuration(stage: int, *, compression: str = "signs", accumulation: int =
 class Trained:
     losses: list[float]
     state: dict[str, Tensor]
-    told: list[dict[str, float]]
+    reported: list[dict[str, float]]
     numbers: dict[str, dict[str, float]]
     """Of each parameter of which this rank has something: coeff, factor, scale."""
 
@@ -56,15 +56,15 @@ def train(config: dict[str, Any], steps: int = STEPS, *, save: str = "", load: s
     try:
         if load:
             engine.load_checkpoint(load, "one")
-        losses, told = [], []
+        losses, reported = [], []
         while engine.global_step < steps:
             losses.append(step_of(engine, engine.global_step))
-            told.append(engine.optimizer.told())
+            reported.append(engine.optimizer.reported())
             if save and engine.global_step == at:
                 engine.save_checkpoint(save, "one")
         partitioned = engine.partitioned_optimizer
         numbers = {k: v for flat in partitioned.flats for k, v in partitioned.scalars_of(flat).items() if v}
-        return Trained(losses, engine.state_dict(), told, numbers)
+        return Trained(losses, engine.state_dict(), reported, numbers)
     finally:
         engine.destroy()
 
@@ -100,8 +100,8 @@ def by_hand(places: int) -> tuple[list[float], dict[str, Tensor], dict[str, dict
                     ratio = min(MOST, max(LEAST, norms[0] / norms[1])) if all(norms) else 1.0
                     own["coeff"] = COEFF_BETA * own["coeff"] + (1 - COEFF_BETA) * ratio
                 else:
-                    told = (m[name] - BETAS[0] * before) / (1 - BETAS[0])
-                    w[name].mul_(BETAS[1]).addcmul_(told, told, value=1 - BETAS[1])
+                    reported = (m[name] - BETAS[0] * before) / (1 - BETAS[0])
+                    w[name].mul_(BETAS[1]).addcmul_(reported, reported, value=1 - BETAS[1])
                     root = v[name].sqrt() + EPS
                     u = m[name] / first / root
                     update = u + decay * p
@@ -141,7 +141,7 @@ def test_without_compression_it_is_the_loop_over_whole_parameters(two: Pool) -> 
 def test_one_rank_has_the_losses_of_the_loop(pool_of: PoolOf) -> None:
     found = pool_of(1).run(train, configuration(0, accumulation=4))[0]
     assert found.losses == pytest.approx(by_hand(4)[0], rel=1e-5)
-    assert found.told[-1]["error_norm"] == 0
+    assert found.reported[-1]["error_norm"] == 0
 
 
 def test_signs_train_alike_at_a_28th_of_the_bytes_and_through_checkpoints(two: Pool, tmp_path: Path) -> None:
@@ -153,9 +153,11 @@ def test_signs_train_alike_at_a_28th_of_the_bytes_and_through_checkpoints(two: P
             saved = two.run(train, configuration(stage, **more), save=folder, at=at, timeout=60)
             for rank in saved:
                 assert rank.losses == pytest.approx(exact.losses, rel=5e-2), "signs at a high rate; seen: 2.4 %"
-                assert [told["compressed"] for told in rank.told] == [0.0] * FREEZE + [1.0] * (STEPS - FREEZE)
-                assert rank.told[-1]["sent_bytes"] <= rank.told[-1]["float32_bytes"] * (1 + stage) / 28
-                assert 0 < rank.told[-1]["angle"] < 90
+                assert [reported["compressed"] for reported in rank.reported] == [0.0] * FREEZE + [1.0] * (
+                    STEPS - FREEZE
+                )
+                assert rank.reported[-1]["sent_bytes"] <= rank.reported[-1]["float32_bytes"] * (1 + stage) / 28
+                assert 0 < rank.reported[-1]["angle"] < 90
             for before, after in zip(saved, two.run(train, configuration(stage), load=folder, timeout=60), strict=True):
                 assert after.losses == before.losses[at:]
                 assert all(after.state[name].equal(value) for name, value in before.state.items())
@@ -232,9 +234,9 @@ def test_other_optimizers_go_on_or_say_why_not(two: Pool, tmp_path: Path) -> Non
     for folder in (with_scales, seldom):
         assert two.run(load_into, "onebit_adam", folder) == ["finite"] * 2, "a warm-up begins"
     assert not any(two.run(save_frozen, other, "lamb"))
-    for told in two.run(load_into, "onebit_lamb", other):
-        assert "exp_avg, exp_avg_sq in this checkpoint, and OneBitLamb cannot begin in the middle without" in told
-        assert "exp_avg_sq_fresh: set optimizer.name to the one with which the checkpoint was written" in told
+    for reported in two.run(load_into, "onebit_lamb", other):
+        assert "exp_avg, exp_avg_sq in this checkpoint, and OneBitLamb cannot begin in the middle without" in reported
+        assert "exp_avg_sq_fresh: set optimizer.name to the one with which the checkpoint was written" in reported
 
 
 def test_the_plan_is_what_the_ledger_measures(two: Pool) -> None:

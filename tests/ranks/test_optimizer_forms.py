@@ -20,7 +20,7 @@ from ranks.pool import Pool
 from speedlab.config import ConfigError
 
 STEPS, STAGES = 4, (0, 1, 2, 3)
-MOST_APART = 2e-5
+MOST_SEPARATE = 2e-5
 """Between a parameter and the plain loop's, after `STEPS`."""
 
 Outcome = dict[str, Tensor] | str
@@ -138,7 +138,7 @@ def plain_each(choices: Callable[[], dict[str, Any]]) -> dict[str, Outcome]:
     return {name: plainly(kind) for name, kind in choices().items()}
 
 
-def apart(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
+def separate(ours: dict[str, Tensor], plain: dict[str, Tensor]) -> float:
     return max(float((ours[name] - value).abs().nan_to_num(float("inf")).max()) for name, value in plain.items())
 
 
@@ -157,11 +157,11 @@ def compared(two: Pool, choices: Callable[[], dict[str, Any]]) -> tuple[dict[str
             table.setdefault(name, []).append("trains")
             wrong.append(f"{name} at stage {stage}: trains, and in a plain loop it raises {expected}")
         else:
-            distance = apart(ours, expected)
+            distance = separate(ours, expected)
             table.setdefault(name, []).append(f"{distance:.0e}")
-            if not distance <= MOST_APART:
+            if not distance <= MOST_SEPARATE:
                 wrong.append(f"{name} at stage {stage}: {distance:.1e} from the plain loop")
-            if apart(ours, theirs):
+            if separate(ours, theirs):
                 wrong.append(f"{name} at stage {stage}: ranks differ")
     return table, wrong
 

@@ -188,7 +188,7 @@ def test_where_no_hook_could_change_gradients_a_step_says_so(two: Pool, config: 
         assert goes_on
 
 
-def proof_beside_one_bit_adam() -> int:
+def proof_alongside_one_bit_adam() -> int:
     """The engine's own hooks are no user's: its proof looks at the update of any optimizer."""
     case = Case(stage=0)
     config = {**case.config(), "optimizer": {"name": "onebit_adam", "freeze_step": 1}}
@@ -204,4 +204,4 @@ def proof_beside_one_bit_adam() -> int:
 
 
 def test_the_engines_own_hooks_are_not_refused(two: Pool) -> None:
-    assert two.run(proof_beside_one_bit_adam) == [1, 1]
+    assert two.run(proof_alongside_one_bit_adam) == [1, 1]

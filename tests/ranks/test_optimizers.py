@@ -146,7 +146,7 @@ def test_optimizer_forms_with_a_scheduler(two: Pool, stage: int, form: str) -> N
 
 def train_with_states_from_the_beginning(case: Case, folder: str) -> Trajectory:
     """Before the first step the stage is changed and a checkpoint is written, which is loaded behind two steps more;
-    weights alone are then taken, with which the optimizer begins anew, and taken back by another load."""
+    weights alone are then taken, with which the optimizer begins again, and taken back by another load."""
     path = Trajectory()
     with engine_for(case) as engine:
         engine.reshape(zero=(case.stage + 1) % 4)

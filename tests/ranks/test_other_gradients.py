@@ -124,24 +124,24 @@ def farthest(stage: int, losses: list[Loss], block: type[nn.Module]) -> tuple[fl
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_losses_of_gradients(two: Pool, stage: int) -> None:
-    for apart, refused in two.run(farthest, stage, [*LOSSES, plain], Block, timeout=40):
-        assert apart < 2e-5
+    for separate, refused in two.run(farthest, stage, [*LOSSES, plain], Block, timeout=40):
+        assert separate < 2e-5
         assert refused == []
 
 
 def test_losses_of_gradients_of_partitioned_parameters_are_refused(two: Pool) -> None:
     """Before the order of calls is known and after; steps between them are made as if they had not been tried."""
-    for apart, refused in two.run(farthest, 3, [*LOSSES, plain, plain, *LOSSES, plain], Block, timeout=40):
-        assert apart < 2e-5
+    for separate, refused in two.run(farthest, 3, [*LOSSES, plain, plain, *LOSSES, plain], Block, timeout=40):
+        assert separate < 2e-5
         assert len(refused) == 2 * len(LOSSES)
-        assert all("Use a stage below 3 for such a loss" in told for told in refused)
+        assert all("Use a stage below 3 for such a loss" in reported for reported in refused)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_block_that_differentiates_itself(two: Pool, stage: int) -> None:
     """Its gradients go no further than its input, and its parameters are here meanwhile."""
-    for apart, refused in two.run(farthest, stage, [plain, plain, plain], Descending, timeout=40):
-        assert apart < 2e-5
+    for separate, refused in two.run(farthest, stage, [plain, plain, plain], Descending, timeout=40):
+        assert separate < 2e-5
         assert refused == []
 
 
@@ -158,7 +158,7 @@ def train(engine: Any, loss: Loss) -> bool:
     return engine.step()
 
 
-def told_of(loss: Loss) -> str:
+def reported_of(loss: Loss) -> str:
     """What an engine says of the loss; it trains on afterwards."""
     config = {"zero": {"stage": 3, "bucket_bytes": 1}, "precision": "float32", "batch": {"micro_size": 6}}
     engine = speedlab.initialize(model=models.seeded(Net), optimizer=sgd, config=config)[0]
@@ -177,5 +177,5 @@ def told_of(loss: Loss) -> str:
     [(decayed, "A loss that reads parameters itself"), (checkpointed, "was called inside engine.backward")],
 )
 def test_losses_that_are_told_why(two: Pool, loss: Loss, words: str) -> None:
-    for told in two.run(told_of, loss, timeout=30):
-        assert words in told
+    for reported in two.run(reported_of, loss, timeout=30):
+        assert words in reported

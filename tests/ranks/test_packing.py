@@ -268,15 +268,15 @@ def refusals(layout: Layout, how: dict[str, Any]) -> list[str]:
         [(tokens, targets, positions[:, 1:])] * 2,
         [(tokens, targets, positions), (tokens, targets)],
     ]
-    told = []
+    reported = []
     try:
         for batches in wrong:
             try:
                 engine.train_batch(batches)
-                told.append("")
+                reported.append("")
             except (ConfigError, LayoutError, ValueError) as error:
-                told.append(str(error))
-        return told
+                reported.append(str(error))
+        return reported
     finally:
         engine.destroy(keep_parameters=False)
 

@@ -314,9 +314,9 @@ def compare(case: Case, by_rank: list[Outcome], plain: Outcome) -> list[str]:
         if not all(torch.equal(value, values[0]) for value in values):
             found.append(f"{name}: its {len(values)} copies differ")
         moved = (plain.parameters[0][name] - start[name]).norm()
-        apart = float((values[0] - plain.parameters[0][name]).norm() / moved)
-        if not apart <= allowed_update:
-            found.append(f"{name}: {apart:.3g} of its way apart")
+        separate = float((values[0] - plain.parameters[0][name]).norm() / moved)
+        if not separate <= allowed_update:
+            found.append(f"{name}: {separate:.3g} of its way apart")
     return found
 
 

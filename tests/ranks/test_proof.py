@@ -140,9 +140,9 @@ def prove_and_step(
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_training_that_is_right_is_ok_at_every_stage(two: Pool, stage: int) -> None:
-    told = two.run(prove_and_step, gpt, packed, {"zero": stage})
-    assert told[0] == told[1]  # The same findings on all ranks.
-    found, texts = told[0]
+    reported = two.run(prove_and_step, gpt, packed, {"zero": stage})
+    assert reported[0] == reported[1]  # The same findings on all ranks.
+    found, texts = reported[0]
     assert {kind for kind, severity in found.items() if severity != "ok"} == {"vocabulary"}
     assert texts["counted tokens"].startswith("54 of 64 targets count in the first micro-batch of 2 ranks")
     assert "first document" in texts["documents"]
@@ -151,9 +151,9 @@ def test_a_training_that_is_right_is_ok_at_every_stage(two: Pool, stage: int) ->
 
 @pytest.mark.parametrize("axis", ["tp", "pp", "cp"])
 def test_it_works_under_every_layout(two: Pool, axis: str) -> None:
-    told = two.run(prove_and_step, gpt, packed, {"parallel": {axis: 2}, "zero": 1})
-    assert told[0] == told[1]
-    found, texts = told[0]
+    reported = two.run(prove_and_step, gpt, packed, {"parallel": {axis: 2}, "zero": 1})
+    assert reported[0] == reported[1]
+    found, texts = reported[0]
     # Under cp each rank reads a part of each sequence; the finding gives that reason.
     unchecked = {"vocabulary"} | ({"counted tokens"} if axis == "cp" else set())
     assert {kind: severity for kind, severity in found.items() if severity != "ok"} == dict.fromkeys(
@@ -375,17 +375,17 @@ def test_a_run_has_a_proof_by_default_and_the_same_bits_without(world: Pool, tmp
         (state, bits[form]), _ = world.run(advance, run)
         assert state == "finished"
         proof = read_proof(Path(run))
-        told = [event for event in RunFolder(run).read_events() if event.kind == "proof"]
+        reported = [event for event in RunFolder(run).read_events() if event.kind == "proof"]
         if form == "none":
             assert proof is None
-            assert not told
+            assert not reported
             continue
         assert proof is not None
         assert (proof.form, proof.step) == (form, 0)
-        assert [event.step for event in told] == [1]
+        assert [event.step for event in reported] == [1]
         unusual = {kind: severity for kind, severity in severities(proof).items() if severity != "ok"}
         assert unusual == {"vocabulary": "suspicious"}  # 4,096 tokens for a tokenizer of 257.
-        assert proof["vocabulary"].text in told[0].text
+        assert proof["vocabulary"].text in reported[0].text
         assert "".join(text for text, _ in proof.counted_text).isalpha()
     assert all(torch.equal(value, bits[form][name]) for form in bits for name, value in bits["none"].items())
 
@@ -443,8 +443,8 @@ def test_a_proof_that_was_asked_for_sees_the_update_after_it(world: Pool, tmp_pa
     assert proof is not None
     assert (proof.form, proof.step) == ("full", 2)
     assert proof["first update"].text == "all 14 trainable tensors with a gradient moved in update 3"
-    told = [(event.step, event.command) for event in RunFolder(run).read_events() if event.kind == "proof"]
-    assert told == [(2, 2), (3, None)]
+    reported = [(event.step, event.command) for event in RunFolder(run).read_events() if event.kind == "proof"]
+    assert reported == [(2, 2), (3, None)]
 
 
 def advance_without_time(run: str) -> str:

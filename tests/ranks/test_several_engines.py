@@ -40,7 +40,7 @@ def a_part_alone(engine: Any) -> None:
         engine.module.embedding(CASE.batch(0, 0)[0])
 
 
-def losses_behind(case: Case, leave_open: Callable[[Any], None], end: Callable[[Any], None]) -> list[float]:
+def losses_after(case: Case, leave_open: Callable[[Any], None], end: Callable[[Any], None]) -> list[float]:
     """The losses of an engine that comes after one whose pass was left open."""
     earlier = speedlab.initialize(model=case.build(), optimizer=case.optimizer, config=case.config())[0]
     for step in range(2):  # From then on units are gathered ahead.
@@ -71,21 +71,21 @@ def forget(engine: Any) -> None:
 @pytest.mark.parametrize("leave_open", [a_failed_look, a_part_alone])
 def test_an_engine_behind_an_open_pass(two: Pool, leave_open: Any, end: Any) -> None:
     """Where a peer's parameters were on their way, its next engine would wait for them to be read."""
-    assert two.run(losses_behind, CASE, leave_open, end, timeout=30) == two.run(losses_of, CASE, timeout=30)
+    assert two.run(losses_after, CASE, leave_open, end, timeout=30) == two.run(losses_of, CASE, timeout=30)
 
 
-def losses_beside(case: Case, leave_open: Callable[[Any], None]) -> tuple[list[float], list[float]]:
+def compare_losses(case: Case, leave_open: Callable[[Any], None]) -> tuple[list[float], list[float]]:
     """The losses of an engine, and of another one that trains while a pass of the first is open."""
     with engine_for(case) as one, engine_for(case) as other:
         losses = [engine_step(one, case, step) for step in range(2)]
         leave_open(one)
-        beside = [engine_step(other, case, step) for step in range(2)]
-        return [*losses, engine_step(one, case, 2)], [*beside, engine_step(other, case, 2)]
+        alongside = [engine_step(other, case, step) for step in range(2)]
+        return [*losses, engine_step(one, case, 2)], [*alongside, engine_step(other, case, 2)]
 
 
 @pytest.mark.parametrize("leave_open", [a_failed_look, a_part_alone])
 def test_an_engine_beside_an_open_pass(two: Pool, leave_open: Any) -> None:
-    for here in two.run(losses_beside, CASE, leave_open, timeout=30):
+    for here in two.run(compare_losses, CASE, leave_open, timeout=30):
         assert here[0] == here[1]
 
 

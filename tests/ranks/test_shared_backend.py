@@ -448,9 +448,9 @@ def several_groups() -> None:
         for k, (tensor, (group, team)) in enumerate(zip(tensors, mine, strict=True)):
             # new_group sorts its ranks.
             same(tensor, rank_sum([values(r, 100_000, torch.float32, seed=k) for r in sorted(team)]), team)
-            told = torch.tensor([rank])
-            dist.broadcast(told, group_src=1, group=group)
-            assert told.item() == sorted(team)[1]
+            reported = torch.tensor([rank])
+            dist.broadcast(reported, group_src=1, group=group)
+            assert reported.item() == sorted(team)[1]
     dist.barrier()
 
 
@@ -632,9 +632,9 @@ def fall_through() -> None:
     objects: list[Any] = [None] * n
     dist.all_gather_object(objects, {"rank": rank, "text": "x" * 3000 * rank})
     assert objects == [{"rank": r, "text": "x" * 3000 * r} for r in ranks]
-    told: list[Any] = [f"from {rank}", rank]
-    dist.broadcast_object_list(told, src=n - 1)
-    assert told == [f"from {n - 1}", n - 1]
+    reported: list[Any] = [f"from {rank}", rank]
+    dist.broadcast_object_list(reported, src=n - 1)
+    assert reported == [f"from {n - 1}", n - 1]
 
 
 def test_what_goes_to_gloo(ranks: Pool) -> None:
@@ -774,7 +774,7 @@ def test_last_message_of_a_rank_that_left_is_read(two: Pool) -> None:
     assert two.run(last_words, timeout=20)[1] == [0.0, 1.0, 2.0]
 
 
-def leave_a_message_behind() -> tuple[list[float], int]:
+def leave_a_message_after() -> tuple[list[float], int]:
     """Rank 0 sends, and has destroyed the group with the message in it, and used its memory for other things, before
     rank 1 looks. What it heard; and what is left of the message afterwards, in bytes."""
     before = arena().nbytes
@@ -798,7 +798,7 @@ def leave_a_message_behind() -> tuple[list[float], int]:
 
 
 def test_message_outlives_the_group_it_was_sent_in(two: Pool) -> None:
-    assert two.run(leave_a_message_behind, timeout=20) == [([0.0] * 3, 0), ([0.0, 1.0, 2.0], 0)]
+    assert two.run(leave_a_message_after, timeout=20) == [([0.0] * 3, 0), ([0.0, 1.0, 2.0], 0)]
 
 
 def interrupted(how: str) -> str:

@@ -317,10 +317,10 @@ def train_counting(case: Case) -> tuple[Trajectory, dict[str, int]]:
 
 def test_copy_of_the_model_trains_apart(two: Pool, stage: int) -> None:
     """A deep copy made before is another model: training one leaves the other as it was."""
-    assert all(two.run(train_beside_copy, Case(stage=stage, steps=2)))
+    assert all(two.run(train_alongside_copy, Case(stage=stage, steps=2)))
 
 
-def train_beside_copy(case: Case) -> bool:
+def train_alongside_copy(case: Case) -> bool:
     model = case.build()
     twin: nn.Module = copy.deepcopy(model)
     values = {name: p.detach().clone() for name, p in twin.named_parameters()}

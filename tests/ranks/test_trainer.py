@@ -219,7 +219,7 @@ def interrupted_while_it_is_built(run: str) -> list[str]:
 def test_a_run_that_is_interrupted_while_it_is_built_is_paused(world: Pool, tmp_path) -> None:
     run = new_run(tmp_path, steps=2)
     first, second = world.run(interrupted_while_it_is_built, run)
-    assert first == ["paused", "interrupted before it was built; run.resume() builds it anew", "paused"]
+    assert first == ["paused", "interrupted before it was built; run.resume() builds it again", "paused"]
     assert second[2] == "paused"
     assert [event.step for event in events(run, "paused")] == [1]
 
@@ -255,10 +255,10 @@ def test_a_paused_run_is_saved_before_another_one_takes_its_place(world: Pool, t
 def test_a_run_that_cannot_be_saved_keeps_its_place(world: Pool, tmp_path) -> None:
     first, second = two_runs(tmp_path, "first", "second")
     post(first, ("step", {"n": 2}))
-    (told, *after), (told_too, *_) = world.run(refused_for_want_of_room, first, second)
-    assert told == told_too
-    assert "run 'first' is paused at step 2, which no checkpoint holds, and cannot be saved to make room" in told
-    assert "rank 1: OSError: no space" in told
+    (reported, *after), (reported_too, *_) = world.run(refused_for_want_of_room, first, second)
+    assert reported == reported_too
+    assert "run 'first' is paused at step 2, which no checkpoint holds, and cannot be saved to make room" in reported
+    assert "rank 1: OSError: no space" in reported
     assert after == [2, "paused", 3, "paused", [1]]
     assert RunFolder(second).read_status().state is RunState.PAUSED
 
@@ -281,10 +281,10 @@ def refused_for_want_of_room(first: str, second: str) -> list[Any]:
 
 def interrupted_while_it_makes_room(first: str, second: str) -> list[Any]:
     """The signal comes while the first one is written, which comes to its end."""
-    works, told = Engine.save_checkpoint, []
+    works, reported = Engine.save_checkpoint, []
 
     def interrupted(engine: Engine, *args: Any, **kwargs: Any) -> Any:
-        told.append(RunFolder(second).read_status().text)
+        reported.append(RunFolder(second).read_status().text)
         os.kill(os.getpid(), signal.SIGINT)
         return works(engine, *args, **kwargs)
 
@@ -292,15 +292,15 @@ def interrupted_while_it_makes_room(first: str, second: str) -> list[Any]:
         state = advance(first)
         with patch.object(Engine, "save_checkpoint", interrupted), pytest.raises(KeyboardInterrupt):
             run_registry.advance(second)
-        return [state, run_registry.held(), str(RunFolder(second).read_status().state), told]
+        return [state, run_registry.held(), str(RunFolder(second).read_status().state), reported]
 
 
 def test_an_interrupt_while_a_run_makes_room_is_for_the_other_one(world: Pool, tmp_path) -> None:
     first, second = two_runs(tmp_path, "first", "second")
     post(first, ("step", {"n": 2}))
     found, _ = world.run(interrupted_while_it_makes_room, first, second)
-    told = "run 'first', which is paused on these engines, is saved first"
-    assert found == ["paused", {first: 2}, "paused", [told]]
+    reported = "run 'first', which is paused on these engines, is saved first"
+    assert found == ["paused", {first: 2}, "paused", [reported]]
     assert [event.step for event in events(first, "checkpoint")] == [2]
 
 
@@ -324,8 +324,8 @@ def test_a_run_that_nobody_kept_takes_no_place(world: Pool, tmp_path) -> None:
     lost, other = two_runs(tmp_path, "lost", "other")
     post(lost, ("step", {"n": 1}))
     post(other, ("step", {"n": 1}))
-    told, step = world.run(given_up_and_asked_again, lost, other)[0]
-    assert "its engines do not hold its state" in told
+    reported, step = world.run(given_up_and_asked_again, lost, other)[0]
+    assert "its engines do not hold its state" in reported
     assert step == 1
     assert events(other, "checkpoint") == []
 
@@ -379,8 +379,8 @@ def with_a_model_that_cannot_be_made_on_a_full_disk(run: str) -> str:
 
 def test_what_cannot_be_built_is_told_though_it_cannot_be_written_down(world: Pool, tmp_path) -> None:
     run = new_run(tmp_path, steps=1)
-    told = "Parted: rank 0: ZeroDivisionError: seven"
-    assert world.run(with_a_model_that_cannot_be_made_on_a_full_disk, run) == [told] * 2
+    reported = "Parted: rank 0: ZeroDivisionError: seven"
+    assert world.run(with_a_model_that_cannot_be_made_on_a_full_disk, run) == [reported] * 2
 
 
 def with_periodic_saves_that_fail(run: str) -> str:
@@ -491,7 +491,7 @@ def interrupted_around_a_word(run: str, word: str, *, word_first: bool) -> list[
     """The state, and that of the step, where rank 0 is told both within the second step, in this order."""
     works = Engine.train_batch
 
-    def told(engine: Engine, *args: Any, **kwargs: Any) -> Any:
+    def reported(engine: Engine, *args: Any, **kwargs: Any) -> Any:
         if own_rank() == 0 and engine.global_step == 1:
             acts = [lambda: post(run, (word, {})), lambda: os.kill(os.getpid(), signal.SIGINT)]
             for act in acts if word_first else reversed(acts):
@@ -499,7 +499,7 @@ def interrupted_around_a_word(run: str, word: str, *, word_first: bool) -> list[
                 time.sleep(0.05)  # What a signal and a word are told apart by.
         return works(engine, *args, **kwargs)
 
-    with as_engine(run), patch.object(Engine, "train_batch", told):
+    with as_engine(run), patch.object(Engine, "train_batch", reported):
         return [advance(run), run_registry.held()[run]]
 
 

@@ -51,22 +51,22 @@ def configuration(**more: Any) -> dict[str, Any]:
 class Trained:
     losses: list[float]
     state: dict[str, Tensor]
-    told: list[dict[str, float]]
+    reported: list[dict[str, float]]
     sent: list[dict[str, int]]
-    apart: list[bool]
+    separate: list[bool]
     bits: list[list[int]]
     flats: list[dict[str, Any]]
 
 
 def train(config: dict[str, Any], steps: int = STEPS, *, same_data: bool = False, **shape: Any) -> Trained:
     with engine_of(config, **shape) as engine:
-        losses, told, sent, apart, bits = [], [], [], [], []
+        losses, reported, sent, separate, bits = [], [], [], [], []
         for step in range(steps):
             engine.traffic.take()
             losses.append(engine.train_batch([batch(step, 0)]) if same_data else step_of(engine, step))
-            told.append(engine.partitioned_optimizer.told())
+            reported.append(engine.partitioned_optimizer.reported())
             sent.append(engine.traffic.take().sent_bytes)
-            apart.append(engine.apart)
+            separate.append(engine.replicas_differ)
             tensors = [*(flat.master for flat in engine.flats), *engine.module.parameters()]
             bits.append(
                 [zlib.crc32(tensor.detach().view(-1).view(torch.uint8).numpy().tobytes()) for tensor in tensors]
@@ -74,7 +74,7 @@ def train(config: dict[str, Any], steps: int = STEPS, *, same_data: bool = False
         flats = [
             {"padded": f.padded, "slots": [(s.name, s.offset, s.numel, s.group) for s in f.slots]} for f in engine.flats
         ]
-        return Trained(losses, engine.state_dict(), told, sent, apart, bits, flats)
+        return Trained(losses, engine.state_dict(), reported, sent, separate, bits, flats)
 
 
 # ---- algorithm 1, written out for n workers in one process -----------------------------------------------------------
@@ -250,7 +250,7 @@ def test_one_rank_is_adam_whose_variance_is_frozen_at_the_same_steps(pool_of: Po
     (found,) = one.run(in_torchs_words, STEPS)
     assert found <= 7e-4  # Of a way of some 14 learning rates: a hundredth of one.
     (plain,) = one.run(train, configuration())
-    assert plain.apart == [False] * STEPS
+    assert plain.replicas_differ == [False] * STEPS
     # With the data of one rank; behind several steps of its own a momentum is their mean, as the paper has it.
     lossless = configuration(optimizer={"compression": "none", "max_local_steps": 1})
     for ours in two.run(train, lossless, same_data=True):
@@ -264,27 +264,27 @@ def test_one_rank_is_adam_whose_variance_is_frozen_at_the_same_steps(pool_of: Po
 def test_ranks_are_apart_between_exchanges_and_the_same_bits_behind_them(two: Pool) -> None:
     config = configuration(optimizer={"angle_every_steps": 5}, precision={"dtype": "bfloat16"})
     first, second = two.run(train, config)
-    assert first.apart == [kind == "N" for kind in KINDS]
+    assert first.replicas_differ == [kind == "N" for kind in KINDS]
     assert [a == b for a, b in zip(first.bits, second.bits, strict=True)] == [kind != "N" for kind in KINDS]
     assert all(value.equal(second.state[name]) for name, value in first.state.items())
     total = sum(flat["padded"] for flat in first.flats)
     for step, kind in enumerate(KINDS, 1):
-        told, sent = first.told[step - 1], first.sent[step - 1]
+        reported, sent = first.reported[step - 1], first.sent[step - 1]
         signs = sent.get("all_to_all", 0) + sent.get("all_gather", 0)
-        assert told["compressed"] == (kind != "W")
+        assert reported["compressed"] == (kind != "W")
         if kind == "W":
-            assert told == {"compressed": 0.0} | ({"variance_updated": 1.0} if step > 2 else {})
+            assert reported == {"compressed": 0.0} | ({"variance_updated": 1.0} if step > 2 else {})
             assert sent["all_reduce"] >= total * 4
             continue
-        assert told["float32_bytes"] == total * 4
-        assert told["sent_bytes"] <= (total * 4 / 28 if kind == "S" else 0)
-        if "angle" not in told:  # A look at it sends more.
-            assert signs == told["sent_bytes"]
+        assert reported["float32_bytes"] == total * 4
+        assert reported["sent_bytes"] <= (total * 4 / 28 if kind == "S" else 0)
+        if "angle" not in reported:  # A look at it sends more.
+            assert signs == reported["sent_bytes"]
             assert sent.get("all_reduce", 0) < 1000, "a step's few numbers"
-        assert ("error_norm" in told) == (kind == "S")
-        assert ("angle" in told) == (kind == "S" and step % 5 == 0)
-        ahead = [behind for behind in range(1, 5) if (KINDS + "NNSNNNS")[step + behind - 1] == "S"]
-        assert told.get("steps_to_exchange") == (ahead[0] if step > FREEZE else None)
+        assert ("error_norm" in reported) == (kind == "S")
+        assert ("angle" in reported) == (kind == "S" and step % 5 == 0)
+        ahead = [following for following in range(1, 5) if (KINDS + "NNSNNNS")[step + following - 1] == "S"]
+        assert reported.get("steps_to_exchange") == (ahead[0] if step > FREEZE else None)
 
 
 # ---- the feedback ----------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def give_up_an_interval() -> Any:
     with engine_of(configuration()) as engine:
         for step in range(STEPS):
             step_of(engine, step)
-        assert engine.apart
+        assert engine.replicas_differ
         kept, optimizer = errors_of(engine), engine.partitioned_optimizer
         rates = [float(engine.optimizer.state[own["params"][0]]["rates"]) for own in engine.optimizer.param_groups]
         engine.average_replicas()
@@ -303,12 +303,12 @@ def give_up_an_interval() -> Any:
         for flat, momentum in zip(optimizer.flats, sent, strict=True):
             for slot in flat.slots:
                 momentum[slot.range] *= rates[slot.group]
-        return kept, errors_of(engine), sent, rates, engine.apart
+        return kept, errors_of(engine), sent, rates, engine.replicas_differ
 
 
 def test_sent_and_kept_are_what_was_given(two: Pool) -> None:
-    (before, after, sent, rates, apart), other = two.run(give_up_an_interval)
-    assert not apart
+    (before, after, sent, rates, separate), other = two.run(give_up_an_interval)
+    assert not separate
     assert LR < rates[1] < rates[0], "what decays is summed up with more"
     for k, taken in enumerate(sent):
         given, kept = (
@@ -329,7 +329,7 @@ def at_rates(rate: float, steps: int) -> tuple[float, float, float]:
             for group in engine.optimizer.param_groups:
                 group["lr"] = LR if group["weight_decay"] else rate
             step_of(engine, step)
-            assert engine.optimizer.told().get("angle", 0) < 90
+            assert engine.optimizer.reported().get("angle", 0) < 90
         states = [engine.partitioned_optimizer.states_of(flat)["exp_avg"] for flat in engine.flats]
         momentum = max(float(state.abs().max()) for state in states)
         engine.average_replicas()
@@ -382,7 +382,7 @@ def spoil(kind: str, steps: int) -> Any:
         for step in range(steps):
             step_of(engine, step)
         before, masters = errors_of(engine), [flat.master.clone() for flat in engine.flats]
-        apart = engine.apart
+        separate = engine.replicas_differ
         first = next(iter(engine.module.parameters()))
         group = engine.partitioned_optimizer.gradients[0].group
         if kind == "lost":
@@ -399,7 +399,7 @@ def spoil(kind: str, steps: int) -> Any:
         unmoved = all(flat.master.equal(value) for flat, value in zip(engine.flats, masters, strict=True))
         group.__dict__.pop("gather_along", None)
         first._backward_hooks = None
-        return error, same and unmoved and engine.apart == apart, engine.global_step
+        return error, same and unmoved and engine.replicas_differ == separate, engine.global_step
 
 
 def _lost(*_: Any) -> Tensor:
@@ -428,7 +428,7 @@ def go_on(config: dict[str, Any], folder: str, steps: int, *, save: bool, **shap
             engine.load_checkpoint(folder, "one")
         kept = errors_of(engine)
         losses = [step_of(engine, step) for step in range(steps, steps + 2)]
-        return losses, kept, engine.state_dict(), engine.apart
+        return losses, kept, engine.state_dict(), engine.replicas_differ
 
 
 def test_a_checkpoint_goes_on_to_the_bit(two: Pool, tmp_path: Path) -> None:
@@ -477,32 +477,32 @@ def test_other_optimizers_go_on_or_say_why_not(two: Pool, tmp_path: Path) -> Non
     assert "ZeroOneAdam cannot begin in the middle without anchor" in refused
 
 
-def write_apart() -> tuple[list[str], bool, float]:
+def write_separate() -> tuple[list[str], bool, float]:
     """What rank 0 alone is told when it writes between exchanges, whether that is lost, and how far what all write
     behind `average_replicas` is off in the end."""
-    with engine_of(configuration()) as engine, warnings_of("speedlab.engine") as told:
+    with engine_of(configuration()) as engine, warnings_of("speedlab.engine") as reported:
         norm, embedding = engine.module.norm.weight, engine.module.embedding.weight
         for step in range(FREEZE + 5):
-            if engine.apart and engine.world.rank == 0:
+            if engine.replicas_differ and engine.world.rank == 0:
                 with torch.no_grad():
                     norm.fill_(7.0)
                     embedding.data = torch.full_like(embedding, 7.0)
             step_of(engine, step)
-        assert engine.apart
+        assert engine.replicas_differ
         engine.average_replicas()
         lost = float(norm.max()) < 2.0
         with torch.no_grad():
             norm.fill_(7.0)
         step_of(engine, FREEZE + 5)
         engine.average_replicas()
-        return told, lost, float((norm - 7.0).abs().max())
+        return reported, lost, float((norm - 7.0).abs().max())
 
 
 def test_what_is_written_between_two_exchanges_is_told_once_and_behind_one_kept(two: Pool) -> None:
-    (told, *_), (others, *_) = found = two.run(write_apart)
-    assert len(told) == 1
-    assert "embedding.weight and 1 more: written into between two exchanges of ZeroOneAdam" in told[0]
-    assert "call engine.average_replicas() on all ranks before such a write" in told[0]
+    (reported, *_), (others, *_) = found = two.run(write_separate)
+    assert len(reported) == 1
+    assert "embedding.weight and 1 more: written into between two exchanges of ZeroOneAdam" in reported[0]
+    assert "call engine.average_replicas() on all ranks before such a write" in reported[0]
     assert others == []
     for _, lost, off in found:
         assert lost

@@ -190,11 +190,11 @@ def test_a_quarter_of_the_bytes_goes_between_hosts(pool_of: PoolOf, size: int, h
     print(f"{size} ranks: {sent}: {shares[0]:.4f} of bfloat16, {shares[1]:.4f} of float32")
     assert 0.263 < shares[0] < 0.283, sent
     assert 0.131 < shares[1] < 0.142, sent
-    told = by_rank[0][1][1]
+    reported = by_rank[0][1][1]
     assert by_rank[0][0][1] == {}
     if size == 2:  # Else a second partition's values go about inside the host, whole.
-        assert told == by_rank[0][3][1], "beside float32, whatever is computed in"
-        assert 0.12 < told["sent_bytes"] / told["float32_bytes"] < 0.14
+        assert reported == by_rank[0][3][1], "beside float32, whatever is computed in"
+        assert 0.12 < reported["sent_bytes"] / reported["float32_bytes"] < 0.14
 
 
 # ---- what is not a number --------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_a_run_is_paused_and_resumed_without_a_kernel(
         give(server, way, {"word": "stop"})
         wait_for(lambda: server.ask(f"{way}/output?match=SAID")[1]["ranks"])
 
-        hanging_delays_nobody(server, cluster)
+        hanging_delays_no_one(server, cluster)
         status, answer = server.ask(f"clusters/{NAME}/words", {"word": "cancel"})
         assert (status, answer["text"]) == (409, f"cancel: cluster {NAME!r} was not touched: it runs; stop it instead")
         token = cluster.token
@@ -120,7 +120,7 @@ def give(server: JupyterServer, way: str, word: dict[str, Any]) -> dict[str, Any
     return wait_for(event)
 
 
-def hanging_delays_nobody(server: JupyterServer, cluster: Cluster) -> None:
+def hanging_delays_no_one(server: JupyterServer, cluster: Cluster) -> None:
     (supervisor,) = [
         process for process in processes.marked(cluster.token) if processes.SUPERVISOR_MODULE in process.cmdline()
     ]

@@ -48,7 +48,7 @@ class Page:
         self._socket.shutdown()
 
 
-def told(message: dict[str, Any]) -> dict[str, Any]:
+def reported(message: dict[str, Any]) -> dict[str, Any]:
     """What stands beside the figures, where the message has it."""
     parts = [part for part in message.get("parts", []) if part["part"] == "compared"]
     return message.get("compared") or (parts[-1] if parts else {"runs": [], "facts": [{"values": []}]})
@@ -61,20 +61,20 @@ def test_runs_are_compared_live_and_one_that_cannot_be_read_says_so_in_its_place
     page.draw()
     first = page.receive()
     assert (first["type"], first["seq"]) == ("Comparison", 1)
-    runs = told(first)["runs"]
+    runs = reported(first)["runs"]
     assert [run["name"] for run in runs] == [*names, "0" * 16]
     assert [bool(run["problem"]) for run in runs] == [False, False, True]
     assert "there is no run with the id" in runs[2]["problem"]
     add_records(a, range(4, 6))
-    changes = page.until(lambda message: told(message)["facts"][0]["values"][:1] == ["5 of 1,000"])
+    changes = page.until(lambda message: reported(message)["facts"][0]["values"][:1] == ["5 of 1,000"])
     grown = [part for each in changes for part in each["parts"] if part["part"] == "extend"]
     assert {trace for part in grown for trace in part["traces"]} == {0}
     # It goes, and what was read of it stays.
     b.path.rename(b.path.with_name("elsewhere"))
-    gone = page.until(lambda message: any("is gone" in run["problem"] for run in told(message)["runs"]))[-1]
-    assert told(gone)["facts"][0]["values"] == ["5 of 1,000", "3 of 1,000", ""]
+    gone = page.until(lambda message: any("is gone" in run["problem"] for run in reported(message)["runs"]))[-1]
+    assert reported(gone)["facts"][0]["values"] == ["5 of 1,000", "3 of 1,000", ""]
     b.path.with_name("elsewhere").rename(b.path)
-    page.until(lambda message: [bool(run["problem"]) for run in told(message)["runs"]] == [False, False, True])
+    page.until(lambda message: [bool(run["problem"]) for run in reported(message)["runs"]] == [False, False, True])
     page.draw(keyframe=True)
     assert page.until(lambda message: message["type"] == "Comparison")
     page.close()

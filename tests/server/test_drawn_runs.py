@@ -55,7 +55,7 @@ class Page:
             if any(f"step {step}/" in head.get("text", "") for head in heads):
                 return seen
 
-    def hears_nothing(self, seconds: float) -> bool:
+    def receives_nothing(self, seconds: float) -> bool:
         self._socket.settimeout(seconds)
         try:
             self._socket.recv()
@@ -98,7 +98,7 @@ def test_a_page_gets_everything_then_what_is_new_and_nothing_while_it_is_hidden(
     page.draw(watching=False)
     page.draw(watching=False)
     add_records(folder, range(6, 8))
-    assert page.hears_nothing(0.5)
+    assert page.receives_nothing(0.5)
     page.draw()
     assert page.until_step(7)[0]["type"] == "Changes"
     page.draw(keyframe=True)
@@ -126,13 +126,13 @@ def test_a_page_chooses_smoothing_and_asks_for_the_tensors_in_a_segment(server: 
     home = {"holders": "replicated", "where": "device", "form": "float32"}
     row = {"name": "<b>", "unit": "root", "shape": [2], "whole_shape": [2], "cut_over": [], "owners": []}
     folder.write_placement(0, [{**row, "states": {"parameter": home}, "held": {"parameter": [0, 2, 8]}}])
-    status, told = server.ask(f"{of(folder)}/tensors?rank=0&category=parameters")
-    assert (status, told["type"], told["measured_bytes"], told["step"]) == (200, "Tensors", 100, 3)
-    assert [(each["name"], each["bytes"]) for each in told["rows"]] == [("<b>", 8)]
-    assert msgspec.convert(told, m.Tensors).text.startswith("92 B more are padding")
-    status, told = server.ask(f"{of(folder)}/tensors?rank=0&category=everything")
-    assert (status, told["type"]) == (400, "Problem")
-    assert "is no segment" in told["text"]
+    status, reported = server.ask(f"{of(folder)}/tensors?rank=0&category=parameters")
+    assert (status, reported["type"], reported["measured_bytes"], reported["step"]) == (200, "Tensors", 100, 3)
+    assert [(each["name"], each["bytes"]) for each in reported["rows"]] == [("<b>", 8)]
+    assert msgspec.convert(reported, m.Tensors).text.startswith("92 B more are padding")
+    status, reported = server.ask(f"{of(folder)}/tensors?rank=0&category=everything")
+    assert (status, reported["type"]) == (400, "Problem")
+    assert "is no segment" in reported["text"]
 
 
 def test_at_most_ten_frames_a_second(server: JupyterServer) -> None:
@@ -167,9 +167,9 @@ def test_what_cannot_be_drawn_is_told_and_tried_again(server: JupyterServer) -> 
     (folder.path / "config.json").write_text("{")
     page = Page(server, folder)
     page.draw()
-    told, _ = page.receive()
-    assert told["type"] == "Problem"
-    assert "is not valid JSON" in told["text"]
+    reported, _ = page.receive()
+    assert reported["type"] == "Problem"
+    assert "is not valid JSON" in reported["text"]
     for name, text in (("config.json", config), ("status.json", status)):
         (folder.path / "whole").write_text(text)  # A look may come at any moment: a file is whole or not there.
         (folder.path / "whole").rename(folder.path / name)
@@ -199,9 +199,9 @@ def test_frames_follow_the_messages_types() -> None:
     drawing = Drawing(History.of(records), name="typed")
     status = Status(state=RunState.RUNNING, steps=9, rank_pids=(1, 2))
     for message, buffers in (drawing.keyframe(status), news(drawing, records, status)):
-        told, numbers = unframed(frame_of(message, buffers))
+        reported, numbers = unframed(frame_of(message, buffers))
         assert [array.tobytes() for array in numbers] == buffers
-        assert msgspec.to_builtins(msgspec.convert(told, m.Keyframe | m.Changes)) == told
+        assert msgspec.to_builtins(msgspec.convert(reported, m.Keyframe | m.Changes)) == reported
 
 
 def news(drawing: Drawing, records: dict[int, list[Any]], status: Status) -> Any:

@@ -341,11 +341,11 @@ def test_bad_words_on_the_websocket_are_answered_in_place(server: JupyterServer)
     subscribe(page, *[{"id": "x", "parts": []}] * 17)
     assert "a page may watch 16" in json.loads(page.recv())["text"]
     subscribe(page, {"id": "0" * 16, "parts": ["status"]}, {"id": run_id(folder.path), "parts": ["status"]})
-    told = {}
-    while len(told) < 2:
-        told |= {news["id"]: news for news in json.loads(page.recv())["runs"]}
-    assert "there is no run" in told["0" * 16]["problem"]
-    assert told[run_id(folder.path)]["status"]["name"] == "beside-bad"
+    reported = {}
+    while len(reported) < 2:
+        reported |= {news["id"]: news for news in json.loads(page.recv())["runs"]}
+    assert "there is no run" in reported["0" * 16]["problem"]
+    assert reported[run_id(folder.path)]["status"]["name"] == "beside-bad"
     subscribe(page, version=2)
     answer = hear(page, lambda message: message["type"] == "Problem" and message)
     assert "reload the page" in answer["text"]

@@ -22,7 +22,7 @@ import pytest
 from speedlab_server import cluster_commands, clusters, live_socket, run_reader, run_registry
 from speedlab_server import schema as m
 from speedlab_server.clusters import MOST_WORDS, Clusters
-from speedlab_server.errors import QuestionError, UnknownError, told
+from speedlab_server.errors import QuestionError, UnknownError, reported
 from speedlab_server.live_socket import Hub, PageConnection, WatchedOutput, WatchedRun
 from speedlab_server.output import MOST_BYTES, MOST_RANKS, files_of, output_of
 from speedlab_server.run_registry import Registry
@@ -88,8 +88,8 @@ def test_a_pipe_in_the_place_of_a_file_stops_nobody(tmp_path: Path, monkeypatch:
     runs = Registry(str(tmp_path))
     listed = {run.name: run.problem for run in within_seconds(runs.runs)}
     assert listed["other"] == ""
-    told_in_list = name in ("records/rank-0.jsonl", "status.json")
-    assert ("it is a pipe or a device, not a file" in listed["piped"]) == told_in_list
+    reported_in_list = name in ("records/rank-0.jsonl", "status.json")
+    assert ("it is a pipe or a device, not a file" in listed["piped"]) == reported_in_list
     looked = within_seconds(lambda: runs.reader(run_id(folder.path.resolve())).look())
     if name.startswith("records"):
         assert "it is a pipe or a device, not a file" in str(looked)
@@ -158,15 +158,15 @@ def test_what_goes_wrong_has_a_status_and_says_what_to_do() -> None:
     wrapped = RunFolderError("cannot be read")
     wrapped.__cause__ = denied
     for error in (denied, wrapped):
-        assert told(error) == (
+        assert reported(error) == (
             403,
             "/runs/a/config.json may not be read by the user that runs this Jupyter server; give it the right to",
         )
-    assert told(OSError(errno.EIO, "Input/output error", "/runs/a")) == (
+    assert reported(OSError(errno.EIO, "Input/output error", "/runs/a")) == (
         422,
         "/runs/a cannot be read: Input/output error; look at it, and try again",
     )
-    assert told(KeyError("ours")) is None
+    assert reported(KeyError("ours")) is None
 
 
 def test_the_registry_keeps_the_newest_first_and_survives_damage(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_what_may_not_be_read_says_so_and_hides_no_other_run(monkeypatch: pytest
             for name in ("closed", "in-closed"):
                 with pytest.raises((PermissionError, RunFolderError)) as caught:
                     other.reader(run_id(folders[name].path))
-                assert told(caught.value) == (403, found[name][1])
+                assert reported(caught.value) == (403, found[name][1])
         with without_rights(root / "runs"):
             runs = {run.name: run.problem for run in Registry(made).runs()}
         assert runs["runs"] == f"{root}/runs/config.json {denied}"
@@ -248,11 +248,11 @@ def test_a_status_that_cannot_be_read_stands_beside_what_the_run_said(
     said = "paused", 3, "out of memory on rank 1", ""
     assert [(run.state, run.step, run.text, run.problem) for run in looked() if run] == [said, said]
     (folder.path / "status.json").write_text("{}")
-    told_of, listed = (run for run in looked() if run)
-    assert (told_of.state, told_of.step, told_of.text) == said[:3]
+    reported_of, listed = (run for run in looked() if run)
+    assert (reported_of.state, reported_of.step, reported_of.text) == said[:3]
     assert (listed.state, listed.text) == ("damaged", said[2])
-    assert all("status.json: is not the status of a run" in run.problem for run in (told_of, listed))
-    runs.reader(told_of.id).close()
+    assert all("status.json: is not the status of a run" in run.problem for run in (reported_of, listed))
+    runs.reader(reported_of.id).close()
 
 
 @pytest.mark.parametrize(
@@ -283,11 +283,11 @@ def test_a_supervisor_of_another_version_says_so_in_its_own_row(
         listening.listen()
         speaker = threading.Thread(target=speak)
         speaker.start()
-        told_of = clusters.summary_of(tmp_path, None)
+        reported_of = clusters.summary_of(tmp_path, None)
         speaker.join(10)
-    assert told_of.state == state
-    assert text in told_of.text
-    assert bool(text) == bool(told_of.text)  # One that begins, and waits for nothing yet, has no words.
+    assert reported_of.state == state
+    assert text in reported_of.text
+    assert bool(text) == bool(reported_of.text)  # One that begins, and waits for nothing yet, has no words.
 
 
 # ---- what pages watch ------------------------------------------------------------------------------------------------
@@ -303,14 +303,14 @@ def test_ranks_that_always_print_keep_no_other_waiting(tmp_path: Path, monkeypat
         news = watched.news(cast(Any, SimpleNamespace(registry=None)))
         assert news is not None
         assert news.output is not None
-        heard.append([told.rank for told in news.output.ranks])
+        heard.append([reported.rank for reported in news.output.ranks])
     low, high = list(range(MOST_RANKS)), list(range(MOST_RANKS, 2 * MOST_RANKS))
     assert heard == [low, high, low, high]
 
 
 def test_a_page_that_comes_while_the_last_one_is_cleared_away_is_heard() -> None:
     class Told:
-        hears, looks = True, 0
+        receives, looks = True, 0
 
         def begin(self, _: Any) -> list[Any]:
             self.looks += 1
@@ -471,7 +471,7 @@ def program(folder: Path, code: str) -> PythonEnvironment:
 
 
 def listed(starts: ClusterLauncher) -> list[tuple[str, str, str]]:
-    return [(cluster.id, cluster.state, cluster.text) for cluster in starts.told([])]
+    return [(cluster.id, cluster.state, cluster.text) for cluster in starts.reported([])]
 
 
 def test_a_start_that_fails_says_why_until_it_is_removed_or_tried_again(
@@ -505,12 +505,12 @@ def test_of_a_cluster_that_somebody_else_has_started_since_no_old_failure_is_tol
     starts.begin("big", None, program(tmp_path, "raise SystemExit(7)"))
     eventually(lambda: listed(starts)[0][1] == "failed")
     # What was under way when it was looked at may be the start that has just failed.
-    assert starts.told([m.ClusterSummary(id="big", name="big", state="starting")])[0].state == "starting"
+    assert starts.reported([m.ClusterSummary(id="big", name="big", state="starting")])[0].state == "starting"
     assert listed(starts)[0][1] == "failed"
     running = m.ClusterSummary(id="big", name="big", state="running")
-    assert starts.told([running]) == [running]
+    assert starts.reported([running]) == [running]
     ended = m.ClusterSummary(id="big", name="big", state="ended", text="rank 0 ran out of memory")
-    assert starts.told([ended]) == [ended]
+    assert starts.reported([ended]) == [ended]
 
 
 def test_a_start_whose_supervisor_is_not_there_yet_is_given_up(starts: ClusterLauncher, tmp_path: Path) -> None:

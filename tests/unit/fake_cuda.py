@@ -178,7 +178,7 @@ def _group_patches() -> Iterator[Any]:
             backend_of[group.group_name] = backend
         return group
 
-    def told(value: Any) -> Any:
+    def reported(value: Any) -> Any:
         return json.loads(json.dumps(value))
 
     yield mock.patch.object(dist, "new_group", made)
@@ -186,7 +186,7 @@ def _group_patches() -> Iterator[Any]:
     real_link = group_module.link_of
     fabric = lambda group, kind: GroupLink.FABRIC if group is not None and kind == "cuda" else real_link(group, kind)  # noqa: E731
     yield mock.patch.object(group_module, "link_of", fabric)
-    yield mock.patch.object(Group, "share", lambda self, value, source=0: told(value))
-    yield mock.patch.object(Group, "collect", lambda self, value: [told(value) for _ in range(self.size)])
+    yield mock.patch.object(Group, "share", lambda self, value, source=0: reported(value))
+    yield mock.patch.object(Group, "collect", lambda self, value: [reported(value) for _ in range(self.size)])
     for module in (entry_module, inspect_module):
         yield mock.patch.object(module, "exchange_numbers", lambda own, ranks: [list(own) for _ in ranks])

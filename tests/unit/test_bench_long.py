@@ -48,17 +48,17 @@ def test_rows_hold_ours_against_each_peer() -> None:
 
 
 def test_goals_are_told_as_met_or_missed_and_lengths_as_trained_or_not() -> None:
-    told = "\n".join(long.told(found()))
-    assert "dense: 1,000 tokens trained, with 1.000 GiB at most; 2.00 KiB a token" in told
-    assert "dense, checkpointing: 4,000 tokens by the line alone" in told
-    assert "tiles: 10,000 tokens trained, without a limit" in told
-    assert "longest / dense: 10.00, goal 10: met" in told
-    assert "longest / dense, checkpointing: 2.50, goal 3: MISSED" in told
-    assert "step / dense: 7.00, goal 6: met" in told
-    assert "growth: 1.00, goal 1.1: met" in told
+    reported = "\n".join(long.reported(found()))
+    assert "dense: 1,000 tokens trained, with 1.000 GiB at most; 2.00 KiB a token" in reported
+    assert "dense, checkpointing: 4,000 tokens by the line alone" in reported
+    assert "tiles: 10,000 tokens trained, without a limit" in reported
+    assert "longest / dense: 10.00, goal 10: met" in reported
+    assert "longest / dense, checkpointing: 2.50, goal 3: MISSED" in reported
+    assert "step / dense: 7.00, goal 6: met" in reported
+    assert "growth: 1.00, goal 1.1: met" in reported
     worse = found(growth=[(4096, 1.0), (65536, 64.0)], longest=found().longest | {LONG.name: 9990})
-    assert "growth: 1.50, goal 1.1: MISSED" in "\n".join(long.told(worse))
-    assert "longest / dense: 9.99, goal 10: MISSED" in "\n".join(long.told(worse))
+    assert "growth: 1.50, goal 1.1: MISSED" in "\n".join(long.reported(worse))
+    assert "longest / dense: 9.99, goal 10: MISSED" in "\n".join(long.reported(worse))
 
 
 @pytest.mark.nightly  # Nine processes start, which takes most of a minute.
@@ -67,13 +67,13 @@ def test_a_small_run(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
     words = "--layers 2 --limits-gib 0.06 --short 1024 2048 --growth 512 2048 --tile 256 --dtypes bfloat16"
     long.main([*words.split(), "--json", str(file)])
-    told = capsys.readouterr().out
-    assert "bfloat16, dense: " in told
-    assert told.count(" tokens trained, with") == 2
+    reported = capsys.readouterr().out
+    assert "bfloat16, dense: " in reported
+    assert reported.count(" tokens trained, with") == 2
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(rows) == 5
-    assert rows[0]["ratio"] > 1, told
-    assert rows[3]["ratio"] > 1, told
+    assert rows[0]["ratio"] > 1, reported
+    assert rows[3]["ratio"] > 1, reported
 
 
 @pytest.mark.nightly
@@ -82,9 +82,9 @@ def test_a_small_run_over_ranks(tmp_path, capsys: pytest.CaptureFixture[str]) ->
     file = tmp_path / "rows.json"
     words = "--dtypes float32 --layers 1 --deep 4 --spread 2 --length 1024 --short 2048 4096 --rounds 1 --limit-gib 0.5"
     context.main([*words.split(), "--json", str(file)])
-    told = capsys.readouterr().out
-    assert told.count("of one rank's, goal") == 4
+    reported = capsys.readouterr().out
+    assert reported.count("of one rank's, goal") == 4
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row["unit"] for row in rows] == ["s", "s", "tokens", "tokens"]
     assert all(row["peer_name"] == "one rank" for row in rows)
-    assert all(row["ratio"] > 1 for row in rows[2:]), told
+    assert all(row["ratio"] > 1 for row in rows[2:]), reported

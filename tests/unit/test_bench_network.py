@@ -20,7 +20,7 @@ def found(**changes: Any) -> Found:
         "hosts": "2x1",
         "link": "100 Mbit/s",
         "case": "new",
-        "beside": "plain",
+        "alongside": "plain",
         "step_seconds": 0.5,
         "step_bytes": 1e6,
         "bytes_share": 1 / 30,
@@ -39,7 +39,7 @@ def test_every_case_can_be_built_and_stands_beside_a_plain_one() -> None:
         names = [case.name for case in cases]
         assert len(set(names)) == len(names)
         for case in cases:
-            assert case.beside in ("", *(each.name for each in cases if not each.beside))
+            assert case.alongside in ("", *(each.name for each in cases if not each.alongside))
             config = case.config(warm_up_steps=7, steps=100)
             assert config.steps == 100
     onebit = next(case for case in CASES if case.warm_up)
@@ -79,7 +79,7 @@ def test_goals_are_told_where_a_row_can_speak_of_them() -> None:
 
 
 def test_the_table_says_what_limits_a_step() -> None:
-    plain = found(case="plain", beside="", goal=Goal())
+    plain = found(case="plain", alongside="", goal=Goal())
     table = Rows([plain, found(), found(wire_seconds=0.1), found(link="unshaped", wire_seconds=0.0)], {})
     cells = [dict(zip(table.head(), line, strict=True)) for line in table.cells()]
     limits = [line["limited by"] for line in cells]
@@ -128,5 +128,5 @@ def test_parts_that_are_none_are_refused() -> None:
 
 
 def test_a_goal_of_hosts_is_met_or_missed() -> None:
-    assert hosts._told("start, times one host's", 1.3, 1.5) == "start, times one host's: 1.30, goal 1.5: met"
-    assert hosts._told("seconds", 61, 60) == "seconds: 61.00, goal 60: missed"
+    assert hosts._reported("start, times one host's", 1.3, 1.5) == "start, times one host's: 1.30, goal 1.5: met"
+    assert hosts._reported("seconds", 61, 60) == "seconds: 61.00, goal 60: missed"

@@ -24,20 +24,20 @@ def side(**changes: object) -> dict[str, object]:
 
 def test_each_step_is_held_against_the_longer_of_computing_and_the_disk() -> None:
     away = side(seconds=[99.0, 4.5, 5.0], read=10**9, written=10**9)  # 1 s to read, 2 s to write.
-    *_, told = offload._told({"memory": side(), "disk": away}, DISK, 2**28, 2**27)
-    assert told.endswith("4.75 s, 1.38 (1.25..1.50) times the longer of both")
+    *_, reported = offload._reported({"memory": side(), "disk": away}, DISK, 2**28, 2**27)
+    assert reported.endswith("4.75 s, 1.38 (1.25..1.50) times the longer of both")
 
 
 def test_the_peer_is_held_against_ours() -> None:
     both = {"memory": side(), "disk": side(), "DeepSpeed": side(seconds=[1.0, 4.0, 4.0])}
-    *_, told = offload._told(both, DISK, 2**28, 2**27)
-    assert told.endswith("4.00 s, 1.50 (1.00..2.00) times ours; without a limit, 1.00 GiB taken")
+    *_, reported = offload._reported(both, DISK, 2**28, 2**27)
+    assert reported.endswith("4.00 s, 1.50 (1.00..2.00) times ours; without a limit, 1.00 GiB taken")
 
 
 def test_losses_that_differ_are_told() -> None:
-    told = offload._told({"memory": side(), "disk": side(losses=[3.0, 2.6])}, DISK, 2**28, 2**27)
-    assert any("DIFFERENT" in line for line in told)
-    assert any("4.0 times the limit" in line for line in told)
+    reported = offload._reported({"memory": side(), "disk": side(losses=[3.0, 2.6])}, DISK, 2**28, 2**27)
+    assert any("DIFFERENT" in line for line in reported)
+    assert any("4.0 times the limit" in line for line in reported)
 
 
 def test_a_small_training_under_a_limit(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,9 +48,9 @@ def test_a_small_training_under_a_limit(tmp_path, capsys: pytest.CaptureFixture[
         pytest.skip(str(error))
     small = ["--layers", "3", "--hidden", "64", "--tokens", "16", "--steps", "2", "--times", "0.005", "--no-peer"]
     offload.main([*small, "--folder", str(tmp_path)])
-    told = capsys.readouterr().out
-    assert "the same bits" in told
-    assert "times the longer of both" in told
+    reported = capsys.readouterr().out
+    assert "the same bits" in reported
+    assert "times the longer of both" in reported
 
 
 def test_a_group_whose_process_is_just_ending_goes_a_moment_later(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def row(unit: str, ours: float, peer: float) -> BenchRow:
 
 
 @pytest.mark.parametrize(
-    ("unit", "ours", "peer", "told"),
+    ("unit", "ours", "peer", "reported"),
     [
         ("% right", 97.0, 99.0, "case: +2.00 points of accuracy below dense, goal 2: met"),
         ("% right", 96.9, 99.0, "case: +2.10 points of accuracy below dense, goal 2: MISSED"),
@@ -84,8 +84,8 @@ def row(unit: str, ours: float, peer: float) -> BenchRow:
         ("nats", 3.3, 3.0, "case: +10.00 % of held-out loss above dense, goal 2: MISSED"),
     ],
 )
-def test_what_is_lost_is_told_in_points_and_per_cent(unit, ours, peer, told) -> None:
-    assert retrieval.told(row(unit, ours, peer)) == told
+def test_what_is_lost_is_told_in_points_and_per_cent(unit, ours, peer, reported) -> None:
+    assert retrieval.reported(row(unit, ours, peer)) == reported
 
 
 def test_a_length_or_window_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -143,7 +143,7 @@ def test_options_that_cannot_be_are_refused(capsys, arguments, message) -> None:
         (["plan", "gpt2", "--zeroo", "3"], "unknown option '--zeroo'; the nearest is '--zero'"),
         (["plan", "--machine", "8 H100"], "the nearest is '--machines'"),
         (["config", "--jsn"], "the nearest is '--json'"),
-        (["status", "--qqq"], "unknown option '--qqq'; `speedlab status --help` tells all"),
+        (["status", "--qqq"], "unknown option '--qqq'; `speedlab status --help` lists all"),
         (["stop", "--yess"], "unknown option '--yess'; "),
         (["report", "r", "--outptu", "x"], "unknown option '--outptu'; "),
         (["export", "r", "out", "--dtyp", "float32"], "the nearest is '--dtype'"),
@@ -470,8 +470,8 @@ def test_the_same_command_again_offers_to_go_on(monkeypatch, capsys) -> None:
     make_stopped_run("a")
     monkeypatch.setattr(train, "cluster_for", lambda *args, **keywords: pytest.fail("engines were started"))
     assert cli.main(["train", "--name", "a", "--steps", "40"]) == 2
-    told = capsys.readouterr().err
-    assert "runs/a exists, stopped at step 12 of 40; `speedlab train --resume a` goes on with it, or give" in told
+    reported = capsys.readouterr().err
+    assert "runs/a exists, stopped at step 12 of 40; `speedlab train --resume a` goes on with it, or give" in reported
 
 
 # Export

@@ -341,9 +341,9 @@ def test_a_cluster_that_ends_while_a_handle_connects_is_told_without_its_logs() 
     (home.log / "ipcontroller.log").write_text("a line of a log\n" * 30)
     cluster = Cluster(name="box", start=False)
     cluster._take(box_state(2**22 + 1))
-    with pytest.raises(ClusterError) as told:
+    with pytest.raises(ClusterError) as reported:
         cluster._connect()
-    assert str(told.value) == "cluster 'box' ended just now; speedlab.Cluster(name='box') starts it anew"
+    assert str(reported.value) == "cluster 'box' ended just now; speedlab.Cluster(name='box') starts it again"
 
 
 def test_what_goes_is_this_hosts_folder_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from speedlab.telemetry.figures.compare import (
     compared_figures,
     facts_table,
     look_at,
+    reported,
     settings_table,
-    told,
 )
 from speedlab.telemetry.figures.deltas import ComparedDrawing
 from speedlab.telemetry.history import History
@@ -56,7 +56,7 @@ def test_what_differs_is_listed_and_what_each_has_come_to() -> None:
     assert facts["held-out loss"] == ["7.0000", "7.0000", ""]
     assert facts["memory of the fullest rank"] == ["2.0 GiB", "2.0 GiB", ""]
     assert facts["tokens/s"] == ["8.19 k", "8.19 k", ""]
-    runs = told(looks)["runs"]
+    runs = reported(looks)["runs"]
     assert [run["problem"] for run in runs] == ["", "", "is gone"]
     assert [tuple(run["colours"]) for run in runs] == list(COLOURS[:3])
 

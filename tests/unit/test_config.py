@@ -414,11 +414,11 @@ def test_the_home_folder_is_expanded(monkeypatch, tmp_path) -> None:
 
 def test_an_update_in_backward_is_refused_before_anything_starts() -> None:
     config = RunConfig(optimizer={"in_backward": True}, batch={"accumulation": 2, "micro_size": 1}, precision="float16")
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         config.layout(2)
     assert [
         line.split(":")[0].removeprefix("optimizer.in_backward cannot be with ")
-        for line in str(told.value).splitlines()
+        for line in str(reported.value).splitlines()
     ] == [
         "clip_norm 1.0",
         "batch.accumulation 2",
@@ -430,9 +430,9 @@ def test_an_update_in_backward_is_refused_before_anything_starts() -> None:
 
 
 def test_masters_are_left_out_in_bfloat16_only() -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         RunConfig(precision={"dtype": "float32", "masters": "none"})
-    assert "precision.masters 'none' needs precision.dtype bfloat16" in str(told.value)
+    assert "precision.masters 'none' needs precision.dtype bfloat16" in str(reported.value)
     assert RunConfig(precision={"masters": "none"}).precision.dtype == "auto"
 
 

@@ -56,15 +56,15 @@ def test_kernels_by_time_are_means_and_of_many_the_rest_is_summed() -> None:
 def test_communication_by_collective_and_link_also_of_records_that_tell_no_link() -> None:
     through = {"all_gather": {"shared memory": 3 * MIB, "gloo": MIB}, "all_reduce": {"gloo": 2 * MIB}}
     sent = {name: sum(links.values()) for name, links in through.items()}
-    told = costs({"sent_bytes": sent, "sent_through": through, "moved_bytes": {"disk read": MIB}})["communication"]
-    assert told["layout"]["xaxis"]["title"]["text"] == "MiB"
-    by_link = {link: {lane: value for lane, value in found.items() if value} for link, found in lanes(told).items()}
+    reported = costs({"sent_bytes": sent, "sent_through": through, "moved_bytes": {"disk read": MIB}})["communication"]
+    assert reported["layout"]["xaxis"]["title"]["text"] == "MiB"
+    by_link = {link: {lane: value for lane, value in found.items() if value} for link, found in lanes(reported).items()}
     assert by_link == {
         "gloo": {"all_gather": 1.0, "all_reduce": 2.0},
         "own places": {"disk read": 1.0},
         "shared memory": {"all_gather": 3.0},
     }
-    assert lanes(costs({"sent_bytes": {"all_gather": MIB}})["communication"]) == {"link not told": {"all_gather": 1.0}}
+    assert lanes(costs({"sent_bytes": {"all_gather": MIB}})["communication"]) == {"link unknown": {"all_gather": 1.0}}
     assert costs({"sent_bytes": {}}) == {}
 
 
@@ -105,9 +105,9 @@ def test_a_page_gets_costs_every_other_second_and_loses_those_that_nobody_pays_f
         records[0].append(make_record(step, sent_bytes={}))
     now[0] = 4.2
     parts(30, sent_bytes={})
-    told = parts(31, sent_bytes={})
-    assert told[0] == "Keyframe"
-    assert "communication" not in told
+    reported = parts(31, sent_bytes={})
+    assert reported[0] == "Keyframe"
+    assert "communication" not in reported
 
 
 def test_nothing_that_is_hostile_becomes_markup() -> None:

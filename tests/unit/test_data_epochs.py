@@ -96,6 +96,6 @@ def test_a_position_at_the_end_is_the_next_epochs_beginning():
 
 def test_other_data_begin_the_epoch_anew():
     (order,) = orders(10, micro_size=2, shares=1)
-    with pytest.warns(UserWarning, match=r"the data had 12 items .* have 10 now: epoch 3 begins anew"):
+    with pytest.warns(UserWarning, match=r"the data had 12 items .* have 10 now: epoch 3 begins again"):
         order.go_to({"epoch": 3, "items": 4, "size": 12}, trained=0)
     assert len(list(order)) == 10

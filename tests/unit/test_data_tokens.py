@@ -84,7 +84,7 @@ def _own(version=1, item=2, vocabulary=10, count=4, body=b"\0" * 8):
         ("a.tokens", b"PK\3\4 and so on" * 9, "is foreign"),
         ("a.tokens", b"SLTO", "is cut: 4 bytes, the header alone has 64"),
         ("a.tokens", _own(body=b"\0" * 7), r"is cut: 4 ids of 2 bytes make 72 bytes, the file has 71"),
-        ("a.tokens", _own(body=b"\0" * 9), "has bytes behind its end"),
+        ("a.tokens", _own(body=b"\0" * 9), "has bytes after its end"),
         ("a.tokens", _own(version=2), "is of version 2"),
         ("a.tokens", _own(item=3), "ids of 3 bytes"),
         ("a.bin", b"\0\0\0", "is cut: uint16 ids need an even number of bytes, it has 3"),

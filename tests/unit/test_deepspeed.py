@@ -308,8 +308,8 @@ def test_zero_plus_plus_is_honoured_at_stage_3_and_acts_at_no_other(stage) -> No
     assert (zero.quantized_weights, zero.secondary_partition, zero.quantized_gradients) == (
         (True, 4, True) if acts else (False, None, False)
     )
-    told = {entry.path for entry in (reading.honoured if acts else reading.ignored)}
-    assert {f"zero_optimization.{key}" for key in keys} <= told
+    reported = {entry.path for entry in (reading.honoured if acts else reading.ignored)}
+    assert {f"zero_optimization.{key}" for key in keys} <= reported
     again = RunConfig.from_deepspeed({**BATCH, "zero_optimization": reading.config.to_deepspeed()["zero_optimization"]})
     assert again.zero == zero
     none = RunConfig.from_deepspeed({**BATCH, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 1}})
@@ -545,10 +545,10 @@ def test_refusals_say_what_the_caller_at_hand_can_do(tmp_path, capsys, monkeypat
         assert "RunConfig" not in said
     assert cli.main(["config", "--from-deepspeed", "ds.json", "--ignore", "amp", "fp8"]) == 0
     args = {"max_steps": 10}
-    for source, told in ((data, "config, training_args=args"), ("ds.json", "'ds.json', training_args=args")):
+    for source, reported in ((data, "config, training_args=args"), ("ds.json", "'ds.json', training_args=args")):
         with pytest.raises(ConfigError) as caught:
             RunConfig.from_deepspeed(source, training_args=args)
-        assert f"from_deepspeed({told}, ignore=" in str(caught.value)
+        assert f"from_deepspeed({reported}, ignore=" in str(caught.value)
 
 
 def test_two_names_of_one_key() -> None:
@@ -971,13 +971,13 @@ def test_lamb_is_read_with_its_coefficients_and_written() -> None:
     assert again == optimizer
     with pytest.raises(ConfigError, match=r"min_coeff 0.01 is more than optimizer.max_coeff 0.001"):
         RunConfig(optimizer={"name": "lamb", "max_coeff": 0.001})
-    for changes, told in (
+    for changes, reported in (
         ({"zero": 2, "offload": {"optimizer": "host"}}, "offload.optimizer 'host' would bring them twice"),
         ({"precision": {"moments": "8bit"}}, "norms of whole parameters, and precision.moments is '8bit'"),
         ({"precision": {"masters": "none", "dtype": "bfloat16"}}, "precision.masters is 'none'"),
         ({"optimizer": {"in_backward": True}, "clip_norm": None}, "in_backward makes each unit's update in one"),
     ):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=reported):
             RunConfig(**{**changes, "optimizer": {"name": "lamb", **changes.get("optimizer", {})}})
 
 

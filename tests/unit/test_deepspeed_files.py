@@ -291,7 +291,7 @@ CASES: dict[str, tuple[str, Expected]] = {
     ),
     "keys that stand twice": (
         '{"train_batch_size": 8, "train_batch_size": 16}',
-        Read({"batch.global_size": 16}, ("the key 'train_batch_size' stands twice",)),
+        Read({"batch.global_size": 16}, ("the key 'train_batch_size' is twice in one object",)),
     ),
     "names of the first releases": (
         '{"train_batch_size": 8, "zero_optimization": true, "allgather_size": 500, "bfloat16": {"enabled": true}}',

@@ -105,8 +105,10 @@ def test_encoders_see_the_blocks_that_they_see_under_deepspeed(mode) -> None:
 
 def test_a_causal_model_is_no_encoder() -> None:
     config = reading({"mode": "bslongformer"}).config
-    told = "model.attention.both_ways is for encoders, and the built-in GPT is causal; give an encoder of transformers"
-    with pytest.raises(ConfigError, match=told):
+    reported = (
+        "model.attention.both_ways is for encoders, and the built-in GPT is causal; give an encoder of transformers"
+    )
+    with pytest.raises(ConfigError, match=reported):
         config.layout(1)
     assert config.layout(1, built_in=False).world_size == 1
     with pytest.raises(ConfigError, match=r"attention.both_ways: is set, and pattern 'sliding' counts tokens"):
@@ -122,9 +124,9 @@ def test_what_is_left_out_and_what_is_not_used_is_told() -> None:
         "sparse_attention.block: 16",
         "sparse_attention.num_sliding_window_blocks: 3",
     )
-    told = {entry.path: entry.text for entry in (*read.honoured, *read.ignored)}
-    assert told["sparse_attention.num_local_blocks"] == "mode 'bslongformer' does not use it"
-    assert told["sparse_attention.mode"] == (
+    reported = {entry.path: entry.text for entry in (*read.honoured, *read.ignored)}
+    assert reported["sparse_attention.num_local_blocks"] == "mode 'bslongformer' does not use it"
+    assert reported["sparse_attention.mode"] == (
         "model.attention.pattern 'longformer'; of the built-in GPT; a model of your own attends as it does by itself"
     )
 

@@ -19,7 +19,7 @@ from speedlab.telemetry.run_folder import Status
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"optimizer": "onebit_adam", "zero": 0}, "set optimizer.name to 'adamw', and outer.compression to 'signs'"),
         ({"offload": {"optimizer": "host"}}, "offload.optimizer is 'host', .* set offload.optimizer to 'none'"),
@@ -34,8 +34,8 @@ from speedlab.telemetry.run_folder import Status
         ({"steps": 40}, "every_steps 50 is more than the run's 40 steps.* set it to 10, a quarter of the run, or"),
     ],
 )
-def test_what_islands_do_not_go_with_is_refused_with_what_does(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_islands_do_not_go_with_is_refused_with_what_does(changes: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ConfigError, match=reported):
         RunConfig(**{"parallel": {"islands": 2}, **changes})
     with pytest.raises(ConfigError):
         RunConfig(outer={"every_steps": 0})
@@ -47,9 +47,9 @@ def test_islands_share_the_engines_and_the_batch() -> None:
     assert config.batch.resolve(config.layout(8).data_size).dp == 8
     with pytest.raises(LayoutError, match=r"6 ranks do not divide by islands 4 × pp 1 × tp 1 = 4"):
         RunConfig(parallel={"islands": 4}).layout(6)
-    told = why_not(RunConfig(parallel={"islands": 2}), 8, tp=3)
-    assert told is not None
-    assert "on 8 engines islands 2 × pp 1 × dp 2 × tp 2 or" in told
+    reported = why_not(RunConfig(parallel={"islands": 2}), 8, tp=3)
+    assert reported is not None
+    assert "on 8 engines islands 2 × pp 1 × dp 2 × tp 2 or" in reported
 
 
 def test_a_script_may_meet_more_rarely_than_the_steps_of_no_run() -> None:
@@ -60,7 +60,7 @@ def test_a_script_may_meet_more_rarely_than_the_steps_of_no_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("islands", "ranks", "told"),
+    ("islands", "ranks", "reported"),
     [
         (2, {"a": 2, "b": 2}, ""),
         (4, {"a": 2, "b": 2}, ""),
@@ -70,12 +70,12 @@ def test_a_script_may_meet_more_rarely_than_the_steps_of_no_run() -> None:
         (2, {"a": 2, "b": 2, "c": 2}, "islands of 3 ranks cut the ranks of host b .*: 1 or 3 islands would do"),
     ],
 )
-def test_islands_are_whole_hosts_or_hosts_whole_islands(islands: int, ranks: dict[str, int], told: str) -> None:
+def test_islands_are_whole_hosts_or_hosts_whole_islands(islands: int, ranks: dict[str, int], reported: str) -> None:
     problem = host_problem(islands, [host for host, count in ranks.items() for _ in range(count)])
-    if not told:
+    if not reported:
         assert problem is None
     else:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             raise ValueError(problem)
 
 
@@ -102,9 +102,9 @@ def test_the_plan_counts_what_is_kept_and_meetings_and_advises() -> None:
 
 
 def test_meetings_are_drawn_and_told() -> None:
-    apart = {"met": 0.0, "steps_to_meeting": 1, "sent_bytes": 0.0, "float32_bytes": 1000.0}
-    met = apart | {"met": 1.0, "steps_to_meeting": 2, "sent_bytes": 32.0, "error_norm": 0.5}
-    history = History.of({0: [make_record(1, exchange=apart), make_record(2, exchange=met)]})
+    separate = {"met": 0.0, "steps_to_meeting": 1, "sent_bytes": 0.0, "float32_bytes": 1000.0}
+    met = separate | {"met": 1.0, "steps_to_meeting": 2, "sent_bytes": 32.0, "error_norm": 0.5}
+    history = History.of({0: [make_record(1, exchange=separate), make_record(2, exchange=met)]})
     sent, angle, error = figures(history)["exchange"]["data"]
     assert sent["y"].tolist() == pytest.approx([0, 3.2])
     assert all(math.isnan(y) for y in angle["y"].tolist())

@@ -114,7 +114,7 @@ def test_a_damaged_line_is_counted_and_the_next_ones_are_read(folder, bad):
     feed.poll()
     assert steps(feed) == [1, 2]
     assert feed.damaged_lines == 1
-    assert feed.status.told == ONE_LINE
+    assert feed.status.reported == ONE_LINE
     assert "rank 0" in feed.problem
 
 
@@ -216,7 +216,7 @@ def test_who_asks_for_the_last_record_alone_has_one_line_read(folder, monkeypatc
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_records_are_those_that_count_however_they_came_and_whenever_somebody_asks(folder, asked):
-    """Steps that go on, go back to a checkpoint, lines that are damaged, a file that begins anew."""
+    """Steps that go on, go back to a checkpoint, lines that are damaged, a file that begins again."""
     random_numbers = random.Random(1)
     feed, model, step = Feed(folder), [], 0
     for turn in range(400):
@@ -262,7 +262,7 @@ def test_damaged_events_and_status_are_reported_and_the_last_good_status_stays(f
     folder.write_status(replace(feed.status, state=RunState.PAUSED, step=3, text=""))
     assert "unread" not in (folder.path / "status.json").read_text()
     assert feed.poll()
-    assert (feed.status.state, feed.status.told) == (RunState.PAUSED, ONE_LINE)
+    assert (feed.status.state, feed.status.reported) == (RunState.PAUSED, ONE_LINE)
 
 
 def test_what_cannot_be_read_is_named(folder):

@@ -109,8 +109,10 @@ def test_predicted_speed_is_a_line_that_follows_changes_of_shape_and_tells_its_e
     made.predicted = RunPrediction(memory=[], speeds=((0, 4096.0), (5, 16384.0)), note="(not yet calibrated)")
     trace = throughput_figure(made)["data"][1]
     assert trace["y"].tolist() == [4096.0] * 5 + [16384.0] * 5
-    told = header(made, name="sample", status=Status(state=RunState.RUNNING, step=10, steps=40)).text
-    assert "8.19 k tokens/s (predicted 16.4 k, 2 times what was measured)" in told  # Measured: 4,096 tokens in 0.5 s.
+    reported = header(made, name="sample", status=Status(state=RunState.RUNNING, step=10, steps=40)).text
+    assert (
+        "8.19 k tokens/s (predicted 16.4 k, 2 times what was measured)" in reported
+    )  # Measured: 4,096 tokens in 0.5 s.
     assert "(not yet calibrated)" in trace["hovertemplate"]
 
 
@@ -167,9 +169,9 @@ def test_a_bucket_is_drawn_by_its_lowest_and_its_highest_point_in_their_order(cl
     expected = [[9, 1], [3, 2], [nan], [7], [8]][first : None if closed else 4]
     y = np.array([value for bucket in buckets for value in bucket], dtype=float)
     steps, values = bucket_extremes(np.arange(len(y)), y, 4, closed=closed, first=first)
-    told = [value for bucket in expected for value in bucket]
-    assert np.array_equal(values, told, equal_nan=True)
-    assert np.array_equal(y[steps], told, equal_nan=True)
+    reported = [value for bucket in expected for value in bucket]
+    assert np.array_equal(values, reported, equal_nan=True)
+    assert np.array_equal(y[steps], reported, equal_nan=True)
     assert all(np.diff(steps) > 0)
 
 

@@ -28,7 +28,7 @@ def held(capacity: int, **changes: Any) -> RankCapacity:
         "capacity": [capacity] * 4,
         "activations": [100 * MIB] * 4,
         "buffers": [MIB] * 4,
-        "beside": [0] * 4,
+        "alongside": [0] * 4,
     }
     return RankCapacity(**{**settings, **changes})
 
@@ -39,8 +39,10 @@ def wanted(**changes: Any) -> RunConfig:
 
 def test_the_gpts_peak_is_the_planners() -> None:
     config = wanted(tp=2)
-    expected = predicted_peaks(config, 4, capacity_bytes=[MIB] * 4, dtype="float32", device="cpu", beside_bytes=[7] * 4)
-    assert peaks_of(held(MIB, beside=[7] * 4), config) == expected
+    expected = predicted_peaks(
+        config, 4, capacity_bytes=[MIB] * 4, dtype="float32", device="cpu", alongside_bytes=[7] * 4
+    )
+    assert peaks_of(held(MIB, alongside=[7] * 4), config) == expected
 
 
 def test_states_that_fit_do_not_make_a_peak_that_does() -> None:
@@ -60,9 +62,9 @@ def test_states_that_fit_do_not_make_a_peak_that_does() -> None:
 def test_what_a_process_holds_beside_tensors_counts() -> None:
     config = wanted(zero=0)
     peak = max(peaks_of(held(1), config).peak_bytes)
-    assert refuse_what_does_not_fit(held(peak + 50 * MIB, beside=[0, 50 * MIB, 0, 0]), config).fits
+    assert refuse_what_does_not_fit(held(peak + 50 * MIB, alongside=[0, 50 * MIB, 0, 0]), config).fits
     with pytest.raises(CommandRefused, match=r"on rank 1 at the peak .* outside framework 51\.0 MiB"):
-        refuse_what_does_not_fit(held(peak + 50 * MIB, beside=[0, 51 * MIB, 0, 0]), config)
+        refuse_what_does_not_fit(held(peak + 50 * MIB, alongside=[0, 51 * MIB, 0, 0]), config)
 
 
 def test_a_change_that_holds_less_than_now_is_never_refused() -> None:

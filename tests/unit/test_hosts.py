@@ -142,16 +142,16 @@ def test_a_job_that_its_time_limit_has_ended_says_so(tmp_path: Path, monkeypatch
     slurm = InSlurm(ClusterDir("slurm", tmp_path), SlurmJob(nodes=1, time="8:00:00"))
     slurm.job = "81"
     monkeypatch.setattr("speedlab.cluster.launch.backends.slurm_state", lambda job: ("TIMEOUT", "TimeLimit"))
-    told = "job 81 was ended by its time limit of 8:00:00; ask for a longer 'time'"
-    assert slurm.why_over() == told
-    with pytest.raises(ClusterError, match=f"^{told}$"):  # While it waits for agents.
+    reported = "job 81 was ended by its time limit of 8:00:00; ask for a longer 'time'"
+    assert slurm.why_over() == reported
+    with pytest.raises(ClusterError, match=f"^{reported}$"):  # While it waits for agents.
         slurm.progress()
 
 
 def test_hosts_with_different_numbers_of_devices_are_refused_unless_each_is_told() -> None:
     unequal = [host("gpu-1", 2), host("gpu-2", 1)]
-    told = r"gpu-1 has 2, gpu-2 has 1\. Say how many each gives, as \['gpu-1:1', 'gpu-2:1'\]"
-    with pytest.raises(ClusterError, match=told):
+    reported = r"gpu-1 has 2, gpu-2 has 1\. Say how many each gives, as \['gpu-1:1', 'gpu-2:1'\]"
+    with pytest.raises(ClusterError, match=reported):
         check_equal(unequal, [None, None])
     check_equal(unequal, [2, 1])
     check_equal([host("gpu-1", 2), host("gpu-2", 2)], [None, None])
@@ -451,14 +451,14 @@ def test_all_hosts_are_connected_to_and_the_first_one_looks_first(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     order = Order(cluster="c", token="t", connection={}, controller="")
 
-    def told(word: str) -> list[str]:
+    def reported(word: str) -> list[str]:
         return sorted(file.name.partition(" ")[0] for file in tmp_path.glob(f"* {word}"))
 
     def connect() -> OverSSH:
         launching = OverSSH(ClusterDir("c", tmp_path), SshHosts(names=("a", "b", "c"), engines=(1, 2, None)))
         launching.prepare()
-        eventually(lambda: told("connected") == ["a", "b", "c"])
-        assert told("ordered") == []
+        eventually(lambda: reported("connected") == ["a", "b", "c"])
+        assert reported("ordered") == []
         return launching
 
     began = time.monotonic()
@@ -468,8 +468,8 @@ def test_all_hosts_are_connected_to_and_the_first_one_looks_first(
     launching = connect()
     with pytest.raises(ClusterError, match=r"^a is not as it should be$"):
         launching.start(order)
-    assert (told("ordered"), launching.began) == (["a"], ["a"]), "nothing was begun on the others"
-    assert told("left") == ["a"], "they were left without a word"
+    assert (reported("ordered"), launching.began) == (["a"], ["a"]), "nothing was begun on the others"
+    assert reported("left") == ["a"], "they were left without a word"
     for file in [tmp_path / "wrong", *tmp_path.glob("a *")]:
         file.unlink()
 

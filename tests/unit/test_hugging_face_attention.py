@@ -102,7 +102,7 @@ def compare(found: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def reported(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """What is said once is said anew."""
     hf_attention._say_dense.cache_clear()
     caplog.set_level(logging.WARNING, logger="speedlab.models")
@@ -114,11 +114,11 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> p
 
 @pytest.mark.parametrize("pattern", [SLIDING, LONGFORMER, CUSTOM], ids=lambda each: each["pattern"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_decoders(kind: str, pattern: dict[str, Any], told: pytest.LogCaptureFixture) -> None:
+def test_decoders(kind: str, pattern: dict[str, Any], reported: pytest.LogCaptureFixture) -> None:
     expected = trained(model(kind), attention_mask=added(seen(pattern)[None]))
     compare(trained(sparse(kind, pattern)), expected)
     assert abs(trained(model(kind))[0] - expected[0]) > 1e-3, "the pattern makes no difference here"
-    assert "model.attention" not in told.text, "not by the kernel"
+    assert "model.attention" not in reported.text, "not by the kernel"
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
@@ -126,21 +126,21 @@ def test_more_decoders(kind: str) -> None:
     compare(trained(sparse(kind, SLIDING)), trained(model(kind), attention_mask=added(seen(SLIDING)[None])))
 
 
-def test_a_models_own_window_that_the_pattern_lies_within(told: pytest.LogCaptureFixture) -> None:
+def test_a_models_own_window_that_the_pattern_lies_within(reported: pytest.LogCaptureFixture) -> None:
     found = trained(sparse("mistral", SLIDING, sliding_window=19))
     compare(found, trained(model("mistral", sliding_window=19)))
-    assert "model.attention" not in told.text, "not by the kernel"
+    assert "model.attention" not in reported.text, "not by the kernel"
 
 
 @pytest.mark.parametrize("pattern", [LONGFORMER, CUSTOM], ids=lambda each: each["pattern"])
-def test_encoders_see_both_ways(pattern: dict[str, Any], told: pytest.LogCaptureFixture) -> None:
+def test_encoders_see_both_ways(pattern: dict[str, Any], reported: pytest.LogCaptureFixture) -> None:
     expected = trained(model("bert"), attention_mask=added(seen(pattern, causal=False)[None]))
     compare(trained(sparse("bert", {**pattern, "both_ways": pattern is LONGFORMER})), expected)
-    assert "model.attention" not in told.text, "not by the kernel"
+    assert "model.attention" not in reported.text, "not by the kernel"
 
 
 @pytest.mark.parametrize("kind", ["llama", "bert"])
-def test_padding_is_dense_exact_and_told_once(kind: str, told: pytest.LogCaptureFixture) -> None:
+def test_padding_is_dense_exact_and_told_once(kind: str, reported: pytest.LogCaptureFixture) -> None:
     causal = kind == "llama"
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
     mask[0, 30:] = 0
@@ -153,23 +153,23 @@ def test_padding_is_dense_exact_and_told_once(kind: str, told: pytest.LogCapture
     compare(trained(whole, labels=labels, attention_mask=both[:, None]), expected)  # A mask of one's own.
     whole.zero_grad()
     compare(trained(whole, labels=labels, attention_mask=added(both)), expected)
-    assert told.text.count("model.attention: a batch came with a mask") == 1
+    assert reported.text.count("model.attention: a batch came with a mask") == 1
 
 
-def test_a_mask_that_hides_nothing_costs_nothing(told: pytest.LogCaptureFixture) -> None:
+def test_a_mask_that_hides_nothing_costs_nothing(reported: pytest.LogCaptureFixture) -> None:
     mask = torch.ones(2, LENGTH, dtype=torch.int64)
     compare(trained(sparse("llama", SLIDING), attention_mask=mask), trained(sparse("llama", SLIDING)))
-    assert "model.attention" not in told.text
+    assert "model.attention" not in reported.text
 
 
-def test_packed_sequences_do_not_see_each_other(told: pytest.LogCaptureFixture) -> None:
+def test_packed_sequences_do_not_see_each_other(reported: pytest.LogCaptureFixture) -> None:
     first = torch.arange(LENGTH) < 12
     together = first[:, None] == first
     places = torch.cat([torch.arange(12), torch.arange(LENGTH - 12)]).expand(2, -1)
     expected = trained(model("llama"), attention_mask=added((seen(LONGFORMER) & together)[None]), position_ids=places)
     # transformers looks at positions only where there is no cache.
     compare(trained(sparse("llama", LONGFORMER, use_cache=False), position_ids=places), expected)
-    assert "model.attention: a batch came with a mask" in told.text
+    assert "model.attention: a batch came with a mask" in reported.text
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -343,8 +343,9 @@ def test_layers_of_another_kind_and_sinks() -> None:
             each.config.layer_types = ["full_attention", "linear_attention"]
     assert "model: layers of kind linear_attention do not attend as 'block_sparse' would; set" in refusal(hybrid)
     sinks = model("gpt_oss", **GROUPED, num_local_experts=2, sliding_window=64)
-    assert "model: model.layers.0.self_attn has sinks beside its keys, which 'block_sparse' has not; set" in refusal(
-        sinks
+    assert (
+        "model: model.layers.0.self_attn has sinks in addition to its keys, which 'block_sparse' has not; set"
+        in refusal(sinks)
     )
 
 

@@ -220,9 +220,9 @@ DOORS = {
 
 def test_no_file_needs_itself_by_way_of_others() -> None:
     graph = import_graph(sources())
-    for module, behind in DOORS:
-        assert behind in graph[module], f"{module} has no door to {behind} any more; take it from DOORS"
-        graph[module].remove(behind)
+    for module, following in DOORS:
+        assert following in graph[module], f"{module} has no door to {following} any more; take it from DOORS"
+        graph[module].remove(following)
     found = [shortest_way(graph, group) for group in circles(graph)]
     assert not found, "\n".join(found)
 

@@ -40,7 +40,7 @@ def test_bars_are_the_rows_and_announced_ones_stand_below_planned_ones(found: di
         name: shape_parameters(candidate.setup.shape) for name, candidate in found.items()
     }
     assert (announced["y"], announced["x"]) == (["alone"], [1.4e9])
-    beside, single = planned["offset"]
-    assert announced["offset"][0] + announced["width"] < beside
+    alongside, single = planned["offset"]
+    assert announced["offset"][0] + announced["width"] < alongside
     assert single == -planned["width"] / 2
     assert figure["layout"]["yaxis"]["categoryarray"] == ["away", "alone"]  # From below.

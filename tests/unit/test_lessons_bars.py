@@ -6,14 +6,14 @@ import plotly.graph_objects as go
 import pytest
 
 from speedlab.display.figure_style import COLOURS
-from speedlab.telemetry.figures.lessons import bars_beside
+from speedlab.telemetry.figures.lessons import compare_bars
 
 MIB = 2**20
 STAGES = {"0": {"parameters": 2 * MIB, "gradients": 2 * MIB}, "3": {"parameters": MIB, "communication_buffers": MIB}}
 
 
 def test_parts_are_stacked_in_their_colours_with_the_sum_above() -> None:
-    figure = bars_beside(STAGES, title="states")
+    figure = compare_bars(STAGES, title="states")
     go.Figure(figure)
     assert {trace["name"]: trace["y"].tolist() for trace in figure["data"]} == {
         "parameters": [2, 1],
@@ -28,7 +28,7 @@ def test_parts_are_stacked_in_their_colours_with_the_sum_above() -> None:
 
 
 def test_what_was_predicted_is_an_outline_of_its_height() -> None:
-    figure = bars_beside(STAGES, title="states", predicted={"3": 8 * MIB})
+    figure = compare_bars(STAGES, title="states", predicted={"3": 8 * MIB})
     (outline,) = figure["layout"]["shapes"]
     assert (outline["y0"], outline["y1"], outline["name"]) == (0, 8, "ink")
     assert (outline["x0"] + outline["x1"]) / 2 == 1
@@ -38,7 +38,7 @@ def test_what_was_predicted_is_an_outline_of_its_height() -> None:
 
 def test_other_parts_have_colours_of_their_own_and_names_are_text() -> None:
     sent = {"<b>": {"all_gather": 3, "<i>": 1}, "none": {}}
-    figure = bars_beside(sent, title="sent")
+    figure = compare_bars(sent, title="sent")
     colours = [trace["marker"]["color"] for trace in figure["data"]]
     assert len(set(colours)) == 2
     assert not set(colours) & set(COLOURS.values())

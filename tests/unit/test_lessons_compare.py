@@ -12,10 +12,10 @@ from telemetry_samples import make_event, make_folder, make_record
 from speedlab.display.figure_style import PAPER_GRID, Figure, on_paper
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.figures.lessons import (
-    bytes_beside,
-    lines_beside,
-    losses_beside,
-    memory_beside,
+    compare_bytes,
+    compare_lines,
+    compare_losses,
+    compare_memory,
     moves_figure,
     runs_table,
 )
@@ -69,7 +69,7 @@ def test_a_table_has_places_bytes_a_parameter_and_warm_steps(tmp_path: Path) -> 
 
 def test_bars_of_several_runs_hold_what_each_place_holds(tmp_path: Path) -> None:
     feeds = {"here": feed(tmp_path, "a", steps(HERE)), "away": feed(tmp_path, "b", steps(AWAY))}
-    *bars, totals = drawn(memory_beside(feeds))["data"]
+    *bars, totals = drawn(compare_memory(feeds))["data"]
     runs, places = bars[0]["x"]
     assert list(zip(runs, places, strict=True)) == [(r, p) for r in feeds for p in ("device", "host", "disk")]
     assert [sum(column) for column in zip(*(bar["y"] for bar in bars), strict=True)] == [16, 0, 0, 5, 2, 12]
@@ -79,7 +79,7 @@ def test_bars_of_several_runs_hold_what_each_place_holds(tmp_path: Path) -> None
 
 def test_bars_of_bytes_a_parameter_count_states_wherever_they_lie(tmp_path: Path) -> None:
     feeds = {"here": feed(tmp_path, "a", steps(HERE)), "away": feed(tmp_path, "b", steps(AWAY))}
-    *bars, totals = drawn(bytes_beside(feeds))["data"]
+    *bars, totals = drawn(compare_bytes(feeds))["data"]
     assert {bar["name"]: list(bar["y"]) for bar in bars} == {
         "parameters": [4, 4],
         "gradients": [4, 4],
@@ -90,7 +90,7 @@ def test_bars_of_bytes_a_parameter_count_states_wherever_they_lie(tmp_path: Path
 
 def test_equal_curves_are_all_seen(tmp_path: Path) -> None:
     feeds = {name: feed(tmp_path, name, steps(HERE, heldout_loss=3.0)) for name in "abc"}
-    figure = drawn(losses_beside(feeds))
+    figure = drawn(compare_losses(feeds))
     curves = [trace for trace in figure["data"] if trace["mode"] == "lines"]
     widths = [trace["line"]["width"] for trace in curves]
     assert [trace["name"] for trace in curves] == list("abc")
@@ -131,12 +131,12 @@ def test_on_paper_every_axis_has_a_grid(tmp_path: Path) -> None:
 
 def test_lines_of_one_name_have_its_points_and_places_have_their_numbers() -> None:
     curves = {"dense": [(1024, 0.1), (4096, 1.6)], "sparse": [(1024, 0.1), (4096, 0.4)]}
-    figure = drawn(lines_beside(curves, title="a step", across="tokens", unit="s", log=True))
+    figure = drawn(compare_lines(curves, title="a step", across="tokens", unit="s", log=True))
     assert [trace["name"] for trace in figure["data"]] == ["dense", "sparse"]
     assert [list(trace["x"]) for trace in figure["data"]] == [[1024, 4096]] * 2
     assert list(figure["data"][0]["y"]) == pytest.approx([0.1, 1.6])
     assert figure["data"][0]["line"]["width"] > figure["data"][1]["line"]["width"]
     assert figure["layout"]["xaxis"]["ticktext"] == ["1,024", "4,096"]
     assert {figure["layout"][axis]["type"] for axis in ("xaxis", "yaxis")} == {"log"}
-    plain = drawn(lines_beside(curves, title="a step", across="tokens", unit="s"))
+    plain = drawn(compare_lines(curves, title="a step", across="tokens", unit="s"))
     assert "type" not in plain["layout"]["yaxis"]

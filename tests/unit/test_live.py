@@ -64,8 +64,8 @@ def test_a_long_result_or_error_is_cut(folder: Path, monkeypatch: pytest.MonkeyP
     for work in (lambda *arguments: long, fail):
         monkeypatch.setattr(cells, "run_cell", work)
         said = LiveCells().run("", "one", {}, nullcontext)
-        told = said.text if said.failure is None else said.failure["message"]
-        assert told == f"{long[:MOST_BYTES]}\n… 1,000 characters are left out"
+        reported = said.text if said.failure is None else said.failure["message"]
+        assert reported == f"{long[:MOST_BYTES]}\n… 1,000 characters are left out"
 
 
 @pytest.mark.parametrize(("door", "times"), [("one", 1), ("", 0)])
@@ -109,7 +109,7 @@ def test_an_answer_that_no_engine_of_this_user_wrote_is_not_shown(folder: Path) 
 
 
 @pytest.mark.parametrize(
-    ("failure", "told"),
+    ("failure", "reported"),
     [
         ({"kind": "ValueError", "message": "mine", "of_a_later_version": 3}, {0: "ValueError: mine"}),
         ({"kind": "ValueError"}, "a failure has no message"),
@@ -117,13 +117,15 @@ def test_an_answer_that_no_engine_of_this_user_wrote_is_not_shown(folder: Path) 
         ({"kind": "ValueError", "message": "mine", "step": "7"}, "step of a failure is '7'"),
     ],
 )
-def test_a_failure_of_another_version_is_read_and_a_damaged_one_named(folder: Path, failure: Any, told: Any) -> None:
+def test_a_failure_of_another_version_is_read_and_a_damaged_one_named(
+    folder: Path, failure: Any, reported: Any
+) -> None:
     write_said(folder, "one", [CellOutcome([], None, failure)], LiveCells().write)
     cell = asked_of(folder, "one")
-    if isinstance(told, dict):
-        assert {rank: str(found) for rank, found in cell.failures.items()} == told
+    if isinstance(reported, dict):
+        assert {rank: str(found) for rank, found in cell.failures.items()} == reported
         return
-    with pytest.raises(RunFolderError, match=f"what ranks said in cell one cannot be read: {told}"):
+    with pytest.raises(RunFolderError, match=f"what ranks said in cell one cannot be read: {reported}"):
         _ = cell.failures
 
 

@@ -28,17 +28,17 @@ def test_texts_of_all_rooms_are_read(found: list[Text]) -> None:
 
 
 def test_what_docstrings_name_exists_and_they_show_no_code_that_nobody_runs() -> None:
-    told = docstrings()
-    assert len(told) > 1000
+    reported = docstrings()
+    assert len(reported) > 1000
     wrong = [
         f"{text.path}:{text.line}: {span}: {'; '.join(problems)}"
-        for text in told
+        for text in reported
         for span in re.findall(r"`([^`\n]+)`", text.text)
         if not re.fullmatch(r"\w+\(.*\)", span)  # A function of the file's own.
         if (problems := faults(span, text.path))
     ]
     assert not wrong, "\n".join(wrong)
-    shown = [f"{text.path}:{text.line}" for text in told if "```" in text.text or ">>>" in text.text]
+    shown = [f"{text.path}:{text.line}" for text in reported if "```" in text.text or ">>>" in text.text]
     assert not shown, "code goes to README or to a guide, where tests run it"
 
 

@@ -112,20 +112,20 @@ def test_turns_give_back_what_was_left(store: DiskStore, dtype: torch.dtype, num
 @pytest.mark.parametrize("offset", [0, 1, 3])
 def test_stretches_begin_and_end_anywhere(store: DiskStore, offset: int) -> None:
     kept, plain = store.keep(30_000, torch.bfloat16), noise(30_000, torch.bfloat16, 8)
-    beside = store.keep(30_000, torch.bfloat16)
+    alongside = store.keep(30_000, torch.bfloat16)
     put(kept, plain)
-    put(beside, noise(30_000, torch.bfloat16, 9))
+    put(alongside, noise(30_000, torch.bfloat16, 9))
     for seed, (start, numel) in enumerate([(0, 1), (4095, 3), (2047, 2049), (4096, 8192), (1, 29_999), (29_999, 1)]):
         # Memory that begins off a page, so that O_DIRECT cannot take it.
         source = noise(numel + offset, torch.bfloat16, seed)[offset:]
-        beside.read(torch.empty(29_999, dtype=torch.bfloat16), 1).wait()  # Staging has something else in it now.
+        alongside.read(torch.empty(29_999, dtype=torch.bfloat16), 1).wait()  # Staging has something else in it now.
         kept.write(source, start).wait()
         plain[start : start + numel] = source
         into = torch.empty(numel + offset, dtype=torch.bfloat16)[offset:]
         kept.read(into, start).wait()
         assert same(into, source)
         assert same(got(kept), plain)
-    assert same(got(beside), noise(30_000, torch.bfloat16, 9))
+    assert same(got(alongside), noise(30_000, torch.bfloat16, 9))
 
 
 @settings(max_examples=60)
@@ -549,7 +549,7 @@ def test_what_is_under_way_fails_when_given_up(store: DiskStore, monkeypatch: py
     put(kept, noise(kept.numel, torch.uint8))
     store.flush()
     gate = Gate(monkeypatch, "preadv")
-    open_turn, behind = kept.fetch(), kept.read(torch.empty(40 * CHUNK, dtype=torch.uint8))
+    open_turn, following = kept.fetch(), kept.read(torch.empty(40 * CHUNK, dtype=torch.uint8))
     assert gate.reached.wait(FAR)
     ending = threading.Thread(target=store.close if end == "close" else kept.drop)
     giving_up, settle = threading.Event(), IORequest.settle
@@ -560,7 +560,7 @@ def test_what_is_under_way_fails_when_given_up(store: DiskStore, monkeypatch: py
     ending.join(FAR)
     assert not ending.is_alive()
     assert gate.calls <= 3, "what has not begun is left out"
-    for transfer in (open_turn, behind):
+    for transfer in (open_turn, following):
         with pytest.raises(OffloadError, match="dropped"):
             transfer.wait()
     with pytest.raises(OffloadError, match="is closed; make a new one" if end == "close" else "was dropped"):

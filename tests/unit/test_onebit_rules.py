@@ -24,7 +24,7 @@ from speedlab.telemetry.run_folder import Status
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"zero": 2}, "needs whole gradients on every rank, and zero.stage 2 partitions them; set zero.stage to 0"),
         ({"zero": 1, "offload": {"optimizer": "host"}}, "and offload.optimizer is 'host'; set offload.optimizer to"),
@@ -36,7 +36,7 @@ from speedlab.telemetry.run_folder import Status
         ({"zero": 0, "optimizer": {"in_backward": True}}, "in_backward uses each unit's as it comes; set it to false"),
         (
             {"zero": 0, "optimizer": {"name": "onebit_lamb", "factor_min": 5}},
-            "factor_min 5 is more than optimizer.factor_max 4, and the factor of a trust ratio lies between them",
+            "factor_min 5 is more than optimizer.factor_max 4, and the factor of a trust ratio is between them",
         ),
         (
             {"zero": 1, "optimizer": {"name": "onebit_lamb"}, "offload": {"optimizer": "host"}},
@@ -62,9 +62,9 @@ from speedlab.telemetry.run_folder import Status
         ),
     ],
 )
-def test_what_it_does_not_go_with_is_refused_with_what_does(changes: dict[str, Any], told: str) -> None:
+def test_what_it_does_not_go_with_is_refused_with_what_does(changes: dict[str, Any], reported: str) -> None:
     changes = {**changes, "optimizer": {"name": "onebit_adam", **changes.get("optimizer", {})}}
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         RunConfig(**changes)
 
 
@@ -128,30 +128,34 @@ def test_the_plan_counts_feedback_and_signs_and_advises() -> None:
         plan(replace(slow.setup, zero_stage=2), "2x1 H100 eth-1")
 
 
-TOLD = {"compressed": 1.0, "error_norm": 0.5, "sent_bytes": 320.0, "float32_bytes": 10_000.0}
+REPORTED = {"compressed": 1.0, "error_norm": 0.5, "sent_bytes": 320.0, "float32_bytes": 10_000.0}
 
 
 def test_records_carry_an_exchange_and_those_of_before_have_none(tmp_path: Path) -> None:
-    record = make_record(1, exchange=TOLD)
+    record = make_record(1, exchange=REPORTED)
     assert StepRecord.from_json(record.to_json()) == record
     old = json.loads(make_record(1).to_json())
     del old["exchange"]
     assert StepRecord.from_json(json.dumps(old)).exchange == {}
     columns = Columns(0)
-    for each in (make_record(1), make_record(2, exchange=TOLD), make_record(3, exchange=TOLD | {"angle": 30.0})):
+    for each in (
+        make_record(1),
+        make_record(2, exchange=REPORTED),
+        make_record(3, exchange=REPORTED | {"angle": 30.0}),
+    ):
         columns.append(each)
         assert columns[len(columns) - 1] == each
-    file, told = tmp_path / "rank-0.jsonl", list[str]()
+    file, reported = tmp_path / "rank-0.jsonl", list[str]()
     file.write_text(record.to_json() + "\n" + make_record(2, exchange={"angle": "wide"}).to_json() + "\n")
-    records = RankRecords(file, 0, threading.RLock(), told.append)
+    records = RankRecords(file, 0, threading.RLock(), reported.append)
     records.read()
     assert list(records) == [record]
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_an_exchange_is_drawn_and_told_where_there_is_one() -> None:
     warm = [make_record(step, exchange={"compressed": 0.0}) for step in (1, 2)]
-    compressed = [make_record(3, exchange=TOLD | {"angle": 30.0}), make_record(4, exchange=TOLD)]
+    compressed = [make_record(3, exchange=REPORTED | {"angle": 30.0}), make_record(4, exchange=REPORTED)]
     history = History.of({0: warm + compressed})
     sent, angle, error = figures(history)["exchange"]["data"]
     assert sent["y"].tolist() == pytest.approx([100, 100, 3.2, 3.2])
@@ -161,10 +165,10 @@ def test_an_exchange_is_drawn_and_told_where_there_is_one() -> None:
     text = header(history, name="slow", status=Status()).text
     assert "ZeRO stage 2 · compressed, 3.2 % of float32 sent" in text
     assert "warm-up before compression" in header(History.of({0: warm}), name="slow", status=Status()).text
-    for told, words in (
+    for reported, words in (
         ({"compressed": 0.0, "variance_updated": 1.0}, "gradients sent whole, for the variance"),
-        (TOLD | {"steps_to_exchange": 3.0}, "ranks exchange in 3 steps"),
-        (TOLD | {"steps_to_exchange": 1.0}, "ranks exchange in 1 step"),
+        (REPORTED | {"steps_to_exchange": 3.0}, "ranks exchange in 3 steps"),
+        (REPORTED | {"steps_to_exchange": 1.0}, "ranks exchange in 1 step"),
     ):
-        history = History.of({0: [make_record(1, exchange=told)]})
+        history = History.of({0: [make_record(1, exchange=reported)]})
         assert f" · {words} · " in header(history, name="slow", status=Status()).text

@@ -13,7 +13,7 @@ from speedlab.display.figure_style import Figure
 from speedlab.display.svg import figure_svg
 from speedlab.hardware import Device
 from speedlab.telemetry.figures import figures
-from speedlab.telemetry.figures.lessons import lines_beside
+from speedlab.telemetry.figures.lessons import compare_lines
 from speedlab.telemetry.figures.overview import overview
 from speedlab.telemetry.history import History
 from speedlab.telemetry.records import Ledger
@@ -64,8 +64,8 @@ def test_foreign_text_stays_text(text: str) -> None:
     tags = set(re.findall(r"<([a-z]+)", page.replace(image, "")))
     assert tags == {"details", "summary", "table", "caption", "tr", "th", "td"}
     for name, figure in figures(history(text), devices=[device(text)] * 2).items():
-        for told in texts(figure):
-            assert not re.search(r"<(?!(br|/?b|/?extra)>)", told), (name, told)
+        for reported in texts(figure):
+            assert not re.search(r"<(?!(br|/?b|/?extra)>)", reported), (name, reported)
 
 
 @pytest.mark.parametrize(("letters", "size"), [(0, 15.0), (20, 15.0), (150, 13.5), (1000, 8.0)])
@@ -81,7 +81,7 @@ def test_every_figure_of_a_run_is_drawn_by_itself_or_left_to_plotly() -> None:
     drawn = {name for name, figure in made.items() if figure_svg(figure) is not None}
     assert drawn == made.keys() - {"gradient", "kernels", "communication"}  # Powers, and bars that lie.
     bar = {"type": "bar", "name": "a", "y": [1.0], "marker": {"color": "#000000", "line": {"width": 0}}}
-    layout = lines_beside({"a": [(1, 1.0)]}, title="t", across="", unit="s")["layout"]
+    layout = compare_lines({"a": [(1, 1.0)]}, title="t", across="", unit="s")["layout"]
     named = {**layout, "xaxis": {"type": "category"}}
     words = {"type": "scatter", "mode": "text", "x": ["run"], "y": [1.0], "text": ["1 B"]}
     assert "run" in str(figure_svg({"data": [{**bar, "x": ["run"]}, words], "layout": named}))
@@ -92,13 +92,13 @@ def test_every_figure_of_a_run_is_drawn_by_itself_or_left_to_plotly() -> None:
 
 def test_one_figure_is_drawn_by_itself_unless_its_axes_are_of_powers() -> None:
     curves = {"<b>one</b>": [(1, 8.0), (2, 4.0)]}
-    svg = figure_svg(lines_beside(curves, title="a step", across="<i>tokens of a sequence</i>", unit="s"))
+    svg = figure_svg(compare_lines(curves, title="a step", across="<i>tokens of a sequence</i>", unit="s"))
     assert svg is not None
     root = ElementTree.fromstring(svg)
     assert (root.attrib["aria-label"], root.attrib["width"]) == ("a step", "620")
     words = [element.text for element in root.iter(f"{SVG}text")]
     assert {"one", "<i>tokens of a sequence</i>", "a step, s"} <= set(words)
-    assert figure_svg(lines_beside(curves, title="a step", across="tokens", unit="s", log=True)) is None
+    assert figure_svg(compare_lines(curves, title="a step", across="tokens", unit="s", log=True)) is None
 
 
 def texts(value: Figure | list | str | object) -> list[str]:

@@ -80,9 +80,9 @@ def test_text_files_are_documents(tokenizer: str, tmp_path: Path) -> None:
     whole = np.asarray(corpus.train, dtype=np.int64)
     inputs, targets, positions = separated(whole[None], corpus.end)
     documents = np.split(inputs[0], np.flatnonzero(positions[0] == 0)[1:])
-    told = {corpus.tokenizer.decode(each[each != corpus.end].tolist()) for each in documents}
+    reported = {corpus.tokenizer.decode(each[each != corpus.end].tolist()) for each in documents}
     assert len(documents) > 30
-    assert told <= set(texts)
+    assert reported <= set(texts)
     for document in documents[:-1]:
         assert (document == corpus.end).nonzero()[0].tolist() == [len(document) - 1]
     crossing = targets[0] == -100
@@ -272,10 +272,12 @@ def test_models_that_would_join_documents_are_refused() -> None:
         ConfigError, match=r"Bigram.forward takes no `positions`, nor is it of a type .*'joined', or gi"
     ):
         validate_model(config, 1, model=Bigram, device=device)
-    told = "with attention 'flash_attention_2' does not keep those of several sequences apart; load it by from_pretr"
+    reported = (
+        "with attention 'flash_attention_2' does not keep those of several sequences separate; load it by from_pretr"
+    )
     model = family("llama")
     model.config._attn_implementation_internal = "flash_attention_2"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=reported):
         loss_of(model, batch_of(), None)
     with pytest.raises(ConfigError, match=r"OPTForCausalLM.forward takes no `positions`, nor is it of a type"):
         loss_of(family("opt", ffn_dim=32, word_embed_proj_dim=32), batch_of(), None)
@@ -311,7 +313,7 @@ def test_data_without_ends_are_refused(tmp_path: Path) -> None:
             {"source": "task:copy"},
             "task:copy has no documents, each of its sequences is a row of its own; set data.doc",
         ),
-        ({"source": str(tokens)}, "ids.tokens is of token ids without a tokenizer, so that nobody knows which"),
+        ({"source": str(tokens)}, "ids.tokens is of token ids without a tokenizer, so that it is unknown which"),
         ({"source": str(text), "tokenizer": own}, "has no token that ends a document (such as <|endoftext|> or </s>)"),
         ({"source": str(tokens), "tokenizer": own}, "has no token that ends a document"),
     ]

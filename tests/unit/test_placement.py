@@ -84,10 +84,10 @@ def test_another_residency_changes_who_holds_and_nothing_else() -> None:
 def test_a_row_says_what_of_the_whole_is_here() -> None:
     part = ShardRange(shape=(8, 2), dim=0, ranges=((2, 4), (6, 8)))
     cut = row("cut", part=part, cut_over=("tp",), summed_over=("tp", "dp"), scale=1 / 8, answered_by=0, answers=False)
-    told = json.loads(json.dumps(cut.described()))
-    assert told["whole_shape"] == [8, 2]
-    assert told["part"] == [0, [[2, 4], [6, 8]]]
-    assert told["states"]["master"] == {"holders": "partitioned", "where": "device", "form": "float32"}
+    reported = json.loads(json.dumps(cut.described()))
+    assert reported["whole_shape"] == [8, 2]
+    assert reported["part"] == [0, [[2, 4], [6, 8]]]
+    assert reported["states"]["master"] == {"holders": "partitioned", "where": "device", "form": "float32"}
     head, line = str(placement(cut)).splitlines()
     assert head.split()[:2] == ["parameter", "unit"]
     assert "4×2 by tp" in line
@@ -103,12 +103,12 @@ def test_what_has_no_dimensions_is_one_number() -> None:
 
 def test_a_run_folder_keeps_what_each_rank_told(tmp_path) -> None:
     folder = RunFolder.create(RunConfig(folder=tmp_path, name="told"))
-    with pytest.raises(RunFolderError, match="rank 0 has told of no placement; no rank has yet"):
+    with pytest.raises(RunFolderError, match="rank 0 has reported no placement; no rank has yet"):
         placement_of(folder, 0)
     folder.write_placement(1, placement(row("a")).described())
     table = placement_of(folder, 1)
     assert [each["name"] for each in table] == ["a"]
     assert "rank 1 and its dp peers" in str(table)
     assert "<td>a</td>" in table._repr_html_()
-    with pytest.raises(RunFolderError, match="rank 7 has told of no placement; ranks 1 to 1 have"):
+    with pytest.raises(RunFolderError, match="rank 7 has reported no placement; ranks 1 to 1 have"):
         placement_of(folder, 7)

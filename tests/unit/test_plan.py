@@ -321,7 +321,7 @@ def test_a_deepspeed_file_is_obeyed_and_asks_for_the_model(tmp_path: Path, capsy
     for words in ([str(path)], ["--config", str(path)]):
         assert cli.main(["plan", *words, "--machines", "8 A100"]) == 2
         said = capsys.readouterr().err
-        assert f"name one beside it: speedlab plan llama-3-8b --config {path}" in said
+        assert f"name one next to it: speedlab plan llama-3-8b --config {path}" in said
     for request in (
         PlanRequest(model="llama-3-8b", config=str(path), machines="8 A100"),
         PlanRequest(model=str(path), layers=12, hidden=768, heads=12, machines="8 A100"),

@@ -48,10 +48,10 @@ def test_activations_count_where_model_states_alone_would_fit() -> None:
 def test_what_a_process_holds_beside_its_tensors_counts_by_rank() -> None:
     alone = peaks(CONFIG, 2)
     capacity = alone.peak_bytes[0] + 100
-    beside = peaks(CONFIG, 2, capacity=capacity, beside_bytes=[100, 101])
-    assert beside.peak_bytes == (alone.peak_bytes[0] + 100, alone.peak_bytes[1] + 101)
-    assert (beside.fits, beside.tightest) == (False, 1)
-    assert peaks(CONFIG, 2, capacity=capacity, beside_bytes=[100, 100]).fits
+    alongside = peaks(CONFIG, 2, capacity=capacity, alongside_bytes=[100, 101])
+    assert alongside.peak_bytes == (alone.peak_bytes[0] + 100, alone.peak_bytes[1] + 101)
+    assert (alongside.fits, alongside.tightest) == (False, 1)
+    assert peaks(CONFIG, 2, capacity=capacity, alongside_bytes=[100, 100]).fits
 
 
 def test_the_smallest_rank_decides_where_capacities_differ() -> None:
@@ -72,4 +72,4 @@ def test_a_run_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="capacity_bytes has 1 numbers for 2 ranks; give one for each rank"):
         peaks(CONFIG, 2, capacity_bytes=[GIB])
     with pytest.raises(ValueError, match="beside_bytes has 3 numbers for 2 ranks"):
-        peaks(CONFIG, 2, beside_bytes=[1, 2, 3])
+        peaks(CONFIG, 2, alongside_bytes=[1, 2, 3])

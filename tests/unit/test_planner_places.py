@@ -276,10 +276,10 @@ def test_a_late_update_is_beside_the_step_but_for_reading_masters_again() -> Non
     disk = HostSpec(disk_read_bytes_per_second=1e9, disk_write_bytes_per_second=2e9)
     gpu = replace(Machines.parse("1 H100"), host=disk)
     efficiency = efficiency_of(gpu.device)
-    on_host, beside = (predict_time(each, gpu, efficiency).parts for each in (setup("host"), late(setup("host"))))
+    on_host, alongside = (predict_time(each, gpu, efficiency).parts for each in (setup("host"), late(setup("host"))))
     computing = on_host["forward"] + on_host["backward"] + on_host["recompute"] + on_host["logits"]
     assert on_host["optimizer"] > computing > 0, "else there is nothing to see"
-    assert beside["optimizer"] == pytest.approx(on_host["optimizer"] - computing)
+    assert alongside["optimizer"] == pytest.approx(on_host["optimizer"] - computing)
     owned = rank_parameters(setup("disk"))
     after = predict_time(late(setup("disk")), gpu, efficiency).parts
     moving = 14 * owned / 1e9 + 14 * owned / 2e9  # Masters, moments, gradients; the latter go in backward.
@@ -289,15 +289,15 @@ def test_a_late_update_is_beside_the_step_but_for_reading_masters_again() -> Non
 
 def test_gradients_of_two_steps_lie_with_the_states_and_masters_beside_their_parameters() -> None:
     asked = setup("host", dtype="float32", layout=Layout(dp=2), zero_stage=1)
-    (at_once,), (beside,) = (predict_memory(each, device="cpu") for each in (asked, late(asked)))
+    (at_once,), (alongside,) = (predict_memory(each, device="cpu") for each in (asked, late(asked)))
     owned = at_once.host["optimizer_moments"] // 2
-    assert (at_once.gradients, beside.gradients) == (2 * owned, 2 * owned), "whole ones stay on the device"
-    assert (at_once.host.get("gradients", 0), beside.host["gradients"]) == (0, owned)
-    assert (at_once.host.get("master_weights", 0), beside.host["master_weights"]) == (0, owned)
+    assert (at_once.gradients, alongside.gradients) == (2 * owned, 2 * owned), "whole ones stay on the device"
+    assert (at_once.host.get("gradients", 0), alongside.host["gradients"]) == (0, owned)
+    assert (at_once.host.get("master_weights", 0), alongside.host["master_weights"]) == (0, owned)
     asked = setup("disk", dtype="bfloat16")
-    (at_once,), (beside,) = (predict_memory(each, device="cuda") for each in (asked, late(asked)))
-    assert beside.disk["gradients"] == 2 * at_once.disk["gradients"]
-    assert beside.disk["master_weights"] == at_once.disk["master_weights"]
+    (at_once,), (alongside,) = (predict_memory(each, device="cuda") for each in (asked, late(asked)))
+    assert alongside.disk["gradients"] == 2 * at_once.disk["gradients"]
+    assert alongside.disk["master_weights"] == at_once.disk["master_weights"]
 
 
 def test_a_disk_is_shared_by_the_ranks_of_a_host() -> None:

@@ -204,9 +204,9 @@ def test_cores_of_one_host_map_parameters_at_stage_3(changes: dict[str, Any], by
     cores = replace(machines, device=replace(machines.device, name="cpu"))
     found = predict_time(wanted, cores, IDEAL).parts["data parallel"]
     assert found == pytest.approx(bytes_a_parameter * rank_parameters(wanted) * 3 / 4 / 1e6, rel=1e-3)
-    apart = replace(ideal(hosts=4, per_host=1, between=1e6), device=cores.device)
+    separate = replace(ideal(hosts=4, per_host=1, between=1e6), device=cores.device)
     gathered = 2 * (ITEM_BYTES[INT8] if changes else 2)
-    found = predict_time(wanted, apart, IDEAL).parts["data parallel"]
+    found = predict_time(wanted, separate, IDEAL).parts["data parallel"]
     assert found == pytest.approx((2 + gathered) * rank_parameters(wanted) * 3 / 4 / 1e6, rel=1e-3)
 
 

@@ -17,7 +17,7 @@ ALL = {"quantized_weights": True, "quantized_gradients": True}
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "reported"),
     [
         ({"zero": {"stage": 0, "quantized_weights": True}}, "under which parameters never travel; set zero.stage to 2"),
         ({"zero": {"stage": 0, "quantized_gradients": True}}, "no rank owns the sum of a part; set zero.stage to 2"),
@@ -47,8 +47,8 @@ ALL = {"quantized_weights": True, "quantized_gradients": True}
         ),
     ],
 )
-def test_what_it_does_not_go_with_is_refused_with_what_does(changes: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_what_it_does_not_go_with_is_refused_with_what_does(changes: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ConfigError, match=reported):
         RunConfig(**changes)
 
 

@@ -222,8 +222,8 @@ def test_nobody_at_the_door_stops_nothing(
     assert stopping() == [1, 2, 3]
     with DebugServer(folder, "name", ask=Person()):  # Open, but nobody serves it.
         assert stopping() == [1, 2, 3]
-    nobody, silent = capsys.readouterr().out.splitlines()
-    assert "nobody waits for this cell in front of a prompt" in nobody
+    no_one, silent = capsys.readouterr().out.splitlines()
+    assert "no prompt waits for this cell" in no_one
     assert re.search("(the kernel with the prompt has not|no prompt has) answered within 0.0?5 s", silent)
     failing_call_quietly()
     with pytest.raises(ClusterError, match="rank 1 does not reach who asked"):

@@ -26,7 +26,7 @@ def test_a_mailbox_that_cannot_be_read_is_told_of_once_and_heard_again_later(tmp
     assert [command.word for command in reporter.waiting()] == ["pause"]
     reporter.open()
     reporter.close()
-    told = [(event.kind, event.text) for event in folder.read_events()]
-    assert [kind for kind, _ in told] == ["warning"]
-    assert "cannot be read" in told[0][1]
-    assert "the run goes on" in told[0][1]
+    reported = [(event.kind, event.text) for event in folder.read_events()]
+    assert [kind for kind, _ in reported] == ["warning"]
+    assert "cannot be read" in reported[0][1]
+    assert "the run goes on" in reported[0][1]

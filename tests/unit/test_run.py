@@ -932,7 +932,7 @@ def test_what_is_held_stays_held_under_the_next_supervisor(make, engines, tmp_pa
     engines.runs.runs.hold(path, RunLock.of("mine", os.getpid()), 0.0)
     engines.runs = LocalRuns(engines)
     engines.runs.runs.take_over()
-    with pytest.raises(ClusterError, match="is being advanced by somebody else"):
+    with pytest.raises(ClusterError, match="is advanced by another client"):
         engines.runs.runs.hold(path, RunLock.of("another's", os.getpid()), 0.0)
     engines.runs.runs.hold(path, RunLock.of("mine", os.getpid()), 0.0)  # Asked twice, it is one.
     word = run.resume(steps=5)
@@ -1214,23 +1214,23 @@ def test_a_run_whose_engines_are_gone_says_how_it_goes_on(make, engines, no_clus
     run.wait(10)
     run.cluster = None  # As after cluster.stop().
 
-    def told(word: Callable[[], Any] = run.pause) -> str:
+    def reported(word: Callable[[], Any] = run.pause) -> str:
         with pytest.raises(RunError, match="has no engines here") as refused:
             word()
         assert "attach" not in str(refused.value)
         return str(refused.value)
 
-    assert "its engines are gone, and no checkpoint of it was written: it can only be looked at" in told()
+    assert "its engines are gone, and no checkpoint of it was written: it can only be looked at" in reported()
     with pytest.raises(RunError, match="has nothing to export: its engines are gone, and no checkpoint"):
         run.export("out")
     write_checkpoint(run, 2)
     back = "run.resume() goes on from its checkpoint of step 2"
-    assert f"speedlab.Cluster(name='fake', engines=2) starts others, then {back}" in told()
-    assert back in told(lambda: run.generate("a"))
+    assert f"speedlab.Cluster(name='fake', engines=2) starts others, then {back}" in reported()
+    assert back in reported(lambda: run.generate("a"))
     no_clusters.append(types.SimpleNamespace(name="another", token="another"))
-    assert told().endswith(f"cannot pause: its engines are gone; {back}")
+    assert reported().endswith(f"cannot pause: its engines are gone; {back}")
     write_checkpoint(run, 3)
-    assert "run.resume(steps=6) goes on from its checkpoint of step 3" in told(run.save)
+    assert "run.resume(steps=6) goes on from its checkpoint of step 3" in reported(run.save)
     assert resume_arguments(run, None, None, 6) == {"steps": 6}
 
     bare = Run(run.folder)

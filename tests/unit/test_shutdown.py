@@ -128,7 +128,7 @@ def test_a_start_is_given_up_even_where_its_supervisor_ends_in_that_moment(home:
 
 
 def test_what_nobody_starts_is_removed_and_what_runs_is_not(home: ClusterDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ending.NotStartingError, match="nobody starts cluster 'slurm-81' any more"):
+    with pytest.raises(ending.NotStartingError, match="no process starts cluster 'slurm-81' any more"):
         ending.cancel_start(home)
     state = ClusterState(
         name="slurm-81", token="the token", controller_pid=1, started=0.0, devices=(), engines=(), backend="shared"

@@ -76,12 +76,12 @@ def test_a_page_has_the_outputs_of_its_very_cells_and_says_where_they_are_from(
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbformat.write(notebook, page)
 
-    def told() -> tuple[str, list[object]]:
+    def reported() -> tuple[str, list[object]]:
         _, note, code = nbformat.reads(outputs.shown(page), as_version=4).cells
         assert code.source == "STEPS = 50"
         return note.source, code.outputs
 
-    assert "its outputs are not here" in told()[0]
+    assert "its outputs are not here" in reported()[0]
     widget = {"application/vnd.jupyter.widget-view+json": {"model_id": "m"}}
     cells[1].outputs = [
         kept
@@ -90,7 +90,7 @@ def test_a_page_has_the_outputs_of_its_very_cells_and_says_where_they_are_from(
     ]
     notebook.metadata[outputs.DIGEST] = outputs._digest(page)
     nbformat.write(notebook, tmp_path / "kept/short.ipynb")
-    note, shown = told()
+    note, shown = reported()
     assert "with `STEPS = 2` in the place of `STEPS = 50`" in note
     assert [dict(each)["data"] for each in shown] == [{"image/svg+xml": "<svg/>", "text/plain": "a run"}]
     # Other numbers, or other cells: what was kept is not of them.

@@ -48,8 +48,8 @@ def test_the_table_has_a_row_for_each_stage_and_layout(tmp_path) -> None:
                 writer.write(make_record(step, rank, zero_stage=1, ledger=ledger, seconds=0.1 * step))
             if rank == 0:
                 writer.event(make_event("started", details=details))
-                told = {"before": shape, "after": moved, "seconds": 1.5}
-                writer.event(make_event("reshaped", 3, details=told))
+                reported = {"before": shape, "after": moved, "seconds": 1.5}
+                writer.event(make_event("reshaped", 3, details=reported))
     feed = Feed(folder)
     feed.poll(files=True)
     first, second = stage_table(feed)

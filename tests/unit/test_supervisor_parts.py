@@ -206,12 +206,12 @@ class HandsOnHosts:
 def test_an_interrupt_waits_for_no_host_and_reaches_it_later_if_it_still_works_on_the_same(
     line: WorkQueue, engines: FakeEngines
 ) -> None:
-    hands, told = HandsOnHosts(), []
+    hands, reported = HandsOnHosts(), []
     made = engines_of(line, SimpleNamespace(ids=[10, 11]))
     made.hands, made._interrupting = hands, threading.Lock()  # type: ignore[assignment]
     made.state.engines[1] = EngineEntry(rank=1, pid=0, engine_id=11, host="host-b")  # type: ignore[index]
     made.home.amid = lambda what: contextlib.nullcontext()  # type: ignore[method-assign]
-    made.output = SimpleNamespace(on_lines=lambda *said: told.append(said))  # type: ignore[assignment]
+    made.output = SimpleNamespace(on_lines=lambda *said: reported.append(said))  # type: ignore[assignment]
     made._unreached = PendingInterrupts(line, hands)  # type: ignore[arg-type]
     work = line.add(Submission(b"a cell of both", [0, 1]))
     eventually(lambda: all(work.messages.get(rank) for rank in (0, 1)))
@@ -228,7 +228,7 @@ def test_an_interrupt_waits_for_no_host_and_reaches_it_later_if_it_still_works_o
     ending.join(10)
     assert time.monotonic() - began < 5
     assert set(hands.signals) == {(0, work.messages[0])}
-    assert told == [
+    assert reported == [
         (
             [1],
             "stderr",
@@ -860,16 +860,17 @@ def test_a_hold_that_was_given_up_while_it_waited_is_given_back(
     client.close()
 
 
-@pytest.mark.parametrize(("greeting", "told"), [(m.Hello(version=7), "7"), (m.GetRankStatus(call=1), "None")])
+@pytest.mark.parametrize(("greeting", "reported"), [(m.Hello(version=7), "7"), (m.GetRankStatus(call=1), "None")])
 def test_versions_that_differ_are_told(
-    served: tuple[Path, FakeSupervisor], greeting: m.ProtocolMessage, told: str
+    served: tuple[Path, FakeSupervisor], greeting: m.ProtocolMessage, reported: str
 ) -> None:
     path, _ = served
     client = connect(path, m.FromSupervisor)
     client.send(greeting)
     refused = client.receive()
     assert (
-        f"speaks version 2 of its protocol, and this client {told}: they come from different versions" in refused.text
+        f"speaks version 2 of its protocol, and this client {reported}: they come from different versions"
+        in refused.text
     )
     with pytest.raises(ChannelClosedError):
         client.receive()

@@ -224,7 +224,7 @@ REFUSALS: dict[str, tuple[Any, int, dict[str, Any], type[ValueError], str]] = {
         2,
         {},
         PlanError,
-        r"the plan of Forgetful says nothing of layers\.0\.norm\.weight, which stands beside layers that are cut; give "
+        r"the plan of Forgetful says nothing of layers\.0\.norm\.weight, which is next to layers that are cut; give "
         r"tp_plan=\{\*\*model\._tp_plan, 'layers\.0\.norm': …\}, 'replicated' where",
     ),
     "a module that is no layer": (NoName, 2, {"plan": {"layer": "colwise"}}, PlanError, "layer is a Bilinear"),

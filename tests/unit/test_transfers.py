@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import speedlab.comm
 from speedlab.comm import CommStats, HostCopies, PeerLost, Transfer
-from speedlab.comm.errors import reason_of, tells_of_lost_peer
+from speedlab.comm.errors import reason_of, reports_lost_peer
 from speedlab.comm.process_groups import ProcessGroups
 from speedlab.comm.transports.base import Transport
 from speedlab.comm.transports.nccl import Exchanging, rounds_often
@@ -59,18 +59,18 @@ def test_ways_to_the_host_and_the_disk_are_counted_apart() -> None:
 def test_what_a_thread_waits_beside_the_step_is_in_no_phase() -> None:
     traffic = CommStats(phase="forward")
 
-    def beside() -> None:
-        with traffic.beside_the_step():
+    def alongside() -> None:
+        with traffic.alongside_the_step():
             Transfer(lambda: None, traffic, CPU, link="disk read", nbytes=100).wait()
 
-    for work in (beside, Transfer(lambda: None, traffic, CPU, link="disk read", nbytes=1).wait):
+    for work in (alongside, Transfer(lambda: None, traffic, CPU, link="disk read", nbytes=1).wait):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
     counted = traffic.take()
     assert counted.moved_bytes == {"disk read": 101}
     assert set(counted.place_seconds) == {"forward"}, "of another thread of the step, as autograd's are"
-    assert traffic._beside == set()
+    assert traffic._alongside == set()
 
 
 def test_transfer_that_failed_fails_again() -> None:
@@ -134,7 +134,7 @@ GLOO_PLACE = "[../third_party/gloo/gloo/transport/tcp/pair.cc:547] "
     ids=lambda error: str(error)[-30:],
 )
 def test_errors_that_tell_of_a_lost_peer(error: RuntimeError) -> None:
-    assert tells_of_lost_peer(error)
+    assert reports_lost_peer(error)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_errors_that_tell_of_a_lost_peer(error: RuntimeError) -> None:
     ids=lambda error: str(error)[-30:],
 )
 def test_errors_of_this_rank_itself(error: Exception) -> None:
-    assert not tells_of_lost_peer(error)
+    assert not reports_lost_peer(error)
 
 
 def test_reason_is_a_short_line() -> None:

@@ -54,7 +54,7 @@ def test_a_unit_is_gathered_whole_or_not_at_all() -> None:
     )  # fmt: skip
     second: Any = SimpleNamespace(parameters=[], trainable=True, gradient=None, gather=fails)
     unit = Unit("blocks.0", [], [first, second])
-    for _ in range(2):  # The next try begins anew.
+    for _ in range(2):  # The next try begins again.
         with pytest.raises(OffloadError, match="the disk is gone"):
             unit.start_gather()
         assert unit.gathers is None

@@ -173,5 +173,5 @@ RecordWriter(sys.argv[1], 0, stream_hz=10).close()
 def test_a_writer_that_cannot_be_opened_leaves_nothing_behind(tmp_path):
     """A full disk: every attempt to resume opens one anew. In a process of its own, where nobody else opens files."""
     command = [sys.executable, "-c", OPENED_ON_A_FULL_DISK, str(make_folder(tmp_path).path)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert told.returncode == 0, told.stderr
+    reported = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert reported.returncode == 0, reported.stderr

@@ -108,5 +108,5 @@ function problemText(status: number, answer: unknown): string {
   if (status === 401 || status === 403) {
     return text.includes(' ') ? text : 'this user has no right to SpeedLab on this server; sign in, or ask for it';
   }
-  return `Jupyter's server could not answer (${status}); its log tells more`;
+  return `Jupyter's server could not answer (${status}); its log has details`;
 }

@@ -34,7 +34,7 @@ test.each([
   [404, { message: 'Not Found' }, 'jupyter server extension enable speedlab_server'],
   [403, problem('Forbidden'), 'no right'],
   [403, problem('/r/config.json may not be read'), '/r/config.json may not be read'],
-  [500, undefined, 'its log tells more'],
+  [500, undefined, 'its log has details'],
   [200, { type: 'Runs' }, 'none of SpeedLab’s']
 ])('an answer of status %d is an error that says what to do', async (status, body, text) => {
   const { api } = makeApi(status, body);

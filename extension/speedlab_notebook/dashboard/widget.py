@@ -201,7 +201,7 @@ class Dashboard(anywidget.AnyWidget):
         """Send the tensors of the memory segment that the user selected."""
         rank, category, place = (asked.get(name) for name in ("rank", "category", "place"))
         try:
-            told = tensors_in(
+            reported = tensors_in(
                 self._feed.folder,
                 self._history.latest,
                 rank=rank if isinstance(rank, int) else -1,
@@ -209,8 +209,8 @@ class Dashboard(anywidget.AnyWidget):
                 place=str(place),
             )
         except SegmentError as error:
-            told = {"type": "Problem", "text": str(error)}
-        self.send(told)
+            reported = {"type": "Problem", "text": str(error)}
+        self.send(reported)
 
     def hear(self, content: dict[str, Any]) -> bool:
         """Handle a Draw message: whether the view is watching, and whether it missed something.

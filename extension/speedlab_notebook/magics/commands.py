@@ -245,7 +245,7 @@ COMMANDS: Mapping[str, MagicCommand] = {
         ),
         MagicCommand(
             name="layout",
-            description="which rank stands where: pipeline stages and their blocks, data and tensor index, device",
+            description="the position of each rank: pipeline stages and their blocks, data and tensor index, device",
             example="%speedlab layout --parameters",
             options=(
                 Option(name="parameters", description="a row for each parameter: who holds its states, where, as what"),

@@ -174,9 +174,9 @@ def live_cell(
     try:
         live = run.live(code, ranks, asks=wait and can_ask(shell))
     except (SyntaxError, ValueError) as error:  # ValueError: of a null character, before Python 3.12.
-        told = "".join(traceback.format_exception_only(error)).rstrip()
-        raise ClusterError(f"no rank was given this cell, which is no Python\n{told}") from None
-    view = view_in(shell, f"this cell runs behind the step that run {run.name!r} is computing")
+        reported = "".join(traceback.format_exception_only(error)).rstrip()
+        raise ClusterError(f"no rank was given this cell, which is no Python\n{reported}") from None
+    view = view_in(shell, f"this cell runs after the step that run {run.name!r} is computing")
     if wait:
         try:
             live.wait_until_done()
@@ -209,8 +209,8 @@ def _show(live: LiveCell, view: CellView, *, shows_result: bool, shows_error: bo
     said, failures, event = live.said(), live.failures, live.pending.event
     assert event is not None
     transcript, now = Transcript(said), time.monotonic()
-    for rank, told in said.items():
-        for kind, content in told.messages:
+    for rank, reported in said.items():
+        for kind, content in reported.messages:
             if kind != "execute_result" or shows_result:
                 transcript.feed(rank, kind, content, now)
     line = f"{name_ranks(failures or said)} {'failed' if failures else 'done'} after step {event.step}, "

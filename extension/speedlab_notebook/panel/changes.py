@@ -45,8 +45,8 @@ class PendingChange:
     """Whether the change can be applied between two steps; `path` is then an argument of `run.reshape`."""
 
     def __str__(self) -> str:
-        told = [f"{path} {_shown(before)} → {_shown(after)}" for path, before, after in self._parts()]
-        return f"{', '.join(told)} ({self.when})"
+        reported = [f"{path} {_shown(before)} → {_shown(after)}" for path, before, after in self._parts()]
+        return f"{', '.join(reported)} ({self.when})"
 
     @property
     def when(self) -> str:
@@ -163,10 +163,10 @@ def marks(found: Sequence[PendingChange]) -> dict[str, str]:
     Args:
         found: The result of `changes`.
     """
-    told: dict[str, str] = {}
+    reported: dict[str, str] = {}
     for change in found:
-        told |= change.marks
-    return told
+        reported |= change.marks
+    return reported
 
 
 def _flat(config: RunConfig, engines: int) -> dict[str, Any]:

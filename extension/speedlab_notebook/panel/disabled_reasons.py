@@ -56,7 +56,7 @@ def greyed_fields(values: Mapping[str, Any], devices: Sequence[Device]) -> dict[
         reasons["optimizer.steady"] = "freeze step says when the variance is frozen"
     if optimizer == "zero_one_adam" and values["optimizer.freeze_step"] is None:
         for name in ("local_doubling", "max_local_steps"):
-            reasons[f"optimizer.{name}"] = "ranks make steps of their own behind freeze step, and there is none"
+            reasons[f"optimizer.{name}"] = "ranks make local steps after freeze step, and there is none"
     if values["schedule.kind"] == "constant":
         reasons["schedule.floor"] = "a constant rate does not fall; cosine and linear do"
     if values["model.attention.kind"] == "dense":
@@ -129,7 +129,7 @@ def _greyed_offload(values: Mapping[str, Any]) -> dict[str, str]:
     if values["offload.delayed_update"] is None and (why := _no_delay(values)):
         reasons["offload.delayed_update"] = why
     if "disk" not in (optimizer, parameters):
-        reasons["offload.folder"] = "nothing lies on disk"
+        reasons["offload.folder"] = "nothing is on disk"
     return reasons
 
 
@@ -175,7 +175,7 @@ def _greyed_switches(values: Mapping[str, Any]) -> dict[str, str]:
 def _no_delay(values: Mapping[str, Any]) -> str:
     """Return why updates cannot be delayed by a step; '' if they can."""
     if values["offload.optimizer"] == "none":
-        return "an update on the device has nothing to hide behind; offload the optimizer first"
+        return "an update on the device has nothing to overlap with; offload the optimizer first"
     if values["optimizer.in_backward"]:
         return "an update in backward leaves no gradients that could wait"
     if values["precision.masters"] == "none":
@@ -275,8 +275,8 @@ def remarks(
         sequence = values["parallel.sequence"]
         found["activation.partition_inputs"] = partition_words(tp=values["parallel.tp"], sequence=sequence)
     if plan is not None and plan.advice:
-        told_at = next((path for path in _SWITCHES if values[path]), "optimizer.name")
-        found["outer.every_steps" if values["parallel.islands"] > 1 else told_at] = plan.advice
+        reported_at = next((path for path in _SWITCHES if values[path]), "optimizer.name")
+        found["outer.every_steps" if values["parallel.islands"] > 1 else reported_at] = plan.advice
     return {path: text for path, text in found.items() if text}
 
 
@@ -308,8 +308,8 @@ def _greyed_text(reasons: Mapping[Any, str]) -> str:
     for option, reason in reasons.items():
         options.setdefault(_short(reason), []).append(str(option))
     # The reason of a size names the size already.
-    told = [f"{', '.join(names)}: {why}" if not names[0].isdecimal() else why for why, names in options.items()]
-    return f"greyed: {'; '.join(told)}" if told else ""
+    reported = [f"{', '.join(names)}: {why}" if not names[0].isdecimal() else why for why, names in options.items()]
+    return f"greyed: {'; '.join(reported)}" if reported else ""
 
 
 def ways_text(config: RunConfig, layout: Layout) -> str:
@@ -358,12 +358,12 @@ def _dtype_remark(
     values: Mapping[str, Any], devices: Sequence[Device], greyed: Mapping[str, Mapping[Any, str]]
 ) -> dict[str, str]:
     dtype = values["precision.dtype"]
-    told = f"here: {compute_dtype('auto', devices)}"
+    reported = f"here: {compute_dtype('auto', devices)}"
     if dtype == "bfloat16" and compute_dtype("auto", devices) != "bfloat16":
-        told = "these devices do not multiply bfloat16 faster than float32"
+        reported = "these devices do not multiply bfloat16 faster than float32"
     if greyed.get("precision.dtype"):
-        told += f". Greyed: {_FLOAT16_ON_CPU}"
-    return {"precision.dtype": told}
+        reported += f". Greyed: {_FLOAT16_ON_CPU}"
+    return {"precision.dtype": reported}
 
 
 @cache

@@ -59,7 +59,7 @@ class Edits:
             {"undo": self.undo, "redo": self.redo, "undo all": lambda: self.undo(None), "reset": self._take_run}
         )
         view.keys.on_msg(self._on_key)
-        view.show_effect("", "Move a control: what it changes in memory, speed and placement is told here.")
+        view.show_effect("", "Move a control: its effect on memory, speed and placement is shown here.")
         self._form.tabs.observe(lambda _: self.show(), "selected_index")
 
     # Fields

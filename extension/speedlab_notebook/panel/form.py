@@ -20,7 +20,7 @@ from speedlab_notebook.panel.fields import SECTIONS, Field, value_at
 
 _FEWEST_FOLDED = 3
 """Number of neighbouring idle fields with one common reason that are folded into one line."""
-_FEWEST_APART = 6
+_FEWEST_SEPARATE = 6
 """The same if the reasons differ. The number is higher because folding hides each field's own reason."""
 _MOST_NAMED = 4
 
@@ -109,7 +109,7 @@ class FormPage:
             yield self._heading(section.heading)
         for idle, group in groupby(section.fields, key=lambda one: one.is_idle and one.path not in self._unfolded):
             fields = list(group)
-            if idle and len(fields) >= (_FEWEST_FOLDED if _one_reason(fields) else _FEWEST_APART):
+            if idle and len(fields) >= (_FEWEST_FOLDED if _one_reason(fields) else _FEWEST_SEPARATE):
                 fold = self._fold(fields[0].path)
                 fold.show(fields)
                 yield from (fold.button, fold.note)

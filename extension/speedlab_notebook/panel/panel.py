@@ -237,11 +237,11 @@ class Panel(widgets.VBox):
             self.changes = changes(running, self.config, len(self.devices))
 
     def _show_notes(self, reading: FormValues) -> None:
-        told = marks(self.changes)
-        problems = show_notes(self.fields, reading, self.devices, self.prediction, told)
+        reported = marks(self.changes)
+        problems = show_notes(self.fields, reading, self.devices, self.prediction, reported)
         if self._hosts_problem:
             problems["parallel"] = self._hosts_problem
-        self._view.form.mark(problems, told)
+        self._view.form.mark(problems, reported)
         self._view.form.arrange()
         fixed = self.cluster is not None or bool(self._train.activity)
         self.engines.disabled, self.hosts.disabled = fixed or self._elsewhere, fixed
@@ -252,7 +252,9 @@ class Panel(widgets.VBox):
         """Show the line below the tabs: fit, speed and batch, or the problems."""
         self._disk.measure_if_wanted()
         if self.problems or self.config is None or self.prediction is None:
-            self.summary_text = f"cannot run: {'; '.join(self._naming_its_field(*told) for told in self.problems)}"
+            self.summary_text = (
+                f"cannot run: {'; '.join(self._naming_its_field(*reported) for reported in self.problems)}"
+            )
             self._view.show_line(self._view.summary, self.summary_text, kind="problem", strong="cannot run")
             return
         known = not self._elsewhere
@@ -368,8 +370,8 @@ class Panel(widgets.VBox):
         Args:
             error: The error; the types of `TROUBLE` and OSError show their message alone.
         """
-        told = isinstance(error, (*TROUBLE, OSError))
-        self.message_text = str(error) if told else "".join(traceback.format_exception(error)).rstrip()
+        reported = isinstance(error, (*TROUBLE, OSError))
+        self.message_text = str(error) if reported else "".join(traceback.format_exception(error)).rstrip()
         self._view.show_message(self.message_text, error=True)
 
 

@@ -222,7 +222,7 @@ def states_html(prediction: PanelPrediction, devices: Sequence[Device], *, runni
     layout = setup.layout
     count = f"{count_text(prediction.plan.parameters)} parameters, {setup.dtype}"
     together = f", dp {layout.dp}" if layout.cp == 1 else f"; the ranks of cp {layout.cp} count with those of dp"
-    same = "; with dp 1 there is nobody to share with" if layout.replicas == 1 else together
+    same = "; with dp 1 there is no other rank to share with" if layout.replicas == 1 else together
     if layout.pp > 1 and stage >= 2 and layout.replicas > 1:
         same += "; a pipeline reduces gradients once a step, and until then a rank also holds its own sums whole"
     by_rank = prediction.by_stage[stage]

@@ -83,11 +83,11 @@ def _named(now: RunConfig, devices: Sequence[Device]) -> Iterator[tuple[str, str
     yield "ZeRO-2", "gradients and optimizer states are shared out over the ranks", {"zero": 2}
     yield "Least memory", "ZeRO-3, blocks computed again in backward, micro-batches of one", _LEAST
     away = {"optimizer": place, "parameters": place, "folder": now.offload.folder}
-    yield f"States on {place}", f"the same, and what waits lies on {place}", {**_LEAST, "offload": away}
+    yield f"States on {place}", f"the same, with waiting states on {place}", {**_LEAST, "offload": away}
     if engines % 2 == 0:
         yield "Tensor parallel", "each layer is cut over two ranks", {"parallel": {"tp": 2}, "zero": 1}
         yield "Pipeline", "two pipeline stages", {"parallel": {"pp": 2}, "zero": 1, "micro_batches": 8}
-        yield "Slow network", "two islands that train apart and meet now and then", {"parallel": {"islands": 2}}
+        yield "Slow network", "two islands that average from time to time", {"parallel": {"islands": 2}}
     if engines % 4 == 0:
         three = {"parallel": {"pp": 2, "tp": 2}, "zero": 1, "micro_batches": 8}
         yield "Three dimensions", "tp 2 and pp 2, and dp with what is left", three

@@ -41,7 +41,7 @@ _UNDER_WAY = frozenset({RunState.STARTING, RunState.RUNNING, RunState.PAUSED})
 
 WORDS: dict[str, tuple[frozenset[RunState], str]] = {
     "pause": (frozenset({RunState.STARTING, RunState.RUNNING}), "Stop after the step that is being computed"),
-    "resume": (frozenset({RunState.PAUSED, RunState.STOPPED}), "Go on from where the run stands"),
+    "resume": (frozenset({RunState.PAUSED, RunState.STOPPED}), "Resume from the current step of the run"),
     "step": (frozenset({RunState.PAUSED}), "Compute so many more steps, then pause"),
     "save": (
         frozenset({RunState.RUNNING, RunState.PAUSED, RunState.FINISHED, RunState.STOPPED}),

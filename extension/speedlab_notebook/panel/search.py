@@ -57,5 +57,5 @@ def _rank(words: list[str], field: Field) -> tuple[int, int] | None:
         if all(word in place for word in words):
             return number, len(name)
     # Descriptions are long and match many words, so they rank last.
-    told = f"{name} {theirs} {options} {field.description}".lower()
-    return (4, len(name)) if all(word in told for word in words) else None
+    reported = f"{name} {theirs} {options} {field.description}".lower()
+    return (4, len(name)) if all(word in reported for word in words) else None

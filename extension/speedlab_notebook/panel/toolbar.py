@@ -182,7 +182,7 @@ class ExportTab:
             widgets.Textarea, layout=looks.wide, rows=24, placeholder="The configuration as text"
         ).add_class("speedlab-text")
         self.copy = looks.button("Copy", "Copy the text", "speedlab-copy")
-        self.write = looks.button("Write file", "Write the text beside the notebook", "speedlab-write")
+        self.write = looks.button("Write file", "Write the text next to the notebook", "speedlab-write")
         self.note = looks.html("speedlab-note")
         self.format.observe(lambda _: self.show(self._config), "value")
         self.write.on_click(lambda _: self._write())

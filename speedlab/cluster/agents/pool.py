@@ -444,10 +444,10 @@ class Agents:
         `given`: argument for each engine; None for its process id and start time.
         """
         engines = list(engines)
-        told = given or {engine: (engine.pid, engine.started) for engine in engines}
+        reported = given or {engine: (engine.pid, engine.started) for engine in engines}
         asked = {}
         for entry in self.known.values():
-            mine = [told[engine] for engine in engines if engine.host == entry.host.name]
+            mine = [reported[engine] for engine in engines if engine.host == entry.host.name]
             if mine and entry.host.name not in self.out_of_reach:
                 asked[entry.host.name] = (entry.engine_id, (mine, *more))
         answers, _ = self._muster.calls.gather(asked, function, seconds)

@@ -128,7 +128,9 @@ def begin(file: Path | None, *, detach: bool) -> int:
     if not text:
         if file is None:  # The caller disconnected without an order.
             return 3
-        problem = f"{platform.node()} sees {file} empty; its home folder is behind that of the machine that wrote it"
+        problem = (
+            f"{platform.node()} sees {file} empty; its home folder is not up to date with the machine that wrote it"
+        )
         print(problem, flush=True)
         (file.parent / f"problem-{platform.node()}").write_text(problem)
         return 3
@@ -193,7 +195,7 @@ def make_folder(order: Order, host: str) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     # The path in the shared temporary folder is predictable, so another user may have made it.
     if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} is somebody else's")
+        raise PermissionError(f"{folder} belongs to another user")
     for name in ("security", "log", "rendezvous"):
         (folder / name).mkdir(mode=0o700, exist_ok=True)
     connection = folder / "security" / f"ipcontroller-{order.cluster}-engine.json"

@@ -172,7 +172,7 @@ class DebugServer:
         self._take_in(seconds)
         for channel in list(self._inside):
             wait = 0.0
-            while channel in self._inside and self._hears(channel, wait):
+            while channel in self._inside and self._receives(channel, wait):
                 wait = _SPEAKS_SECONDS
 
     def finish(self) -> None:
@@ -254,7 +254,7 @@ class DebugServer:
             thread.join()  # An interrupt from the watching thread arrives here at the latest.
             over.close()
 
-    def _hears(self, channel: Channel, seconds: float) -> bool:
+    def _receives(self, channel: Channel, seconds: float) -> bool:
         """Handle one message of a rank within `seconds`; return whether there was one.
 
         If a message is incomplete, for example from a suspended rank, the rest is awaited while other ranks are served.
@@ -277,7 +277,7 @@ class DebugServer:
             with self._meanwhile(channel) as gone:
                 line = self._ask(words.text)
         except NotImplementedError:  # A kernel without a frontend raises this.
-            print("nobody can be asked here, which ends the rank's session")
+            print("no input is possible here, which ends the rank's session")
             self._leave(channel)
             return
         except (EOFError, KeyboardInterrupt):

@@ -136,7 +136,7 @@ class Breakpoints:
             print(f"breakpoint(): {problem}, so this cell goes on; run it again to stop there")
             return None
         if channel is None:
-            print("breakpoint(): nobody waits for this cell in front of a prompt, so it goes on; with --wait it stops")
+            print("breakpoint(): no prompt waits for this cell, so it goes on; with --wait it stops")
         return channel
 
 

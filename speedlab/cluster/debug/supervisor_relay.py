@@ -97,7 +97,7 @@ class _Session:
         self.over = False
         self._door = server_path(folder, door)
         self._unsent = b""
-        self._ended = self._told = self._rank_ended = False
+        self._ended = self._reported = self._rank_ended = False
         """`_ended`: the user's side has ended. `_told`: the agent was informed of that. `_rank_ended`: the rank's side
         has ended.
         """
@@ -136,7 +136,7 @@ class _Session:
                 pass
             except OSError:
                 self._ended = True
-        self._told = self._ended
+        self._reported = self._ended
         return data, self._ended, not self._unsent
 
     def take(self, data: bytes, over: bool) -> None:
@@ -155,7 +155,7 @@ class _Session:
                 pass  # The user is busy with another rank.
             except OSError:
                 self._ended = True
-        if self._told or (self._rank_ended and not self._unsent):
+        if self._reported or (self._rank_ended and not self._unsent):
             self.over = True
             if self._channel is not None:
                 self._channel.close()

@@ -348,8 +348,8 @@ class Engines:
             now = self.line.working()
             still = {rank for rank in still if now.get(rank) is working[rank]}
         unreached &= still
-        if told := self._unreached.note({rank: working[rank] for rank in unreached}, self.state):
-            self.output.on_lines(sorted(unreached), "stderr", told)
+        if reported := self._unreached.note({rank: working[rank] for rank in unreached}, self.state):
+            self.output.on_lines(sorted(unreached), "stderr", reported)
         return still, unreached
 
     def interrupt_those_back(self) -> None:

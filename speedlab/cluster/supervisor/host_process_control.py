@@ -96,7 +96,7 @@ class RemoteProcesses:
         """Hosts whose agent could not be restarted, and the reason."""
         self._were_lost: set[str] = set()
         """Hosts that were lost after their agent was started."""
-        self._told_back: set[str] = set()
+        self._reported_back: set[str] = set()
         """Hosts that were left out after they were lost, and answer now."""
         self._seen: set[tuple[Path, tuple[str, ...]]] = set()
         """(run folder, hosts) that all these hosts share."""
@@ -205,7 +205,7 @@ class RemoteProcesses:
                 # Otherwise ranks of this host would wait for the others in the old generation.
                 self._bring_ended([host])
             except ClusterError:  # The watch thread counts such a host as lost.
-                log.exception("ranks of %s are not told that all meet anew", host)
+                log.exception("ranks of %s do not know that all meet again", host)
 
     def plan(self, state: ClusterState, size: int) -> ResizePlan:
         """Plan another number of engines on whole hosts; see `ProcessController.plan`."""
@@ -307,8 +307,8 @@ class RemoteProcesses:
     def back(self) -> list[str]:
         """Return hosts that were left out when they were lost and answer again; each host once."""
         away = {name for name in self._agents.aside if name in self._were_lost}
-        there, before = self._there(away), self._told_back
-        self._told_back = there
+        there, before = self._there(away), self._reported_back
+        self._reported_back = there
         return sorted(there - before)
 
     def _there(self, names: Collection[str]) -> set[str]:
@@ -324,7 +324,7 @@ class RemoteProcesses:
             except ClusterError as error:
                 self._agentless[host] = f"has lost its agent, and no other could be started: {error}"
             else:
-                log.info("the agent of %s was started anew", host)
+                log.info("the agent of %s was started again", host)
 
     def why_over(self) -> str | None:
         """Return why all hosts were taken away; None while they were not."""

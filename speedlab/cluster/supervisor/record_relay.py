@@ -161,7 +161,7 @@ class RecordRelay:
         arguments = (str(self._folder.path), files)
         answers = self._hosts.ask_hosts(agent_runs.receive, dict.fromkeys(names, arguments))
         if silent := [name for name in names if name not in answers]:
-            raise ClusterError(f"{', '.join(silent)} did not take what run {self._folder.name!r} is told; try again")
+            raise ClusterError(f"{', '.join(silent)} did not take the commands of run {self._folder.name!r}; try again")
 
     def follow(self) -> None:
         """Start a thread that fetches new records until `settle`."""

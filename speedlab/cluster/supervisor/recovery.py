@@ -103,7 +103,7 @@ class Recovery:
         self._start(self._next(_cause(error)))
         return self.under_way
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Reset the count for a new run in the same folder."""
         self._count = AttemptCount(token=self._ranks.token)
 

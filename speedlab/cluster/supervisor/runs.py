@@ -104,7 +104,7 @@ class SupervisedRuns:
             ClusterError: If another run is active or recovering.
         """
         with self._turn:
-            self._refuse_beside_another(path)
+            self._refuse_second(path)
             remember_run(self._ranks, path)
             self._of(path).begin()
 
@@ -122,10 +122,10 @@ class SupervisedRuns:
                 other one pauses, and the unsaved state of the other run would be lost.
         """
         with self._turn:
-            self._refuse_beside_another(path)
+            self._refuse_second(path)
             return self._of(path).post(word, arguments, key)
 
-    def _refuse_beside_another(self, path: Path) -> None:
+    def _refuse_second(self, path: Path) -> None:
         path = path.resolve()
         for other in self._all():
             if (other.active or other.recovering) and other.folder.path != path:
@@ -176,7 +176,7 @@ class SupervisedRuns:
                 if not (run.active or run.recovering) and self._holds.take(path, hold, connection):
                     return
             if time.monotonic() > deadline:
-                raise ClusterError(f"run {run.folder.name!r} is being advanced by somebody else; pause it first")
+                raise ClusterError(f"run {run.folder.name!r} is advanced by another client; pause it first")
             time.sleep(_HOLD_POLL_SECONDS)
 
     def release(self, path: Path, key: str) -> None:
@@ -245,7 +245,7 @@ class SupervisedRuns:
                 except Exception as error:  # A full disk or a damaged folder must not stop the other runs.
                     log.warning("run %s is not looked after: %s", path, error)
                     with contextlib.suppress(Exception):  # The status file itself may be damaged.
-                        self._of(path).left_behind(error)
+                        self._of(path).left_over(error)
 
     def settle(self, seconds: float) -> bool:
         """Wait until every run has recorded how its work ended; return False on timeout.
@@ -338,7 +338,7 @@ class SupervisedRun:
     def begin(self) -> None:
         """Start the new run; a repeated request after a takeover starts it once."""
         self.trouble = None
-        self._recovery.begin_anew()
+        self._recovery.begin_again()
         # A request repeated after a takeover must not start a second run.
         if self.task is None and not self._takes_what_is_left():
             self._submit()
@@ -441,7 +441,7 @@ class SupervisedRun:
         self.trouble = trouble
         self._drop_waiting(self.folder.read_status())
 
-    def left_behind(self, trouble: Exception) -> None:
+    def left_over(self, trouble: Exception) -> None:
         """Record in the status that the run cannot continue under this supervisor: no client has asked, so none gets an
         error.
 
@@ -461,7 +461,7 @@ class SupervisedRun:
         """Record that a command failed for which no client waits."""
         self.trouble = trouble
         if self.folder.read_status().text == UNSUPERVISED:  # This status text promises that the run continues.
-            self.left_behind(trouble)
+            self.left_over(trouble)
 
     def _go_on(self) -> None:
         """Execute waiting commands; resume a run that paused because it had no supervisor."""

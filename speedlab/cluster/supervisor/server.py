@@ -220,7 +220,7 @@ class ClientSession:
         failure = submission.failures.get(rank)
         if failure is None or failure.kind not in (DIED, LOST):  # These ranks send no further output.
             self._supervisor.output.settle(submission, rank)
-        told = self.send(
+        reported = self.send(
             m.Ended(
                 id=submission.id,
                 rank=rank,
@@ -231,7 +231,7 @@ class ClientSession:
         if submission.done:
             self._asked_for.pop(submission.id, None)
             self._supervisor.output.hide(submission)
-            if told:
+            if reported:
                 self._supervisor.forget(submission)
 
     def _interrupt(self, question: m.Interrupt) -> list[int]:

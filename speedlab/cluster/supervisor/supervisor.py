@@ -114,7 +114,7 @@ class Supervisor:
             try:
                 self.runs.let_go_of_abandoned()
             except Exception:  # A deleted folder or a full disk must not stop the cluster.
-                log.exception("what is held by nobody any more cannot be let go of")
+                log.exception("a lock that no client holds cannot be released")
             if not self._stopping and not self.engines.state.running:
                 self._controller_died()
         server.close()
@@ -240,7 +240,7 @@ class Supervisor:
             try:
                 work()
             except Exception:
-                log.exception("a client could not be told")
+                log.exception("a client could not be notified")
 
     def _printed(self, ranks: list[int], stream: str, text: str) -> None:
         if self._server is None:
@@ -340,7 +340,7 @@ def find(home: ClusterDir) -> Begin:
             nursery = ForkServer({**os.environ, **environment}, home.nursery_log)
             hands = LocalProcesses(home, client, state.token, nursery)
             if unknown := hands.end_unknown(state.engines):
-                log.info("engines that nobody counted were ended: processes %s", unknown)
+                log.info("engines that no record lists were ended: processes %s", unknown)
             return state, client, hands
         from speedlab.cluster.supervisor.host_process_control import found_on_hosts
 

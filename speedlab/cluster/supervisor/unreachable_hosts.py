@@ -60,7 +60,7 @@ class LostHosts:
         """
         hosts = sorted({state.engines[rank].host for rank in dead} & self._why.keys())
         if hosts:
-            return f"{self._told(hosts)} ({name_ranks(dead)}); once it is back, {restart_of(dead[:1])}"
+            return f"{self._reported(hosts)} ({name_ranks(dead)}); once it is back, {restart_of(dead[:1])}"
         engines, them = ("engine", "it") if len(dead) == 1 else ("engines", "them")
         return f"the {engines} of {name_ranks(dead)} ended or stopped answering; {restart_of(dead)} brings {them} back"
 
@@ -80,14 +80,14 @@ class LostHosts:
         for host in lost:
             ranks = [engine.rank for engine in state.engines if engine.host == host]
             self._given_up.update(state.engines[rank].engine_id for rank in ranks)
-            reason = f"{self._told([host])} ({name_ranks(ranks)}{_doing(line, ranks)})"
+            reason = f"{self._reported([host])} ({name_ranks(ranks)}{_doing(line, ranks)})"
             if host not in known:
                 said.append((ranks, reason))
                 log.error("%s", reason)
             line.give_up(ranks, DIED, reason)
         return said
 
-    def _told(self, hosts: Iterable[str]) -> str:
+    def _reported(self, hosts: Iterable[str]) -> str:
         """Return for example 'host-b does not answer: it is down or cut off'."""
         return "; ".join(f"{host} {self._why[host]}" for host in hosts)
 

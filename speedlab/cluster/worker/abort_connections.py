@@ -38,10 +38,10 @@ def start_cutter() -> None:
     """
     # sigwait receives only blocked signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, {CUT_SIGNAL})
-    threading.Thread(target=_cut_when_told, name="speedlab-cutter", daemon=True).start()
+    threading.Thread(target=_cut_when_reported, name="speedlab-cutter", daemon=True).start()
 
 
-def _cut_when_told() -> None:
+def _cut_when_reported() -> None:
     while True:
         signal.sigwait({CUT_SIGNAL})
         try:

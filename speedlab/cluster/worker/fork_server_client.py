@@ -232,8 +232,8 @@ class ForkServer:
         with self._log.open("rb") as log:
             log.seek(self._log_begins)
             lines = log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]
-        told = [f"{self._log.name}:", *(f"  {line}" for line in lines)] if lines else []
-        return ClusterError("\n".join([what, *told, more_in("engines")]))
+        reported = [f"{self._log.name}:", *(f"  {line}" for line in lines)] if lines else []
+        return ClusterError("\n".join([what, *reported, more_in("engines")]))
 
     def _end(self) -> None:
         process, self._process = self._process, None

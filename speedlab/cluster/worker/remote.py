@@ -65,7 +65,7 @@ def call(work: bytes) -> Any:
             names = Globals(_namespace())
             function, arguments, keywords = unpack(work, names)
             # New work of the user frees the last exception; internal calls keep it.
-            if of_a_person := all(function is not known for known in _BESIDE):
+            if of_a_person := all(function is not known for known in _ALONGSIDE):
                 debugging.forget()
             with names.kept():
                 result = function(*arguments, **keywords)
@@ -188,7 +188,7 @@ def held_runs() -> dict[str, int]:
     return {origin_of(folder): step for folder, step in run_registry.held().items()}
 
 
-_BESIDE = (identify, reset, held_runs, debugging.post_mortem)
+_ALONGSIDE = (identify, reset, held_runs, debugging.post_mortem)
 """Functions that the cluster calls itself; they keep the last exception of a rank for its post-mortem."""
 
 

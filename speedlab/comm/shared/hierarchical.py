@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuda_ops.reduce import reduce
-from speedlab.comm.errors import CollectiveMismatch, PeerLost, reason_of, tells_of_lost_peer
+from speedlab.comm.errors import CollectiveMismatch, PeerLost, reason_of, reports_lost_peer
 from speedlab.comm.shared.call_descriptions import Call, source_line
 from speedlab.comm.shared.mismatch import named
 from speedlab.comm.shared.staged_collectives import PAIRWISE, StagedCollectives
@@ -295,7 +295,7 @@ class Hierarchy:
         try:
             yield
         except RuntimeError as error:
-            if not tells_of_lost_peer(error):
+            if not reports_lost_peer(error):
                 raise
             leaders = [self._names[ranks[0]] for ranks in self._hosts]
             others = [f"rank {leaders[h]} of {self._host_names[h]}" for h in range(len(leaders)) if h != self._host]

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from speedlab.comm.shared.memfd import NORESERVE, Mapping, create_file, drop_copies, map_anew, map_over
+from speedlab.comm.shared.memfd import NORESERVE, Mapping, create_file, drop_copies, map_over, remap
 from speedlab.comm.shared.sync_page import SyncPage
 
 _PAGE = mmap.PAGESIZE
@@ -86,7 +86,7 @@ class _ShardPages:
         """Replace mapped pages by private memory with undefined values."""
         if self._torn or self.mapped is not None:
             self.mapped, self._torn = None, True  # Set the flags first: the next line may be interrupted, or fail.
-            map_anew(self.low, self.high - self.low)
+            remap(self.low, self.high - self.low)
             self._torn = False
 
     def drop_copies(self) -> None:

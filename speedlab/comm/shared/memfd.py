@@ -106,7 +106,7 @@ def map_over(address: int, nbytes: int, descriptor: int, offset: int) -> None:
     _map(address, nbytes, mmap.MAP_PRIVATE | _FIXED | NORESERVE, descriptor, offset)
 
 
-def map_anew(address: int, nbytes: int) -> None:
+def remap(address: int, nbytes: int) -> None:
     """Replace whole private pages by memory of this process, with undefined values.
 
     Args:

@@ -245,7 +245,7 @@ class Arena:
                 mapping = self._map(wanted)
         except (OSError, MemoryError) as error:
             raise MemoryError(
-                f"out of memory: tried to allocate {size} bytes of shared memory beside {held} bytes: {error}"
+                f"out of memory: tried to allocate {size} bytes of shared memory in addition to {held} bytes: {error}"
             ) from error
         self._entries[len(self._extents)] = self._file_bytes, wanted
         self._file_bytes += wanted

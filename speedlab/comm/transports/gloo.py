@@ -34,11 +34,11 @@ class GlooPeers(Transport):
         self._offered: dict[int, tuple[int, list[Any]]] = {}
         """Shards that were offered and not gathered yet: address → (tag, sends)."""
         self._sends: list[Any] = []
-        self._left_behind: list[list[Any]] = []
+        self._left_over: list[list[Any]] = []
 
     def cut(self) -> None:
         """Release all sends; see `Transport.cut`."""
-        self._offered, self._sends, self._left_behind = {}, [], []
+        self._offered, self._sends, self._left_over = {}, [], []
 
     def offer(self, shards: Sequence[Tensor]) -> None:
         """Start to send shards; see `Transport.offer`."""
@@ -58,8 +58,8 @@ class GlooPeers(Transport):
         They are not cancelled, because a slower rank may need them to reach the same abort. Their tags are never used
         again.
         """
-        self._left_behind += [sends for _, sends in self._offered.values()]
-        self._left_behind.append(self._sends)
+        self._left_over += [sends for _, sends in self._offered.values()]
+        self._left_over.append(self._sends)
         self._offered, self._sends = {}, []
 
     def all_gather(self, full: Tensor, shard: Tensor, own: Tensor) -> Finish:

@@ -41,7 +41,7 @@ def parse(text: str) -> Parsed:
         raise ConfigError("the file holds nothing but space and comments; expected keys and values in { }")
     if plain[start] != "{":
         found = _found(plain, start)
-        _refuse(text, start, f"a DeepSpeed file is one object in {{ }}, but here stands {found}; put it in {{ }}")
+        _refuse(text, start, f"a DeepSpeed file is one object in {{ }}, but found {found}; put it in {{ }}")
     twice: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def parse(text: str) -> Parsed:
         raise ConfigError(f"a number in the file cannot be read: {error}") from None
     except RecursionError:
         raise ConfigError("brackets are nested too deeply for a configuration") from None
-    warnings += [f"the key {key!r} stands twice in one object; the last one counts" for key in dict.fromkeys(twice)]
+    warnings += [f"the key {key!r} is twice in one object; the last one counts" for key in dict.fromkeys(twice)]
     return Parsed(data=data, warnings=tuple(warnings))
 
 
@@ -150,8 +150,8 @@ def _fault(text: str, plain: str, error: json.JSONDecodeError, open_at: list[int
     if error.msg.startswith(("Invalid control character", "Unterminated string")):
         return "a text in double quotes runs over the end of its line; close it"
     if error.msg.startswith("Expecting property name"):
-        return f"expected a key in double quotes, but here stands {found}"
-    return f"{error.msg[0].lower()}{error.msg[1:]}, but here stands {found}"
+        return f"expected a key in double quotes, but found {found}"
+    return f"{error.msg[0].lower()}{error.msg[1:]}, but found {found}"
 
 
 def _found(plain: str, place: int) -> str:

@@ -115,7 +115,7 @@ def _adam(keys: RemainingKeys, name: str) -> None:
         reason = "with adam_w_mode false the decay is part of the gradient, and here it never is (arXiv:1711.05101)"
         keys.lack(f"{_PARAMS}.adam_w_mode", "optimizer", f"{reason}; weight_decay 0 is the same in both")
     elif decoupled is not None:
-        keys.agree(f"{_PARAMS}.adam_w_mode", "the decay is apart from the gradient, or 0")
+        keys.agree(f"{_PARAMS}.adam_w_mode", "the decay is separate from the gradient, or 0")
     corrected = keys.take(f"{_PARAMS}.bias_correction", yes)
     if corrected is False:
         keys.honour(f"{_PARAMS}.bias_correction", "optimizer.bias_correction", False)

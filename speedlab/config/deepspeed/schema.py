@@ -115,10 +115,10 @@ _UNITS = (
     "whole units (blocks) are gathered and released, and the next one is gathered ahead; zero.bucket_bytes joins them"
 )
 _FLATS = "flats are contiguous and each has one reduction, whatever this says"
-_ELSEWHERE = "records are in the run folder, and TensorBoard's event files beside them; nothing is sent to a service"
+_ELSEWHERE = "records are in the run folder, and TensorBoard's event files next to them; nothing is sent to a service"
 _MEASURED = "how deep queues are, and how large pieces, is measured on the disk itself before a run"
 _PINNED = "what travels to a GPU goes through pinned memory that is used again"
-_STAGED = "reading ahead and writing behind take the room of two flats of each state, whatever this says"
+_STAGED = "reading ahead and writing back take the room of two flats of each state, whatever this says"
 _MEAN = "the mean over ranks is the same; sums of gradients are taken in float32, which does not overflow"
 _SAVING = "each rank writes what it owns to the run folder, with a manifest and a hash for each file"
 _NARROW_SUMS = "gradients are in the compute dtype, and their sums are taken in float32"
@@ -190,7 +190,7 @@ IGNORED: dict[str, str] = {
             ("allgather_partitions reduce_scatter use_multi_rank_bucket_allreduce contiguous_gradients", _FLATS),
             ("legacy_stage1 round_robin_gradients parameter_alignment", _FLATS),
             ("overlap_comm", "communication overlaps computing wherever the transport can"),
-            ("compute_grad_norm", "the norm costs nothing beside the update's own reduction"),
+            ("compute_grad_norm", "the norm costs nothing in addition to the update's own reduction"),
             ("sub_group_size", "the update works on one partition after the other, in pieces where a copy is needed"),
             ("stage3_max_live_parameters stage3_max_reuse_distance stage3_module_granularity_threshold", _UNITS),
             ("stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential leaf_module", _UNITS),

@@ -138,7 +138,7 @@ def whose() -> list[Any]:
     return [host_identity(), os.getpid()]
 
 
-def peers_of(told: Mapping[int, list[Any]]) -> dict[int, PeerProcess]:
+def peers_of(reported: Mapping[int, list[Any]]) -> dict[int, PeerProcess]:
     """Return the processes of other ranks on this host, by rank.
 
     Args:
@@ -148,7 +148,7 @@ def peers_of(told: Mapping[int, list[Any]]) -> dict[int, PeerProcess]:
         CheckpointError: If one has already ended.
     """
     peers = {}
-    for rank, (host, pid) in told.items():
+    for rank, (host, pid) in reported.items():
         if host == host_identity() and pid != os.getpid():
             try:
                 peers[rank] = PeerProcess(pid)

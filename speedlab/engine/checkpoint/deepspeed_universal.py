@@ -80,7 +80,7 @@ def _zero_folder(folder: Path, trust_pickle: bool) -> Path:
     if not trust_pickle:
         raise CheckpointError(
             f"{folder}: DeepSpeed's checkpoints are pickles, which may run code when they are read; where you trust "
-            "whoever wrote it, say trust_pickle=True"
+            "its author, say trust_pickle=True"
         )
     version = tuple(int(number) for number in torch.__version__.split("+")[0].split(".")[:2])
     if version < _OLDEST_TORCH:

@@ -150,15 +150,15 @@ def check_loaded_back(folder: Path, config: Mapping[str, Any], tensors: Mapping[
     place = {} if with_values else {"device_map": {"": "meta"}}
     try:
         with _quiet():
-            model, told = kind.from_pretrained(folder, output_loading_info=True, dtype=config["dtype"], **place)
+            model, reported = kind.from_pretrained(folder, output_loading_info=True, dtype=config["dtype"], **place)
     except Exception as error:
         raise CheckpointError(
             f"{folder}: transformers' {kind.__name__} cannot load the export: {type(error).__name__}: {error}"
         ) from None
     problems = {
-        "would be initialised at random, because no tensor is loaded into them": told["missing_keys"],
-        "would be ignored": told["unexpected_keys"],
-        "have another shape": [each[0] for each in told["mismatched_keys"]],
+        "would be initialised at random, because no tensor is loaded into them": reported["missing_keys"],
+        "would be ignored": reported["unexpected_keys"],
+        "have another shape": [each[0] for each in reported["mismatched_keys"]],
         "come back with other values": _different(model, tensors) if with_values else (),
     }
     for what, names in problems.items():

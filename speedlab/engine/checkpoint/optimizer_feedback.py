@@ -41,7 +41,7 @@ def load_kept(engine: TrainingState, files: Files, manifest: dict[str, Any]) -> 
     if keeper is not None:
         if missing := _missing(engine, keeper, manifest):
             warnings.warn(f"{missing}, which begins as on the first step", UserWarning, stacklevel=2)
-            engine.begin_anew()
+            engine.begin_again()
         else:
             _load(engine, keeper, files, manifest)
     if isinstance(engine.optimizer, CommunicatingOptimizer) and not keeps_now(engine.optimizer):
@@ -93,10 +93,10 @@ def _load(
                 )
                 base = 0 if own else flat.start
                 into = state[slot.offset + stretch.start - base : slot.offset + stretch.end - base]
-                told = {piece["holder"] for piece in pieces}
-                as_before = among is not None and len(told) == among.size
+                reported = {piece["holder"] for piece in pieces}
+                as_before = among is not None and len(reported) == among.size
                 # With the same number of holders each takes its own; otherwise all take the mean over the holders.
-                wanted = {among.index} if among is not None and as_before else told
+                wanted = {among.index} if among is not None and as_before else reported
                 shape = entries[slot.name]["shape"]
                 _mean(files, kind, stretch, into, [
                     {"shape": shape, "slices": [piece for piece in pieces if piece["holder"] == holder]}

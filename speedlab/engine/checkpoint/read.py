@@ -124,7 +124,7 @@ def take_whole(
             states[flat.name] = own
             counts[flat.name] = {slot.name: dict(scalars or {}) if moments else None for slot in flat.slots}
     engine.partitioned_optimizer.rebuild(states, counts)
-    engine.begin_anew()
+    engine.begin_again()
     engine.wait_until_read()
 
 
@@ -184,7 +184,7 @@ def _load_flats(engine: TrainingState, files: Files, manifest: dict[str, Any]) -
                 for slot in flat.slots
             }
     engine.partitioned_optimizer.rebuild(states, scalars)
-    engine.begin_anew()
+    engine.begin_again()
     engine.wait_until_read()
     if not _same_groups(engine, manifest):
         warnings.warn(

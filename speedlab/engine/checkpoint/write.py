@@ -97,10 +97,10 @@ def save(
     common = common_of(engine, client_state)
     # A copy of states on disk would need the memory that the offload saves.
     wait = wait or any(zero.zero_policy.states_at is MemoryKind.DISK for zero in engine.zeros)
-    told = group.collect([part.nbytes, whose()])
-    needed = sum(nbytes for nbytes, _ in told)
+    reported = group.collect([part.nbytes, whose()])
+    needed = sum(nbytes for nbytes, _ in reported)
     if not wait:
-        peers = {rank: process for rank, (_, process) in enumerate(told)}
+        peers = {rank: process for rank, (_, process) in enumerate(reported)}
         _savings[engine] = _begin(engine, part, target, common, needed, peers)
         return target
     on_first(group, lambda: _prepare(target, hidden, needed, client_state))  # 1
@@ -258,16 +258,16 @@ def _own_part(engine: TrainingState, hidden: Path, *, verify: bool, moments: boo
                 ],
             }
             offset += high - low
-    told_kept: dict[str, Any] = {}
+    reported_kept: dict[str, Any] = {}
     if moments and engine.keeper is not None:
-        told_kept = _add_kept(engine, name, tensors)
+        reported_kept = _add_kept(engine, name, tensors)
     buffers = {key: buffer for module in engine.modules for key, buffer in module.named_buffers()}
     tensors |= {f"buffer/{key}": Values.of(buffer) for key, buffer in buffers.items()}
     tensors |= {key: Values.of(state) for key, state in random_tensors(engine.world.device).items()}
     own, own_tensors = _module_states(engine)
     tensors |= {f"own/{key}": Values.of(tensor) for key, tensor in own_tensors.items()}
     report = {"name": name, "random": random_words(), "parameters": parameters, "buffers": _persistent(engine)}
-    report |= {"kept": told_kept, "own": own, "not_plain": _not_plain(engine)}
+    report |= {"kept": reported_kept, "own": own, "not_plain": _not_plain(engine)}
     return RankPart(hidden=hidden, rank=rank, size=engine.everyone.size, tensors=tensors, report=report, verify=verify)
 
 
@@ -327,7 +327,7 @@ def _add_kept(engine: TrainingState, file: str, tensors: dict[str, Values]) -> d
 
     Returns name → parameter → its pieces, as the manifest has them.
     """
-    told: dict[str, Any] = {}
+    reported: dict[str, Any] = {}
     placement = engine.placement
     for flat in engine.flats:
         for kind, state in ({} if flat.gradient is None else flat.gradient.kept).items():
@@ -343,11 +343,11 @@ def _add_kept(engine: TrainingState, file: str, tensors: dict[str, Values]) -> d
             for slot, low, high in stretches:
                 piece = {"file": file, "flat": flat.name, "start": low, "end": high, "offset": offset}
                 piece |= {"holder": holder}
-                told.setdefault(kind, {}).setdefault(slot.name, []).append(
+                reported.setdefault(kind, {}).setdefault(slot.name, []).append(
                     piece | describe_part(placement[slot.name].part)
                 )
                 offset += high - low
-    return told
+    return reported
 
 
 def _values(

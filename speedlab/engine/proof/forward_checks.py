@@ -81,7 +81,7 @@ class _Report(NamedTuple):
     data_index: int
     unit: str
     """Name of the unit that the trial changed; "" without a trial."""
-    apart: list[float] | None
+    separate: list[float] | None
     """Losses of the trial; [] if another pipeline rank has them, None if the time budget was too short."""
     cut: list[float] | None
     """Losses of two sequences together, and of each alone."""
@@ -133,22 +133,22 @@ def findings_of(
     own = _Report(
         data_index=state.mesh.data_index,
         unit="" if trial is None else trial.unit,
-        apart=losses[0],
+        separate=losses[0],
         cut=losses[1],
         counted=[int(part.counted.sum()) for part in plans[1]],
         has_counts=all(has_counts),
     )
-    reports = _one_for_each_data_index([_Report(*told) for told in everyone.collect(list(own))])
-    apart = [_apart(report) for report in reports if report.apart]
+    reports = _one_for_each_data_index([_Report(*reported) for reported in everyone.collect(list(own))])
+    separate = [_separate(report) for report in reports if report.separate]
     cuts = [_cut(report) for report in reports if report.cut]
-    documents = document_separation.finding_of(apart, has_positions=any(each[3] for each in given))
+    documents = document_separation.finding_of(separate, has_positions=any(each[3] for each in given))
     dtype = str(state.dtype).removeprefix("torch.")
     counts = [each[2] for each in given]
     weighted = weighted_by_tokens and all(report.has_counts for report in reports)
     cut = batch_cut.finding_of(cuts, dtype=dtype, weighted_by_tokens=weighted, given=counts)
     return [
         _not_checked(*kind, left.reason) if left.refused and not found else finding
-        for kind, found, finding in zip(_KINDS, (apart, cuts), (documents, cut), strict=True)
+        for kind, found, finding in zip(_KINDS, (separate, cuts), (documents, cut), strict=True)
     ]
 
 
@@ -184,14 +184,14 @@ def _one_for_each_data_index(reports: Sequence[_Report]) -> list[_Report]:
     """Return one report with losses per data index."""
     found: dict[int, _Report] = {}
     for report in reports:
-        if report.data_index not in found or report.apart or report.cut:
+        if report.data_index not in found or report.separate or report.cut:
             found[report.data_index] = report
     return [found[index] for index in sorted(found)]
 
 
-def _apart(report: _Report) -> document_separation.TrialLosses:
-    assert report.apart is not None
-    base, changed, *control = report.apart
+def _separate(report: _Report) -> document_separation.TrialLosses:
+    assert report.separate is not None
+    base, changed, *control = report.separate
     inside = control if len(control) == 2 else (None, None)
     return document_separation.TrialLosses(
         unit=report.unit, base=base, changed=changed, control_base=inside[0], control=inside[1]

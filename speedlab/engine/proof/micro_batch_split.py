@@ -74,14 +74,14 @@ def finding_of(
 
     counts = {count for rank in given for count in rank}
     uneven = len(counts) > 1 and not weighted_by_tokens
-    told = (
+    reported = (
         f"; micro-batches have {min(counts):,} to {max(counts):,} targets, and a step is a mean of their means"
         if uneven
         else ""
     )
     if not ranks:
         if uneven:
-            return found(Severity.SUSPICIOUS, f"the update depends on the cut{told}")
+            return found(Severity.SUSPICIOUS, f"the update depends on the cut{reported}")
         return found(Severity.NOT_CHECKED, "the first micro-batch has not two sequences with targets to cut")
     if not all(abs(value) < float("inf") for each in ranks for value in (each.together, *each.alone)):
         return found(Severity.NOT_CHECKED, "a loss is not finite")
@@ -89,7 +89,7 @@ def finding_of(
     by_tokens = max(_difference(each, each.counted) for each in ranks)
     if by_tokens <= tolerance:
         if uneven:
-            return found(Severity.SUSPICIOUS, f"the loss is a mean over tokens{told}")
+            return found(Severity.SUSPICIOUS, f"the loss is a mean over tokens{reported}")
         return found(
             Severity.OK,
             f"two sequences give the same loss together and one by one, weighted by their targets (relative "

@@ -94,8 +94,8 @@ def finding_of(groups: Sequence[ParameterGroup]) -> Finding:
     if not count:
         return Finding(kind=KIND, severity=Severity.WRONG, text=f"{text}: nothing is trained", section=SECTION)
     if empty:
-        told = f"{text}; {', '.join(empty)} has no parameters"
-        return Finding(kind=KIND, severity=Severity.SUSPICIOUS, text=told, section=SECTION)
+        reported = f"{text}; {', '.join(empty)} has no parameters"
+        return Finding(kind=KIND, severity=Severity.SUSPICIOUS, text=reported, section=SECTION)
     return Finding(kind=KIND, severity=Severity.OK, text=text, section=SECTION)
 
 

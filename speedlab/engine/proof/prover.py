@@ -113,7 +113,7 @@ class Prover:
                 self._before = first_update.bit_sums(self._state.flats, reads_disk=self._form == "full")
             self._update_seen.start(passes=passes)
         except Exception as error:  # Training must continue; the proof reports the failure.
-            self._problem = self._update_seen.reason = _told(error)
+            self._problem = self._update_seen.reason = _reported(error)
             self._update_seen.stop()
         self._seconds += time.perf_counter() - began
 
@@ -150,7 +150,7 @@ class Prover:
         except Exception as error:
             self._trial_failed = True
             self.observation.gradients.clear()
-            self.observation.reason = f"the trial failed: {_told(error)}"
+            self.observation.reason = f"the trial failed: {_reported(error)}"
         self._seconds += time.perf_counter() - began
 
     def _pass(self, batch: Batch) -> None:
@@ -276,7 +276,7 @@ class Prover:
         except NoTokensError as error:
             return [], str(error)
         except Exception as error:  # Any batch may fail here, and all ranks must continue with the same checks.
-            return [], f"it could not be read: {_told(error)}"
+            return [], f"it could not be read: {_reported(error)}"
 
     def _views_of(self, batches: Iterable[Batch]) -> Iterator[TokenBatch]:
         return (token_batch(batch, self._state.module) for batch in batches)
@@ -396,8 +396,8 @@ class Prover:
     def _nowhere(self, mine: Mapping[str, bool]) -> list[str]:
         """Return sorted names for which some rank says False and no rank says True. Collective."""
         everyone = self._state.everyone
-        told = everyone.collect([name for name, is_so in mine.items() if not is_so][:_MOST_NAMES])
-        candidates = sorted({name for names in told for name in names})
+        reported = everyone.collect([name for name, is_so in mine.items() if not is_so][:_MOST_NAMES])
+        candidates = sorted({name for names in reported for name in names})
         if not candidates:
             return []
         seen = {name for names in everyone.collect([name for name in candidates if mine.get(name)]) for name in names}
@@ -412,7 +412,7 @@ class Prover:
         except PeerLost:
             raise
         except Exception as raised:
-            error, problem = raised, _told(raised)
+            error, problem = raised, _reported(raised)
         problems = [text for text in self._state.everyone.collect(problem) if text]
         if problems:
             raise CheckFailed(problems[0]) from error
@@ -428,7 +428,7 @@ def _not_checked(kind: str, section: str, text: str, *, failed: bool = False) ->
 
 
 def _check_failed(kind: str, section: str, error: Exception) -> Finding:
-    return _not_checked(kind, section, f"the check failed: {_told(error)}", failed=True)
+    return _not_checked(kind, section, f"the check failed: {_reported(error)}", failed=True)
 
 
 def _size(tokenizer: Any) -> int | None:
@@ -443,7 +443,7 @@ def _size(tokenizer: Any) -> int | None:
     return int(str(count())) if callable(count) else None
 
 
-def _told(error: BaseException) -> str:
+def _reported(error: BaseException) -> str:
     lines = str(error).splitlines()
     if isinstance(error, CheckFailed):
         return lines[0]

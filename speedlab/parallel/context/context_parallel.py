@@ -143,11 +143,11 @@ class ContextParallel:
         """
         if length % self.multiple == 0:
             return
-        told = f"parallel.cp {self._group.size}: a sequence of {length} tokens does not divide by {self.multiple}"
+        reported = f"parallel.cp {self._group.size}: a sequence of {length} tokens does not divide by {self.multiple}"
         if not self._pads:
-            raise LayoutError(f"{told}; {ways_out(length, self.multiple)}")
+            raise LayoutError(f"{reported}; {ways_out(length, self.multiple)}")
         if self._dropout:
-            raise LayoutError(f"{told}, and {dropout_rule(self._dropout)}")
+            raise LayoutError(f"{reported}, and {dropout_rule(self._dropout)}")
 
     def attach(self) -> None:
         """Apply the patches."""

@@ -128,7 +128,7 @@ class StageModule(nn.Module):
     """C, the width of activations."""
     is_first: bool
     is_last: bool
-    behind: list[nn.Module]
+    following: list[nn.Module]
     """Modules after the blocks: the final norm and the head, on the last stage only."""
 
 
@@ -213,7 +213,7 @@ def cut_model(model: nn.Module, counts: Sequence[int], stage: int) -> nn.Module:
         part = _cut_decoder(decoder_of(model), own, is_first=is_first, is_last=is_last)
         kind, part.hidden = DecoderStage, part.config.hidden_size
     part.is_first, part.is_last = is_first, is_last
-    part.behind = after if is_last else []
+    part.following = after if is_last else []
     part.__class__ = type(f"{type(model).__name__}Stage", (kind, type(model)), {"__module__": __name__})
     return part
 

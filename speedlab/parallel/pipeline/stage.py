@@ -127,11 +127,11 @@ class PipelineStage:
         # stage_backward_input detaches its output in place, which a view does not allow.
         made = made.clone() if made._is_view() else made
         self.zero.begin_backward(sync=False)
-        behind = {id(p): p for module in self.module.behind for p in module.parameters() if p.requires_grad}
-        others = [p for p in self.module.parameters() if p.requires_grad and id(p) not in behind]
+        following = {id(p): p for module in self.module.following for p in module.parameters() if p.requires_grad}
+        others = [p for p in self.module.parameters() if p.requires_grad and id(p) not in following]
         try:
             (given, *_), self._put_off[micro_batch] = stage_backward_input(
-                [made], None if gradient is None else [gradient], [micro.given, *behind.values()], iter(others)
+                [made], None if gradient is None else [gradient], [micro.given, *following.values()], iter(others)
             )
         except PeerLost:
             raise

@@ -122,16 +122,16 @@ class TensorParallel:
         Their gradients may be complete or partial. A wrong guess would silently train wrong values.
         """
         named = {id(parameter) for module, _ in layers.values() for parameter in module.parameters()}
-        beside = {
+        alongside = {
             name.rpartition(".")[0]
             for name, (_, style) in layers.items()
             if style.cut is LayerSharding.OUTPUT and not style.whole_outside
         }
-        for parent in sorted(beside):
+        for parent in sorted(alongside):
             for name, parameter in model.get_submodule(parent).named_parameters(prefix=parent):
                 if id(parameter) not in named and self._names[id(parameter)] not in self.partial:
                     raise PlanError(
-                        f"tp_plan: the plan of {type(model).__name__} says nothing of {name}, which stands beside "
+                        f"tp_plan: the plan of {type(model).__name__} says nothing of {name}, which is next to "
                         f"layers that are cut; give tp_plan={{**model._tp_plan, {name.rpartition('.')[0]!r}: …}}, "
                         f"'replicated' where it sees whole values, 'replicated_with_grad_allreduce' where it sees a "
                         f"rank's part"

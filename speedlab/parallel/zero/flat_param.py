@@ -290,7 +290,7 @@ class FlatParam:
         return self.master[self.start - low : self.end - low]
 
     @property
-    def lies_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether some states are offloaded or need decoding."""
         at_home = self.zero_policy.states_at is self.zero_policy.parameters_at is MemoryKind.DEVICE
         return not at_home or self._rounded or self._coded
@@ -493,7 +493,7 @@ class FlatParam:
             if parameter.shape != slot.shape:
                 refuse_shape(slot.name, slot.shape, parameter.shape)
             moved = self._shown.is_replaced(index)
-            self._shown.told(index)  # Raise only once, so that engine.destroy still works afterwards.
+            self._shown.reported(index)  # Raise only once, so that engine.destroy still works afterwards.
             self._refuse_change(slot.name)
             replaced = replaced or moved
             if self.ahead:  # The update under way overwrites these values; `TrainingState` reports the loss.
@@ -516,9 +516,9 @@ class FlatParam:
 
     def _refuse_change(self, name: str) -> None:
         if self.zero_policy.params_unsharded_on_demand:
-            lies = "partitioned" if self.zero_policy.parameters is Replication.PARTITIONED else "away from the device"
+            is_at = "partitioned" if self.zero_policy.parameters is Replication.PARTITIONED else "away from the device"
             raise RuntimeError(
-                f"{name} was changed while it is {lies}, where the change has no effect; change it before initialize, "
+                f"{name} was changed while it is {is_at}, where the change has no effect; change it before initialize, "
                 "or at a ZeRO stage below 3"
             )
 

@@ -76,15 +76,15 @@ class PartHooks:
             # Skip blocks that are compiled as a whole, and copies of the module.
             if torch.compiler.is_compiling() or part is not mine():
                 return
-            told = self._before()
-            if told is not None and told(number, part, (args, kwargs)) and not called_alone:
+            reported = self._before()
+            if reported is not None and reported(number, part, (args, kwargs)) and not called_alone:
                 called_alone = True
                 self._handles.append(part.register_forward_hook(after, always_call=True))
 
         def after(part: nn.Module, args: Any, output: Any) -> None:
-            told = self._after()
-            if told is not None and part is mine():
-                told(number, part, output)
+            reported = self._after()
+            if reported is not None and part is mine():
+                reported(number, part, output)
 
         self._handles.append(hooked.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
 

@@ -100,7 +100,7 @@ class ParamViews:
         """
         return not _is_same(self._parameters[index], self._values[index])
 
-    def told(self, index: int) -> None:
+    def reported(self, index: int) -> None:
         """Mark the write to a parameter as handled.
 
         Args:

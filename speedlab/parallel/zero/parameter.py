@@ -145,8 +145,8 @@ class UnshardedParameter(nn.Parameter):
         shape = "×".join(str(n) for n in self.shape)
         dtype = str(self.dtype).removeprefix("torch.")
         zero_policy = place.flat.zero_policy
-        lies = "" if zero_policy.parameters_at is MemoryKind.DEVICE else f" on {zero_policy.parameters_at.value}"
-        where = f"{zero_policy.parameters.value}{lies}"
+        is_at = "" if zero_policy.parameters_at is MemoryKind.DEVICE else f" on {zero_policy.parameters_at.value}"
+        where = f"{zero_policy.parameters.value}{is_at}"
         head = f"Parameter {place.slot.name} ({shape} {dtype}, unit {place.unit.name}, {where}"
         owners = ", ".join(f"rank {rank}: [{low}:{high})" for rank, low, high in owners_of(place.flat, place.slot))
         if not place.flat.gathered:

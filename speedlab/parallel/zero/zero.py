@@ -65,8 +65,8 @@ def refuse_transforms(name: str) -> None:
     """
     if peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         raise RuntimeError(
-            f"{name}: a forward inside torch.func or forward-mode differentiation keeps graphs that nobody gathers its "
-            f"parameters for; {_ONLY_IN_BACKWARD}"
+            f"{name}: a forward inside torch.func or forward-mode differentiation keeps graphs for which no rank "
+            f"gathers its parameters; {_ONLY_IN_BACKWARD}"
         )
 
 

@@ -233,8 +233,8 @@ class Calibration:
         The real transfer takes place at the same time, so a part takes the longer of both times.
         """
         engines = setup.layout.world_size
-        apart = replace(self.machines(engines, setup.dtype), per_host=1, hosts=engines, between=link)
-        over = predict_time(setup, apart, replace(self.shares(engines, setup.dtype), messages=1.0)).parts
+        separate = replace(self.machines(engines, setup.dtype), per_host=1, hosts=engines, between=link)
+        over = predict_time(setup, separate, replace(self.shares(engines, setup.dtype), messages=1.0)).parts
         longer = {part: max(0.0, over[part] - parts[part]) for part in _SENT}
         parts.update((part, parts[part] + seconds) for part, seconds in longer.items())
         # While a pipeline fills or drains, it waits for messages without other work.

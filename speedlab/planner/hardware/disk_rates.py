@@ -33,8 +33,8 @@ def path(cache: Path | None = None) -> Path:
     Args:
         cache: folder of the file; None: the user's cache.
     """
-    beside = store.path(cache)
-    return beside.with_name(f"disks{beside.name.removeprefix('calibration')}")
+    alongside = store.path(cache)
+    return alongside.with_name(f"disks{alongside.name.removeprefix('calibration')}")
 
 
 def known(folder: Path, *, cache: Path | None = None) -> DiskRates | None:

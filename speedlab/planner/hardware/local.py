@@ -81,8 +81,8 @@ class Hardware:
         host, count = machines.host, machines.world_size
         disk = None if host.disk_bytes is None else host.disk_bytes // count
         host = replace(host, memory_bytes=host.memory_bytes // count, disk_bytes=disk)
-        apart = replace(machines, per_host=1, hosts=count, between=link, host=host)
-        return replace(self, machines=apart, note=f"{self.note} (over a {link.name})".lstrip())
+        separate = replace(machines, per_host=1, hosts=count, between=link, host=host)
+        return replace(self, machines=separate, note=f"{self.note} (over a {link.name})".lstrip())
 
     @classmethod
     def of(cls, machines: Machines) -> Hardware:

@@ -24,13 +24,13 @@ from speedlab.planner.memory.activation_sizes import ActivationSizes, Tally
 from speedlab.planner.memory.attention import (
     attend_backward,
     attend_forward,
+    copies_heads,
     keeps_probabilities,
-    lays_heads_anew,
 )
 from speedlab.planner.memory.long_sequences import (
     attends_long,
+    copies_layout,
     is_tiled,
-    lays_out_anew,
     leave_attention,
     ring_kept,
     shares_heads,
@@ -310,7 +310,7 @@ def block_backward(t: Tally, s: ActivationSizes, *, held: bool = False) -> None:
     came = leave_backward(t, s)
     size = shape.head_size or shape.hidden // shape.heads
     queries = shape.heads * size
-    anew = lays_out_anew(s) if attends_long(s) else lays_heads_anew(s)
+    anew = copies_layout(s) if attends_long(s) else copies_heads(s)
     copied = s.heads if anew or keeps_probabilities(s) else 0
     _linear_backward(t, weight=s.matrix(queries, shape.hidden), out=s.heads, gradient=came, saved=copied)
     attend_backward(t, s)

@@ -43,7 +43,7 @@ def attend_forward(t: Tally, s: ActivationSizes) -> None:
             attend_long_forward(t, s)
             return
         t.take(q, s.queries)
-        if lays_heads_anew(s):
+        if copies_heads(s):
             t.take(q)
         return
     (_whole_attention if s.setup.attention == "plain" else _attention_by_head)(t, s)
@@ -51,7 +51,7 @@ def attend_forward(t: Tally, s: ActivationSizes) -> None:
         t.free(q, pair // 2)
 
 
-def lays_heads_anew(s: ActivationSizes) -> bool:
+def copies_heads(s: ActivationSizes) -> bool:
     """Return whether the output of fused attention is copied into a layout with adjacent heads.
 
     The output for rotated queries has another layout, and with dropout each head has a separate output.

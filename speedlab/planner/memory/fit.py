@@ -45,7 +45,7 @@ def predicted_peaks(
     capacity_bytes: Sequence[int],
     dtype: Literal["float32", "bfloat16", "float16"],
     device: Device,
-    beside_bytes: Sequence[int] = (),
+    alongside_bytes: Sequence[int] = (),
     parameters: int | None = None,
 ) -> Peaks | None:
     """Return the predicted peaks of `config`, or None for a model that is not the built-in GPT.
@@ -67,13 +67,15 @@ def predicted_peaks(
         LayoutError: the layout does not fit the ranks.
         ConfigError: the batch does not fit the layout.
     """
-    for name, values in (("capacity_bytes", capacity_bytes), ("beside_bytes", beside_bytes)):
+    for name, values in (("capacity_bytes", capacity_bytes), ("beside_bytes", alongside_bytes)):
         if len(values) != world_size and (values or name == "capacity_bytes"):
             raise ValueError(f"{name} has {len(values)} numbers for {world_size} ranks; give one for each rank")
     if parameters is not None and parameters != parameter_count(config.model):
         return None
     setup = Setup.of_config(config, world_size, dtype=dtype)
     held = memory_by_rank(setup, predict_memory(setup, device=device))
-    if beside_bytes:
-        held = [replace(rank, outside_framework=beside) for rank, beside in zip(held, beside_bytes, strict=True)]
+    if alongside_bytes:
+        held = [
+            replace(rank, outside_framework=alongside) for rank, alongside in zip(held, alongside_bytes, strict=True)
+        ]
     return Peaks(memory=tuple(held), capacity_bytes=tuple(capacity_bytes))

@@ -55,7 +55,7 @@ def _grouped(s: ActivationSizes) -> bool:
     return s.setup.attention == "sparse" and s.pair < 2 * s.heads
 
 
-def lays_out_anew(s: ActivationSizes) -> bool:
+def copies_layout(s: ActivationSizes) -> bool:
     """Return whether a copy of attention's outputs is kept in the layout of the next layer."""
     return s.setup.attention == "sparse" or shares_heads(s) or _rotary(s)
 
@@ -95,7 +95,7 @@ def attend_long_forward(t: Tally, s: ActivationSizes) -> None:
         t.take(q, s.queries)
     if shares_heads(s):
         _exchange(t, q)
-    if lays_out_anew(s):
+    if copies_layout(s):
         t.take(q)
 
 

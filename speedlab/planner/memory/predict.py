@@ -383,9 +383,9 @@ def _buffers(setup: Setup, cut: Sequence[int], numbers: Sequence[int], tensor: i
     owned = zero_policy.optimizer_states.share(largest, setup.layout.replicas)
     decoded = 0 if decodes_on_host(setup, device) else decoded_bytes(setup, owned)
     # The update needs no gathered units, unless it runs in backward or overlaps with the next step.
-    beside = zero_policy.update_in_backward or zero_policy.grads_double_buffered
+    alongside = zero_policy.update_in_backward or zero_policy.grads_double_buffered
     sent = sent_by_update((each for root, units in ways for each in (root, *units)), zero_policy)
-    total += borrowed + (gathered + decoded if beside else max(gathered, decoded, sent))
+    total += borrowed + (gathered + decoded if alongside else max(gathered, decoded, sent))
     # Buffers for the sums of partial gradients over tensor-parallel ranks (sequence parallelism).
     sizes = {padded_numel(size, setup.layout.tp) for flats in stages for size in flats.partial()}
     total += _BORROWED * width * sum(sizes)

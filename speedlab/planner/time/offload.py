@@ -115,7 +115,7 @@ def waited_seconds(
     if setup.optimizer.in_backward:
         return max(0.0, (passes + update).seconds(setup, machines, efficiency) - computing - updating)
     if setup.offload.delayed_update is not None:
-        hidden, shown = _beside(setup, machines, owned, passes, update)
+        hidden, shown = _alongside(setup, machines, owned, passes, update)
         moving = hidden.seconds(setup, machines, efficiency)
         return max(0.0, moving - computing - updating) + shown.seconds(setup, machines, efficiency)
     return max(0.0, passes.seconds(setup, machines, efficiency) - computing) + max(
@@ -123,7 +123,7 @@ def waited_seconds(
     )
 
 
-def _beside(setup: Setup, machines: Machines, owned: float, passes: Flow, update: Flow) -> tuple[Flow, Flow]:
+def _alongside(setup: Setup, machines: Machines, owned: float, passes: Flow, update: Flow) -> tuple[Flow, Flow]:
     """Return the transfers of a delayed update: (overlapped with forward and backward, exposed after them)."""
     places = state_places(zero_policy_of(setup))
     widths = state_widths(setup, "cpu" if machines.device.on_host else "cuda")
@@ -153,5 +153,5 @@ def unhidden_update(setup: Setup, machines: Machines, *, computing: float, updat
         computing: seconds of forward and backward.
         updating: seconds of the update.
     """
-    beside = setup.offload.delayed_update is not None and not machines.device.on_host
-    return max(0.0, updating - computing) if beside else updating
+    alongside = setup.offload.delayed_update is not None and not machines.device.on_host
+    return max(0.0, updating - computing) if alongside else updating

@@ -459,7 +459,7 @@ def _caution(setup: Setup, machines: Machines, efficiency: Efficiency) -> str:
     if setup.optimizer.sums_itself:
         late = ", in the mean between two of the last exchanges" if setup.optimizer.exchange_every > 1 else ""
         doubts.append(
-            f"steps with compressed momenta were not compared; the time is one of a step behind the warm-up{late}"
+            f"steps with compressed momenta were not compared; the time is one of a step after the warm-up{late}"
         )
     if setup.zero.switches:
         doubts.append("steps whose parameters or gradients are quantised were not compared")

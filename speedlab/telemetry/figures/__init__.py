@@ -114,7 +114,7 @@ def header(history: History, *, name: str, status: Status, now: float | None = N
         parts.append(f"loss {lead.smoothed[-1]:.2f}{heldout}")
         newest = history.latest[history.lead_rank]
         parts.append(f"ZeRO stage {newest.zero_stage}{_exchange_text(newest)}")
-    note = status.told or ("" if now is None else _silence(history, status, now))
+    note = status.reported or ("" if now is None else _silence(history, status, now))
     engines = len(status.rank_pids) or len(history.latest)
     link = history.pretended_link
     parts.append(f"{engines} engine{'' if engines == 1 else 's'}{f' over a pretended link of {link}' if link else ''}")
@@ -127,21 +127,21 @@ def _exchange_text(record: StepRecord) -> str:
     Examples: ' · compressed, 3.14 % of float32 sent', ' · warm-up before compression', ' · islands meet in 12 steps',
     ' · ranks exchange in 3 steps'.
     """
-    told = record.exchange
-    if not told:
+    reported = record.exchange
+    if not reported:
         return ""
-    if "steps_to_meeting" in told:
-        left = told["steps_to_meeting"]
+    if "steps_to_meeting" in reported:
+        left = reported["steps_to_meeting"]
         return f" · islands meet in {left:,.0f} step{'' if left == 1 else 's'}"
-    if "steps_to_exchange" in told:
-        left = told["steps_to_exchange"]
+    if "steps_to_exchange" in reported:
+        left = reported["steps_to_exchange"]
         return f" · ranks exchange in {left:,.0f} step{'' if left == 1 else 's'}"
-    if told.get("variance_updated"):
+    if reported.get("variance_updated"):
         return " · gradients sent whole, for the variance"
-    if not told.get("compressed"):
+    if not reported.get("compressed"):
         return " · warm-up before compression"
-    whole = told.get("float32_bytes")
-    return " · compressed" + (f", {100 * told['sent_bytes'] / whole:.3g} % of float32 sent" if whole else "")
+    whole = reported.get("float32_bytes")
+    return " · compressed" + (f", {100 * reported['sent_bytes'] / whole:.3g} % of float32 sent" if whole else "")
 
 
 def _predicted_text(history: History, measured: float) -> str:
@@ -161,8 +161,8 @@ def _silence(history: History, status: Status, now: float) -> str:
     if now - history.latest[history.lead_rank].time < _SILENT_SECONDS:
         return ""  # The usual case: do not read the other ranks.
     usual = median(history.lead.column("seconds")[-RECENT_STEPS:].tolist())
-    told = [record.time for record in history.latest.values()] + [event.time for event in history.events[-1:]]
-    silent = now - max(told)
+    reported = [record.time for record in history.latest.values()] + [event.time for event in history.events[-1:]]
+    silent = now - max(reported)
     if silent < max(_SILENT_SECONDS, _SILENT_STEPS * usual):
         return ""
     return f"no step for {seconds_text(int(silent))}; they took {seconds_text(usual)} each"

@@ -24,7 +24,7 @@ from speedlab.display.figure_style import (
     base_layout,
     curve,
     float32,
-    legend_beside,
+    legend_alongside,
 )
 from speedlab.display.formatting import Table, byte_unit, bytes_text, count_text
 from speedlab.telemetry.figures.markers import STATE_MARKS, event_marks
@@ -226,7 +226,7 @@ def _short(name: str, letters: int = _NAME_LETTERS) -> str:
     return name if len(name) <= letters else f"{name[: letters - 1]}…"
 
 
-def told(looks: Sequence[RunStanding]) -> dict[str, Any]:
+def reported(looks: Sequence[RunStanding]) -> dict[str, Any]:
     """Return the data next to the figures, in the form of `speedlab_server.schema.Compared`.
 
     Args:
@@ -342,7 +342,7 @@ def _bars(looks: Sequence[RunStanding], data: list[dict[str, Any]], title: str, 
     ]
     whole = {"text": list(map(escape, labels(looks))), "textposition": "none"}
     layout = base_layout(title, unit) | {"barmode": mode, "bargap": 0.4, "hovermode": "closest"}
-    legend_beside(layout)
+    legend_alongside(layout)
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     return {
         "data": [

@@ -27,7 +27,7 @@ _ROOM = 6
 """Minimum number of lanes for which there is room."""
 _NAME_LETTERS = 36
 _OTHERS = "others"
-_NO_LINK = "link not told"
+_NO_LINK = "link unknown"
 
 _Costs = Mapping[str, Mapping[str, float]]
 """Name → part → cost."""

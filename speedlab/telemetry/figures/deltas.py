@@ -48,7 +48,7 @@ from speedlab.display.figure_style import Figure
 from speedlab.hardware import Device
 from speedlab.telemetry.feed import bars_seconds
 from speedlab.telemetry.figures import anatomy_by_rank_figure, header
-from speedlab.telemetry.figures.compare import OVER_STEPS, RunStanding, compared_figures, told
+from speedlab.telemetry.figures.compare import OVER_STEPS, RunStanding, compared_figures, reported
 from speedlab.telemetry.figures.costs import cost_figures
 from speedlab.telemetry.figures.markers import event_marks
 from speedlab.telemetry.figures.memory import are_several, memory_figure, places_figure, states_are_small, states_figure
@@ -201,8 +201,8 @@ class Drawing:
             rewritten: Earlier steps were replaced.
         """
         rests = status.state in RESTING
-        laid_out_anew = bool(self.history.latest) and (not self._had_records or self._a_figure_is_gone())
-        if self._rested is None or (rests and not self._rested) or laid_out_anew:
+        copied_layout = bool(self.history.latest) and (not self._had_records or self._a_figure_is_gone())
+        if self._rested is None or (rests and not self._rested) or copied_layout:
             return self.keyframe(status)
         self._rested = rests
         return self.tick(status, rewritten=rewritten)
@@ -470,7 +470,7 @@ class ComparedDrawing:
         self.seq = 0
         self._clock = clock
         self._figures: dict[str, Figure] | None = None
-        self._told: dict[str, Any] = {}
+        self._reported: dict[str, Any] = {}
         self._bars_sent = float("-inf")
 
     def next(self, looks: Sequence[RunStanding]) -> Message | None:
@@ -491,8 +491,8 @@ class ComparedDrawing:
                 self._figures[name] = figure
         if bars:
             self._bars_sent = self._clock()
-        if (now := told(looks)) != self._told:
-            self._told = now
+        if (now := reported(looks)) != self._reported:
+            self._reported = now
             parts.append({"part": "compared", **now})
         if not parts:
             return None
@@ -505,11 +505,11 @@ class ComparedDrawing:
         Args:
             looks: The present state of each run.
         """
-        self._figures, self._told, self._bars_sent = compared_figures(looks), told(looks), self._clock()
+        self._figures, self._reported, self._bars_sent = compared_figures(looks), reported(looks), self._clock()
         buffers: list[bytes] = []
         figures = {name: pack(figure, buffers) for name, figure in self._figures.items()}
         self.seq += 1
-        return {"type": "Comparison", "seq": self.seq, "figures": figures, "compared": self._told}, buffers
+        return {"type": "Comparison", "seq": self.seq, "figures": figures, "compared": self._reported}, buffers
 
 
 def _append_changes(

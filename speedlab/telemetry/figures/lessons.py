@@ -1,7 +1,7 @@
 """Figures and tables of the lessons: several runs side by side, under names that the lesson chooses.
 
-- `runs_table`, `memory_beside`, `bytes_beside`, `losses_beside`, `lines_beside`: runs of the first rank compared.
-- `bars_beside`: stacked bars of bytes, for any parts, with a prediction.
+- `runs_table`, `compare_memory`, `compare_bytes`, `compare_losses`, `compare_lines`: runs of the first rank compared.
+- `compare_bars`: stacked bars of bytes, for any parts, with a prediction.
 - `moves_figure`: where a run's states were, step by step, one lane per place.
 
 Figures are plain data for plotly.
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, curve, ink_line, legend_beside
+from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, curve, ink_line, legend_alongside
 from speedlab.display.formatting import Table, byte_unit, bytes_text, seconds_text
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import CATEGORIES, PLACES, Ledger, StepRecord
@@ -110,7 +110,7 @@ def parameters_of(feed: Feed) -> int:
     return next(event.details["parameters"] for event in feed.events if event.kind == "started")
 
 
-def memory_beside(feeds: Feeds) -> Figure:
+def compare_memory(feeds: Feeds) -> Figure:
     """Return a stacked bar for each run and place: what the first rank holds there at its last step.
 
     Args:
@@ -137,12 +137,12 @@ def memory_beside(feeds: Feeds) -> Figure:
     traces.append(_words(across, [total / size for total in totals], [bytes_text(t) if t else "" for t in totals]))
     layout = base_layout("states, and the buffers through which they pass, by place", unit)
     layout |= {"barmode": "stack", "bargap": 0.25, "hovermode": "closest", "height": _PIXELS}
-    legend_beside(layout)
+    legend_alongside(layout)
     layout["xaxis"] |= {"showgrid": False}
     return {"data": traces, "layout": layout}
 
 
-def bytes_beside(feeds: Feeds) -> Figure:
+def compare_bytes(feeds: Feeds) -> Figure:
     """Return a stacked bar for each run: bytes of states per parameter of the model, over all places.
 
     Args:
@@ -168,7 +168,7 @@ def bytes_beside(feeds: Feeds) -> Figure:
     traces.append(_words(list(held), totals, [f"<b>{total:.2f}</b>" for total in totals]))
     layout = base_layout("bytes a parameter between two steps", "bytes")
     layout |= {"barmode": "stack", "bargap": 0.45, "hovermode": "closest", "height": _PIXELS}
-    legend_beside(layout)
+    legend_alongside(layout)
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     return {"data": traces, "layout": layout}
 
@@ -189,7 +189,7 @@ def _words(across: Any, heights: list[float], texts: list[str]) -> dict[str, Any
     }
 
 
-def losses_beside(feeds: Feeds) -> Figure:
+def compare_losses(feeds: Feeds) -> Figure:
     """Return the losses of each run over its steps, with held-out losses as marks.
 
     Each curve is thinner than the previous one, so that equal curves stay visible.
@@ -209,14 +209,14 @@ def losses_beside(feeds: Feeds) -> Figure:
             traces.append(marks | {"mode": "lines+markers", "marker": marker, "showlegend": False})
     marked = any(trace["mode"] == "lines+markers" for trace in traces)
     layout = base_layout("loss" + (", and of held-out text (◆)" if marked else ""), "")
-    legend_beside(layout)
+    legend_alongside(layout)
     layout["legend"]["traceorder"] = "normal"
     layout["height"] = _PIXELS
     layout["xaxis"] |= {"title": {"text": "step"}}
     return {"data": traces, "layout": layout}
 
 
-def lines_beside(
+def compare_lines(
     curves: Mapping[str, Sequence[tuple[float, float]]], *, title: str, across: str, unit: str, log: bool = False
 ) -> Figure:
     """Return lines with marks, each in the colour of a run and thinner than the previous one.
@@ -235,7 +235,7 @@ def lines_beside(
         line = curve(name, _float32(list(points)), f"%{{y:.4~r}} {unit}", color=colour, width=width)
         traces.append(line | {"mode": "lines+markers", "marker": {"size": width + _MARK, "color": colour}})
     layout = base_layout(title, unit)
-    legend_beside(layout)
+    legend_alongside(layout)
     layout["legend"]["traceorder"] = "normal"
     layout["height"] = _PIXELS
     layout["xaxis"] |= {"title": {"text": across}}
@@ -283,7 +283,7 @@ _HALF_BAR = 0.36
 _HEADROOM = 1.12
 
 
-def bars_beside(
+def compare_bars(
     bars: Mapping[str, Mapping[str, int]], *, title: str, predicted: Mapping[str, int] | None = None
 ) -> Figure:
     """Return a stacked bar with its sum above it for each of `bars`.
@@ -312,7 +312,7 @@ def bars_beside(
     ]
     layout = base_layout(title, unit)
     layout |= {"barmode": "stack", "hovermode": "closest", "height": _BARS_PIXELS}
-    legend_beside(layout)
+    legend_alongside(layout)
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     layout["yaxis"] |= {"range": [0, _HEADROOM * highest / size or 1]}
     for number, name in enumerate(bars):
@@ -355,7 +355,7 @@ def moves_figure(feed: Feed) -> Figure:
     layout = base_layout("where states lay, by step", "")
     layout |= {"barmode": "stack", "bargap": 0.15, "hovermode": "closest"}
     layout |= {"height": _REST_PIXELS + _LANE_PIXELS * len(lanes)}
-    legend_beside(layout)
+    legend_alongside(layout)
     traces: list[dict[str, Any]] = []
     named: set[str] = set()
     for number, place in enumerate(lanes):

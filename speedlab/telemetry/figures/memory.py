@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, ink_line, legend_beside, note
+from speedlab.display.figure_style import LABELS, Figure, bar_marker, base_layout, ink_line, legend_alongside, note
 from speedlab.display.formatting import byte_unit, bytes_text
 from speedlab.hardware import Device
 from speedlab.telemetry.history import History, total_bytes
@@ -133,8 +133,8 @@ def memory_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure
     _add_capacity(figure, history, axis, _unit(history)[1])
     if (predicted := history.predicted) is not None:
         held = {rank: counted(history.latest[rank].ledger) for rank in axis.ranks}
-        told = {rank: predicted.counted(rank) for rank in axis.ranks}
-        _add_prediction(figure["layout"], axis, told, held, _unit(history)[1])
+        reported = {rank: predicted.counted(rank) for rank in axis.ranks}
+        _add_prediction(figure["layout"], axis, reported, held, _unit(history)[1])
     if outliers := _outliers(history):
         figure["layout"]["annotations"].append(note(outliers, y=1.02))
     return figure
@@ -152,8 +152,8 @@ def states_figure(history: History, *, devices: Sequence[Device] = ()) -> Figure
     figure = _bars(history, "model states by rank", MODEL_STATES, axis)
     if (predicted := history.predicted) is not None:
         held = {rank: history.latest[rank].ledger.model_states for rank in axis.ranks}
-        told = {rank: predicted.model_states(rank) for rank in axis.ranks}
-        _add_prediction(figure["layout"], axis, told, held, _unit(history, MODEL_STATES)[1])
+        reported = {rank: predicted.model_states(rank) for rank in axis.ranks}
+        _add_prediction(figure["layout"], axis, reported, held, _unit(history, MODEL_STATES)[1])
     if history.ranks:
         used = max(_total(record) for record in history.latest.values())
         figure["layout"]["annotations"].append(_above(f"of {bytes_text(used)} in use"))
@@ -188,7 +188,7 @@ def _bars(history: History, title: str, categories: Sequence[str], axis: RankAxi
     ]
     layout = base_layout(title, unit)
     layout |= {"barmode": "relative", "bargap": 0.3, "hovermode": "closest"}
-    legend_beside(layout)
+    legend_alongside(layout)
     axis.set_on(layout, history)
     if history.ranks:
         _set_range(layout, traces, _coarse(history.most_bytes(_extent(categories))) / size)
@@ -333,7 +333,7 @@ def places_figure(history: History) -> Figure | None:
             )
     layout = base_layout("memory by place, the rank that holds most", "% of capacity")
     layout |= {"barmode": "relative", "bargap": 0.3, "hovermode": "closest"}
-    legend_beside(layout)
+    legend_alongside(layout)
     layout["height"] = _PIXELS
     layout["xaxis"] |= {"type": "category", "showgrid": False}
     layout["meta"] = {"bars": [[rank, place] for place, rank in fullest.items()], "ranks": history.ranks}

@@ -21,7 +21,7 @@ from speedlab.display.figure_style import (
     base_layout,
     curve,
     float32,
-    legend_beside,
+    legend_alongside,
     second_axis,
 )
 from speedlab.display.formatting import byte_unit
@@ -265,7 +265,7 @@ def anatomy_figure(history: History, cut: HistoryRange | None = None) -> Figure:
     ]
     layout = base_layout(f"anatomy of a step, rank {history.lead_rank}", "ms")
     layout |= {"barmode": "stack", "bargap": 0.08}
-    legend_beside(layout)
+    legend_alongside(layout)
     over_steps(layout, history.events)
     return {"data": data, "layout": layout}
 
@@ -286,7 +286,7 @@ def anatomy_by_rank_figure(history: History, *, devices: Sequence[Device] = ()) 
     ]
     layout = base_layout(f"anatomy of a step, mean of the last {RECENT_STEPS}", "ms")
     layout |= {"barmode": "stack", "bargap": 0.3, "hovermode": "x unified"}
-    legend_beside(layout)
+    legend_alongside(layout)
     axis.set_on(layout, history)
     return {"data": data, "layout": layout}
 
