@@ -98,7 +98,7 @@ def test_what_ranks_write_elsewhere_is_whole_here(hosts: Hosts, tmp_path: Path) 
     for writer in writers:
         writer.close()
     hosts.silent = {"b"}
-    with pytest.raises(ClusterError, match="b did not take what run 'apart' is told"):
+    with pytest.raises(ClusterError, match="b did not take the commands of run 'apart'"):
         later.give()
     for word in ("save", "reshape"):
         with pytest.raises(ClusterError, match=f"{word}: ranks of run 'apart' would exchange"):
