@@ -1,4 +1,4 @@
-// Numbers as people read them, in the words of speedlab.display.formatting. GiB is 1024³; a unit stands beside every number.
+// Numbers as users read them, in the words of speedlab.display.formatting. GiB is 1024³; every number has a unit.
 
 const BINARY = ['B', 'KiB', 'MiB', 'GiB', 'TiB', 'PiB'] as const;
 const DECIMAL = [
