@@ -29,10 +29,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from cuda_ops.block_layout import BlockLayout
 from cuda_ops.compile import kernel
 from cuda_ops.kernel_math import LOG2_E, exp2, load, store
+from cuda_ops.kernel_usage import meter
 from cuda_ops.library import register, register_autograd
-from cuda_ops.meter import meter
+from cuda_ops.parallel_for import share
 from cuda_ops.tensor_checks import FLOATS, array, check
-from cuda_ops.threads import share
 
 
 def attend_flex(q: Tensor, k: Tensor, v: Tensor, layout: BlockLayout, scale: float, starts: Tensor | None) -> Tensor:

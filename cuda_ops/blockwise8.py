@@ -33,10 +33,10 @@ from cuda_ops.blockquant import magnitude_bits
 from cuda_ops.compile import kernel
 from cuda_ops.gpu import THREADS
 from cuda_ops.kernel_math import bits_of_float, float_of_bits, load, store
+from cuda_ops.kernel_usage import meter
 from cuda_ops.library import register
-from cuda_ops.meter import meter
+from cuda_ops.parallel_for import share
 from cuda_ops.tensor_checks import FLOATS, array, check
-from cuda_ops.threads import share
 
 cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 

@@ -19,10 +19,10 @@ from cuda_ops import gpu
 from cuda_ops.adamw import constants, moments_one
 from cuda_ops.compile import REORDERED, kernel
 from cuda_ops.kernel_math import load
+from cuda_ops.kernel_usage import meter
 from cuda_ops.library import register
-from cuda_ops.meter import meter
+from cuda_ops.parallel_for import share
 from cuda_ops.tensor_checks import FLOATS, array, check
-from cuda_ops.threads import share
 
 cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 

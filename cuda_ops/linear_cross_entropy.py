@@ -33,11 +33,11 @@ from torch import Tensor
 from cuda_ops import onednn_matmul
 from cuda_ops.compile import kernel
 from cuda_ops.kernel_math import LOG2_E, exp2, load, store
+from cuda_ops.kernel_usage import meter
 from cuda_ops.library import register, register_autograd
-from cuda_ops.meter import meter
+from cuda_ops.parallel_for import share
 from cuda_ops.reduce import sum_at
 from cuda_ops.tensor_checks import FLOATS, array, check
-from cuda_ops.threads import share
 
 _BLOCK = 4096
 """Rows of the vocabulary whose logits and exponentials are computed while they are in the cache."""

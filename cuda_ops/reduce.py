@@ -15,10 +15,10 @@ from torch import Tensor
 
 from cuda_ops.compile import kernel
 from cuda_ops.kernel_math import array_at, load, store, sums_like
+from cuda_ops.kernel_usage import meter
 from cuda_ops.library import register
-from cuda_ops.meter import meter
+from cuda_ops.parallel_for import share
 from cuda_ops.tensor_checks import FLOATS, array, check
-from cuda_ops.threads import share
 
 _BLOCK = 2048
 """Elements summed at a time, so that they stay in the first-level cache."""

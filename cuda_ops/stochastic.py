@@ -20,10 +20,10 @@ from torch import Tensor
 from cuda_ops import gpu
 from cuda_ops.compile import kernel
 from cuda_ops.kernel_math import bits_of_float
+from cuda_ops.kernel_usage import meter
 from cuda_ops.library import register
-from cuda_ops.meter import meter
+from cuda_ops.parallel_for import share
 from cuda_ops.tensor_checks import array, check
-from cuda_ops.threads import share
 
 cuda: Any = None  # numba.cuda, from the first launch on (see gpu).
 

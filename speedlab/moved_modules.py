@@ -31,7 +31,8 @@ _MOVED = {
         adam_frozen:.adam_frozen_variance block_sparse_flex:.block_sparse_attention
         block_sparse_kernels:.block_sparse_attention elements:.kernel_math exponential:.kernel_math
         flags:.shared_flags hooks:.torch_compat onebit_take:.onebit processor:.cpu_info products:.onednn_matmul
-        tensors:.tensor_checks torch_attention:.cpu_sdpa uncompiled:.torch_compat""",
+        meter:.kernel_usage tensors:.tensor_checks threads:.parallel_for torch_attention:.cpu_sdpa
+        uncompiled:.torch_compat""",
     "speedlab.bench": """
         attention_cases:.kernel_cases calibrate:speedlab.calibrate.measure
         calibrate_cases:speedlab.calibrate.cases calibrate_ranks:speedlab.calibrate.workers
@@ -50,7 +51,8 @@ _MOVED = {
         folding:.output_folding given_paths:.start_run going_on:.run_commands handle:.connection
         home:.files.cluster_dir host_rendezvous:.launch.rendezvous host_specs:.launch.host_specs
         hosts:.launch.placement kernel_interrupt:.interrupts launchers:.launch.ipyparallel_launchers
-        launching:.launch.backends learning:.calibration_update live:.live_cells loads:.worker.utilization
+        launching:.launch.backends learning:.learn_from_run live:.run_cell_handle live_cells:.worker.cells
+        loads:.worker.utilization
         locks:.files.file_locks nanny:.worker.fork_server nursery:.worker.fork_server_client
         nursery_process:.worker.fork_server out_of_memory:.oom_report own_model:.files.user_model
         pretended:.simulated_link processes:.files.processes ranks_output:.results remote:.worker.remote
@@ -70,7 +72,7 @@ _MOVED = {
         rotation:.transfers signs:.onebit_allreduce traffic:.transfers transfer:.transfers
         watch:.peer_watchdog wires:.process_groups""",
     "speedlab.comm.shared": """
-        calls:.call_descriptions faults:.mismatch hierarchy:.hierarchical joined:.mapped_shards
+        calls:.call_descriptions faults:.group_fault hierarchy:.hierarchical joined:.mapped_shards
         meeting:.sync_page memory:.shared_tensors messages:.p2p rounds:.staged_collectives segments:.memfd""",
     "speedlab.comm.transports": """
         choose:.select exchange:.nccl gloo_peers:.gloo in_place:.shared_memory torch_own:.base""",
@@ -82,10 +84,11 @@ _MOVED = {
         deepspeed_text:.deepspeed.json_parser deepspeed_trainer:.deepspeed.hf_trainer
         deepspeed_training:.deepspeed.optimizers deepspeed_write:.deepspeed.writer given:.run_config
         in_backward:.validation island_rules:.validation layouts:.layout_rules offload_rules:.validation
-        optimizer_rules:.validation options:.cli_options part:.base parts:.sections quantized_rules:.validation
+        optimizer_rules:.validation options:.command_line part:.base parts:.sections quantized_rules:.validation
         ring_needs:.layout_rules run:.run_config shape:.model_shape text:.serialization updates:.optimizer""",
     "speedlab.data": """
-        documents:.packing encode:.encoding epochs:.epoch_sampler files:.sources tasks:.synthetic_tasks
+        corpus:.prepare_corpus documents:.packing encode:.encoding epochs:.epoch_sampler files:.sources
+        tasks:.synthetic_tasks
         tokens:.token_file""",
     "speedlab.display": """
         bars_svg:.svg extras:.optional_dependencies figure_svg:.svg guides:.documentation
@@ -120,7 +123,7 @@ _MOVED = {
         trainer:speedlab.trainer.trainer training:speedlab.trainer.training_run words:speedlab.trainer.commands""",
     "speedlab.engine.step": """
         accumulation:speedlab.engine.gradient_accumulation clock:speedlab.engine.phase_timer
-        communicating:speedlab.optim.compressed_optimizer counted_targets:speedlab.engine.loss_weights
+        communicating:speedlab.optim.communicating_protocols counted_targets:speedlab.engine.loss_weights
         drivers:speedlab.engine.drivers entry:speedlab.engine.entry_points errors:speedlab.optim.errors
         evaluation:speedlab.engine.evaluation forms:speedlab.optim.parameter_forms fused:speedlab.optim.fused
         islands:speedlab.optim.diloco lamb:speedlab.optim.lamb late:speedlab.optim.delayed_update
@@ -153,7 +156,7 @@ _MOVED = {
         context:.context_parallel heads:.ulysses masks:.attention_masks ring:.ring_attention
         sparse_ring:.sparse_ring_attention""",
     "speedlab.parallel.pipeline": """
-        cut:.partition hugging_face:.partition""",
+        cut:.partition hugging_face:.partition timeline:.span_recorder""",
     "speedlab.parallel.tensor": """
         functions:.autograd_collectives gpt:.gpt_plan loss:.vocab_parallel_loss parts:.slicing plans:.tp_plan
         styles:.tp_plan tensor:.tensor_parallel""",
@@ -180,26 +183,26 @@ _MOVED = {
         bars_figure:.figures.lessons beside:.figures.lessons checkpoints:.checkpoint_index columns:.record_store
         compared:.figures.compare compared_drawing:.figures.deltas compared_overview:.figures.overview
         cost_figures:.figures.costs drawing:.figures.deltas exclusive:.run_folder folder:.run_folder
-        layout_table:.tables live:.live_cells marks:.figures.markers memory_figure:.figures.memory
+        layout_table:.tables live:.cell_outcomes marks:.figures.markers memory_figure:.figures.memory
         moves_figure:.figures.lessons overview:.figures.overview pipeline_figure:.figures.pipeline
         placement_table:.tables places_figure:.figures.memory plain_file:.run_folder rank_axis:.figures.memory
-        rank_records:.record_store series:.history shape:.run_shape step_figures:.figures.steps
+        rank_records:.record_store series:.history shape:.current_config step_figures:.figures.steps
         step_memory_figure:.figures.steps tail:.file_tail tensorboard:.writer tensors:.tables timeline:.trace""",
     "speedlab_notebook": """
         at_hand:.current commands:.magics.commands compared:.dashboard.widget live_cell:.magics.ranks_magic
         panel_actions:.panel.run_control panel_changes:.panel.changes panel_choice:.panel.controls
         panel_controls:.panel.controls panel_edits:.panel.edits panel_effect:.panel.changes
-        panel_export:.panel.toolbar panel_fields:.panel.fields panel_finding:.panel.advisor
+        panel_export:.panel.search_presets_export panel_fields:.panel.fields panel_finding:.panel.advisor
         panel_form:.panel.form panel_history:.panel.history panel_notes:.panel.changes panel_pages:.panel.form
         panel_presets:.panel.presets panel_reading:.panel.fields panel_reasons:.panel.disabled_reasons
         panel_run:.panel.run_control panel_search:.panel.search panel_start:.panel.train
-        panel_states:.panel.prediction panel_tools:.panel.toolbar panel_train:.panel.train
+        panel_states:.panel.prediction panel_tools:.panel.search_presets_export panel_train:.panel.train
         panel_view:.panel.view ranks_cell:.magics.ranks_magic ranks_view:.magics.ranks_magic
         static_picture:.dashboard.static_picture to_pages:.anywidget_assets transcript:.magics.transcript""",
     "speedlab_server": """
         cluster_messages:.schema.clusters cluster_words:.cluster_commands comparing:.figure_socket
-        drawing:.figure_socket drawing_messages:.schema.figures live:.live_socket live_messages:.schema.live
-        live_output:.live_socket message:.schema.base messages:.schema output_messages:.schema.live
+        drawing:.figure_socket drawing_messages:.schema.figure_drawing live:.live_socket live_messages:.schema.live
+        live_output:.live_socket message:.schema.base messages:.schema output:.rank_output output_messages:.schema.live
         places:.start_cluster problems:.errors reader:.run_reader registry:.run_registry
         run_messages:.schema.runs starts:.start_cluster typescript:.schema.typescript words:.commands""",
 }
@@ -246,7 +249,7 @@ _RENAMED = {
         limit_wires:limit_process_groups wires:groups_of_world""",
     "speedlab.comm.shared.mapped_shards": "Joined:MappedShards Memory:MappedArena",
     "speedlab.comm.shared.memfd": "Handle:FileHandle Segment:AnonymousSegment",
-    "speedlab.comm.shared.mismatch": "Faults:GroupFault",
+    "speedlab.comm.shared.group_fault": "Faults:GroupFault",
     "speedlab.comm.shared.p2p": "Mailbox:P2PMailbox",
     "speedlab.comm.shared.shared_tensors": "Place:TensorAddress Process:PeerProcess",
     "speedlab.comm.shared.staged_collectives": "Rounds:StagedCollectives",
@@ -286,7 +289,7 @@ _RENAMED = {
     "speedlab.offload.staging_buffers": "Buffers:BufferPool Memory:StagedMemory",
     "speedlab.offload.store": "Kept:OffloadedState Store:StateStore",
     "speedlab.offload.store_registry": "Stores:StoreRegistry",
-    "speedlab.optim.compressed_optimizer": """
+    "speedlab.optim.communicating_protocols": """
         Communicating:CommunicatingOptimizer Exchanged:ExchangedState Prepares:NeedsSetup
         Publishes:ParamSyncOptimizer StepsApart:LocalStepOptimizer""",
     "speedlab.optim.delayed_update": "LateUpdate:DelayedUpdate Twin:OptimizerSnapshot",
@@ -323,7 +326,7 @@ _RENAMED = {
     "speedlab.planner.time.kernels": "Pass:KernelSeconds",
     "speedlab.telemetry.figures.compare": "Look:RunStanding",
     "speedlab.telemetry.figures.steps": "Cut:HistoryRange",
-    "speedlab.telemetry.live_cells": "Said:CellOutcome",
+    "speedlab.telemetry.cell_outcomes": "Said:CellOutcome",
     "speedlab.telemetry.run_folder": "Command:RunCommand",
     "speedlab.telemetry.trace": "Timeline:PipelineTimeline",
     "speedlab.trainer.cell_runner": "Cells:CellRunner",

@@ -10,8 +10,8 @@ import speedlab_server.schema as m
 from speedlab.cluster.known_runs import RunError
 from speedlab.cluster.run import Run
 from speedlab.cluster.run_commands import CommandFuture
+from speedlab.telemetry.current_config import CHANGES
 from speedlab.telemetry.run_folder import RunFolder
-from speedlab.telemetry.run_shape import CHANGES
 from speedlab_server.clusters import Reached
 from speedlab_server.errors import QuestionError
 

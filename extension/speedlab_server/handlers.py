@@ -44,7 +44,7 @@ from speedlab_server.clusters import Clusters, Reached, all_clusters, find
 from speedlab_server.errors import OtherVersionError, QuestionError, reported, version_text
 from speedlab_server.figure_socket import ComparisonHandler, DrawingHandler
 from speedlab_server.live_socket import Hub, LiveHandler
-from speedlab_server.output import folder_of, output_of
+from speedlab_server.rank_output import folder_of, output_of
 from speedlab_server.run_reader import Reader
 from speedlab_server.run_registry import Registry, live_tokens
 from speedlab_server.start_cluster import NOTHING_FITS, ClusterLauncher, Pythons, candidates, place_of

@@ -31,7 +31,7 @@ from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
 import speedlab_server.schema as m
 from speedlab_server.errors import reading_text, version_text
-from speedlab_server.output import MOST_RANKS, OutputPosition, files_of, folder_of, output_of
+from speedlab_server.rank_output import MOST_RANKS, OutputPosition, files_of, folder_of, output_of
 from speedlab_server.run_registry import live_tokens
 
 if TYPE_CHECKING:

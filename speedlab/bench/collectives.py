@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from speedlab.calibrate.interleave import Times, row, take_turns
 from speedlab.calibrate.rank_processes import run_on_ranks
 from speedlab.calibrate.table import BenchRow, report
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 
 if TYPE_CHECKING:
     from speedlab.comm.shared.sync_page import SyncPage

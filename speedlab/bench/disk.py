@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from speedlab.calibrate.interleave import Times, row, take_turns
 from speedlab.calibrate.table import report
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 
 if TYPE_CHECKING:
     from speedlab.offload import DiskStore, OffloadedState

@@ -18,7 +18,7 @@ import tyro
 
 from speedlab.bench import kernel_cases
 from speedlab.calibrate.table import BenchRow, missing, report
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 
 CASES: dict[str, Callable[[torch.device, int], Iterator[BenchRow]]] = {
     "adamw": kernel_cases.adamw_rows,

@@ -11,10 +11,10 @@ from typing import Annotated
 
 import tyro
 
-from speedlab.cluster.calibration_update import learn_from
+from speedlab.cluster.learn_from_run import learn_from
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.planner.calibration import CLASSES, Calibration, store
 
 

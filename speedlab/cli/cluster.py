@@ -26,7 +26,7 @@ from speedlab.cluster.known_runs import known_folders, runs_here
 from speedlab.cluster.launch.host_specs import of_words
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError, RunConfig, annotated_yaml
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.display.formatting import bytes_text, seconds_text
 from speedlab.telemetry.proof import Severity, read_proof
 from speedlab.telemetry.records import RunState

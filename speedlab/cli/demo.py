@@ -20,7 +20,7 @@ from speedlab.cli.progress import progress_line
 from speedlab.cluster import Cluster, ClusterError, Run
 from speedlab.cluster.files.cluster_dir import running_clusters
 from speedlab.config import ConfigError
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.display.documentation import QUICKSTART, notebook_file
 from speedlab.display.formatting import seconds_text
 from speedlab.telemetry.records import RunState

@@ -10,7 +10,7 @@ import tyro
 
 from speedlab.cluster.reattach import folder_named
 from speedlab.config import ConfigError
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.display.formatting import bytes_text
 from speedlab.telemetry.checkpoint_index import MANIFEST, checkpoints_in, find_checkpoint, step_of
 from speedlab.telemetry.trace import write_trace

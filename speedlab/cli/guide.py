@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.display.documentation import NoGuideError, page
 
 

@@ -9,7 +9,7 @@ import tyro
 
 from speedlab.cluster.launch.placement import choose_devices
 from speedlab.config import ConfigError
-from speedlab.config.cli_options import read_options, refuse_two_values
+from speedlab.config.command_line import read_options, refuse_two_values
 from speedlab.config.sections import Away
 from speedlab.planner.plan import Plan
 from speedlab.planner.request import PlanRequest

@@ -23,7 +23,7 @@ from speedlab.cluster.reattach import folder_named
 from speedlab.cluster.run_commands import resume_arguments
 from speedlab.cluster.start_run import check_offload_folder
 from speedlab.config import ConfigError, RunConfig
-from speedlab.config.cli_options import read_options, refuse_two_values
+from speedlab.config.command_line import read_options, refuse_two_values
 from speedlab.config.run_config import SHORT_FORMS
 from speedlab.data import check
 from speedlab.telemetry.records import RESTING

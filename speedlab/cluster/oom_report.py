@@ -20,10 +20,10 @@ from speedlab.planner import parameter_count
 from speedlab.planner.hardware.local import hardware_here
 from speedlab.planner.plan import plan_setup
 from speedlab.planner.setup import Setup
+from speedlab.telemetry.current_config import present_config
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import CATEGORIES, Ledger
 from speedlab.telemetry.run_folder import RunFolder
-from speedlab.telemetry.run_shape import present_config
 
 _KINDS = frozenset({"MemoryError", "OutOfMemoryError", "_ArrayMemoryError"})
 _SIGNS = ("out of memory", "can't allocate memory", "Cannot allocate memory")

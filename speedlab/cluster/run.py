@@ -42,17 +42,17 @@ from speedlab.config import ConfigError, RunConfig
 from speedlab.display.optional_dependencies import extras
 from speedlab.planner import stage_blocks
 from speedlab.telemetry.checkpoint_index import find_checkpoint
+from speedlab.telemetry.current_config import CHANGES, changed_config, present_config
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.proof import Proof, read_proof, why_no_proof
 from speedlab.telemetry.records import RESTING, Event, RunState, StepRecord
 from speedlab.telemetry.run_folder import RunFolder, RunFolderError
-from speedlab.telemetry.run_shape import CHANGES, changed_config, present_config
 from speedlab.telemetry.tables import LayoutTable, PlacementTable, layout_table, placement_of
 from speedlab.telemetry.trace import write_trace
 
 if TYPE_CHECKING:
     from speedlab.cluster.cluster import Cluster
-    from speedlab.cluster.live_cells import LiveCell
+    from speedlab.cluster.run_cell_handle import LiveCell
     from speedlab.hardware import Device
 
 
@@ -364,7 +364,7 @@ class Run:
             RunError: If the run has no engines.
             ClusterError: If an engine is dead.
         """
-        from speedlab.cluster.live_cells import post_live
+        from speedlab.cluster.run_cell_handle import post_live
 
         return post_live(self, code, ranks, asks=asks)
 

@@ -25,9 +25,9 @@ from speedlab.cluster.known_runs import RunError, refuse_second_run, saved_step
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner import parameter_count
 from speedlab.telemetry.checkpoint_index import find_checkpoint, newest, step_of
+from speedlab.telemetry.current_config import changed_config, present_config, shape_of
 from speedlab.telemetry.records import Event, RunState
 from speedlab.telemetry.run_folder import RunFolder
-from speedlab.telemetry.run_shape import changed_config, present_config, shape_of
 from speedlab.telemetry.writer import note
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ def resize_run(run: Run, engines: int, *, progress: Progress = print, **changes:
         run: The run.
         engines: New number of engines.
         progress: Called with a sentence for the user.
-        **changes: Changes of the layout, see `telemetry.run_shape.CHANGES`.
+        **changes: Changes of the layout, see `telemetry.current_config.CHANGES`.
 
     Returns:
         The command that brought the run back to its state, running or paused.

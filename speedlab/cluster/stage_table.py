@@ -12,9 +12,9 @@ from speedlab.display.formatting import Table, bytes_text, count_text, seconds_t
 from speedlab.hardware import Device, cpu_fast_dtype
 from speedlab.layout import Layout
 from speedlab.planner import parameters_by_rank, rank_states
+from speedlab.telemetry.current_config import layout_in, present_config, shape_after
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.records import Event, Ledger, StepRecord
-from speedlab.telemetry.run_shape import layout_in, present_config, shape_after
 
 _STATES = ("parameters", "gradients", "optimizer")
 

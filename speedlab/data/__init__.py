@@ -2,9 +2,9 @@
 torch.
 """
 
-from speedlab.data.corpus import Corpus, check, prepare
 from speedlab.data.epoch_sampler import Epochs
 from speedlab.data.packing import separated
+from speedlab.data.prepare_corpus import Corpus, check, prepare
 from speedlab.data.sampler import Sampler
 from speedlab.data.synthetic_tasks import Task, accuracy, task_of
 from speedlab.data.token_file import write_tokens

@@ -44,7 +44,7 @@ from speedlab.engine.rng import RandomStreams
 from speedlab.engine.sparse_attention import BlockSparse
 from speedlab.engine.step_reduction import StepReduction
 from speedlab.engine.train_step import StepState
-from speedlab.optim.compressed_optimizer import check_whole_gradients
+from speedlab.optim.communicating_protocols import check_whole_gradients
 from speedlab.optim.errors import NonFiniteError, name_module
 from speedlab.parallel.zero import forget, remember
 from speedlab.telemetry.checkpoint_index import numbered_name

@@ -40,7 +40,7 @@ from speedlab.engine.state import ModelPart
 from speedlab.layout import Layout
 from speedlab.models.gpt import CausalAttention
 from speedlab.offload import StoreRegistry
-from speedlab.optim.compressed_optimizer import check_whole_gradients, kept_by, steps_separate
+from speedlab.optim.communicating_protocols import check_whole_gradients, kept_by, steps_separate
 from speedlab.optim.diloco import kept_by_diloco
 from speedlab.optim.factory import Groups, OptimizerChoice, OptimizerFactory, param_groups_from
 from speedlab.optim.fused import FusedOptimizer, LayerwiseOptimizer

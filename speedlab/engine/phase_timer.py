@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.autograd.profiler import record_function
 
-from cuda_ops.meter import meter
+from cuda_ops.kernel_usage import meter
 from speedlab.comm import CommStats
 from speedlab.comm.transfers import CommCounts
 from speedlab.engine.memory_ledger import MemoryMarks

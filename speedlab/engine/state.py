@@ -22,7 +22,7 @@ from speedlab.data import Epochs
 from speedlab.engine.precision import LossScale
 from speedlab.layout import Layout
 from speedlab.offload import StoreRegistry
-from speedlab.optim.compressed_optimizer import CommunicatingOptimizer, LocalStepOptimizer, keeps_now
+from speedlab.optim.communicating_protocols import CommunicatingOptimizer, LocalStepOptimizer, keeps_now
 from speedlab.optim.diloco import DiLoCo
 from speedlab.optim.sharded_optimizer import PartitionedOptimizer
 from speedlab.parallel.context import ContextParallel

@@ -35,7 +35,7 @@ from speedlab.engine.step_reduction import (
     too_large_to_exchange,
     updated_non_finite,
 )
-from speedlab.optim.compressed_optimizer import kept_by, sums_itself, updates_unused
+from speedlab.optim.communicating_protocols import kept_by, sums_itself, updates_unused
 from speedlab.parallel.zero import FlatParam, Gradient, used_by_any
 from speedlab.parallel.zero.units import UnitPhase
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from cuda_ops.adam_frozen_variance import adam_frozen
 from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
-from speedlab.optim.compressed_optimizer import ExchangedState
+from speedlab.optim.communicating_protocols import ExchangedState
 from speedlab.optim.fused import UpdateInput, step_device
 from speedlab.optim.sharded_sign_compression import ShardedSignCompression
 from speedlab.optim.sign_compression import SERVER_ERROR

@@ -24,7 +24,7 @@ from torch import Tensor
 from cuda_ops.adam_frozen_variance import adam_frozen
 from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
-from speedlab.optim.compressed_optimizer import ExchangedState
+from speedlab.optim.communicating_protocols import ExchangedState
 from speedlab.optim.fused import FusedAdamW, UpdateInput
 from speedlab.optim.lamb import Lamb
 from speedlab.optim.onebit_adam import WarmupThenCompressed

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from cuda_ops.grad_stats import grad_stats
 from speedlab.comm import Group
-from speedlab.optim.compressed_optimizer import (
+from speedlab.optim.communicating_protocols import (
     CommunicatingOptimizer,
     ExchangedState,
     LocalStepOptimizer,

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from cuda_ops import stochastic
 from speedlab.config import OptimizerConfig
-from speedlab.optim.compressed_optimizer import ExchangedState
+from speedlab.optim.communicating_protocols import ExchangedState
 from speedlab.optim.errors import NonFiniteError
 from speedlab.optim.sign_compression import (
     SERVER_ERROR,

@@ -19,7 +19,7 @@ from torch import Tensor
 from speedlab.comm import Group
 from speedlab.comm.onebit_allreduce import SignMeans
 from speedlab.config import OptimizerConfig
-from speedlab.optim.compressed_optimizer import ExchangedState
+from speedlab.optim.communicating_protocols import ExchangedState
 from speedlab.optim.errors import NonFiniteError
 from speedlab.optim.fused import FusedAdamW
 from speedlab.parallel.zero import Gradient

@@ -45,7 +45,7 @@ from torch import Tensor
 from cuda_ops.adam_frozen_variance import adam_frozen
 from speedlab.comm import Group
 from speedlab.config import OptimizerConfig
-from speedlab.optim.compressed_optimizer import ExchangedState
+from speedlab.optim.communicating_protocols import ExchangedState
 from speedlab.optim.fused import FusedAdamW, UpdateInput
 from speedlab.optim.sign_compression import FAR, SERVER_ERROR, SignCompressedOptimizer, lift, served, whole_terms
 from speedlab.parallel.zero import Gradient

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from speedlab.telemetry.current_config import layout_in
 from speedlab.telemetry.prediction import RunPrediction
 from speedlab.telemetry.records import CATEGORIES, PHASES, Event, Ledger, MemoryMark, StepRecord
-from speedlab.telemetry.run_shape import layout_in
 
 POINTS = 400
 """Maximum number of points of one curve on screen."""

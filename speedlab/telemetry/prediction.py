@@ -15,8 +15,8 @@ from speedlab.planner.hardware.links import pretended
 from speedlab.planner.hardware.local import hardware_here
 from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.setup import Setup
+from speedlab.telemetry.current_config import layout_in, present_config, shape_after
 from speedlab.telemetry.records import Event, Ledger
-from speedlab.telemetry.run_shape import layout_in, present_config, shape_after
 
 
 @dataclass(frozen=True, kw_only=True)

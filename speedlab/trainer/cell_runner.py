@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
-from speedlab.telemetry.live_cells import CellOutcome
+from speedlab.telemetry.cell_outcomes import CellOutcome
 
 
 class CellRunner(Protocol):

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from speedlab.config import ConfigError
 from speedlab.config.errors import unknown_key
 from speedlab.optim.lr_schedule import follow_schedule
+from speedlab.telemetry.cell_outcomes import cell_path
 from speedlab.telemetry.checkpoint_index import CheckpointError, find_checkpoint, go_back_to, numbered_name, step_of
-from speedlab.telemetry.live_cells import cell_path
+from speedlab.telemetry.current_config import CHANGES, changed_config, shape_of
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.run_folder import RunCommand
-from speedlab.telemetry.run_shape import CHANGES, changed_config, shape_of
 from speedlab.trainer.collective_errors import CommandRefused, RanksDiverged, agreed, together
 from speedlab.trainer.live_cells import CutOff, run_between_steps
 from speedlab.trainer.reporting import Reporter

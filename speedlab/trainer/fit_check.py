@@ -25,7 +25,7 @@ from speedlab.parallel.zero.param_slot import ParamSlot
 from speedlab.placement import ITEM_BYTES, Replication, StatePlacement
 from speedlab.planner import Peaks, parameter_count, parameters_by_rank, predicted_peaks, rank_states
 from speedlab.planner.memory.rank_memory import RankMemory
-from speedlab.telemetry.run_shape import changed_config
+from speedlab.telemetry.current_config import changed_config
 from speedlab.trainer.collective_errors import CommandRefused, agreed
 
 _CHANGES_NAMED = 3

@@ -24,7 +24,7 @@ import torch
 
 from speedlab.comm import StoreMailbox
 from speedlab.engine.rng import random_tensors, random_words, restore_random
-from speedlab.telemetry.live_cells import CellOutcome, write_said
+from speedlab.telemetry.cell_outcomes import CellOutcome, write_said
 from speedlab.trainer.training_run import Training
 
 _POLL_SECONDS = 0.002

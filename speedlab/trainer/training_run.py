@@ -21,9 +21,9 @@ from speedlab.engine.model_construction import make_whole
 from speedlab.models import GPT
 from speedlab.planner.formulas import flops_per_token
 from speedlab.planner.memory.offload import offload_words
+from speedlab.telemetry.current_config import differences, present_config
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.run_folder import RunFolder
-from speedlab.telemetry.run_shape import differences, present_config
 from speedlab.trainer.cell_runner import CellRunner
 from speedlab.trainer.collective_errors import ControlGroup, agreed, together
 from speedlab.trainer.first_batch_proof import FirstBatch

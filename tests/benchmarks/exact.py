@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from speedlab.calibrate.rank_processes import RankSet
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from tests.benchmarks import exact_sides as sides
 from tests.benchmarks.exact_sides import Case, Side, Step
 from tests.benchmarks.memory_limit import NoLimitError, memory_limit

@@ -19,7 +19,7 @@ from speedlab.calibrate.interleave import Times, row, take_turns
 from speedlab.calibrate.rank_processes import changed_environment
 from speedlab.calibrate.table import BenchRow, report
 from speedlab.config import ConfigError
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.network import LinkRate
 from tests.benchmarks.hosts_trials import (
     ssh_hosts,

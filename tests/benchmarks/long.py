@@ -26,7 +26,7 @@ from pathlib import Path
 from speedlab.calibrate.interleave import row, take_turns
 from speedlab.calibrate.rank_processes import RankSet
 from speedlab.calibrate.table import BenchRow, report
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from tests.benchmarks import long_sides
 from tests.benchmarks.long_sides import Model, Side
 from tests.benchmarks.memory_limit import MemoryLimit, NoLimitError, memory_limit

@@ -22,7 +22,7 @@ from operator import itemgetter
 from pathlib import Path
 
 from speedlab.config import ConfigError, RunConfig
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.network import LinkRate
 from tests.benchmarks.lab import missing_for_lab
 from tests.benchmarks.network_cases import CASES, ENTERING, LAYOUTS, WARM_UP, Case, check_names, chosen

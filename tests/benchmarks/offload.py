@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from speedlab.calibrate.rank_processes import RankSet
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from tests.benchmarks import offload_sides as sides
 from tests.benchmarks.memory_limit import MemoryLimit, NoLimitError, memory_limit
 

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from speedlab.calibrate.table import BenchRow, report
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.config.errors import ConfigError
 from speedlab.telemetry.records import RunState
 from speedlab.telemetry.run_folder import RunFolder, Status

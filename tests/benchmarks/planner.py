@@ -15,7 +15,7 @@ from typing import Any
 
 from speedlab.calibrate.rank_processes import RankSet
 from speedlab.config import RunConfig
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.planner.memory.predict import memory_by_rank, predict_memory
 from speedlab.planner.memory.rank_memory import RankMemory
 from speedlab.planner.setup import Setup

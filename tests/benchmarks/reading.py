@@ -14,7 +14,7 @@ from typing import Any
 
 from speedlab.calibrate.table import BenchRow, report
 from speedlab.config import RunConfig
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.telemetry.records import PHASES, Event, Ledger, StepRecord
 from speedlab.telemetry.run_folder import RunFolder
 

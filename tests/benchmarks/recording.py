@@ -14,7 +14,7 @@ from unittest.mock import patch
 from speedlab.calibrate.rank_processes import run_on_ranks
 from speedlab.calibrate.table import BenchRow, report
 from speedlab.config import RunConfig
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.telemetry.run_folder import RunFolder
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from speedlab.calibrate.interleave import row
 from speedlab.calibrate.rank_processes import run_on_ranks
 from speedlab.calibrate.table import report
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 
 _WAY: tuple[dict[str, Any], ...] = (
     {"tp": 2, "pp": 2, "zero": 1},
@@ -63,7 +63,7 @@ def _measure(folder: str, rounds: int) -> dict[str, list[float]]:
     from speedlab.engine import Engine
     from speedlab.models import GPT
     from speedlab.planner.formulas import parameter_count
-    from speedlab.telemetry.run_shape import changed_config
+    from speedlab.telemetry.current_config import changed_config
     from speedlab.trainer.reshape import rebuild
 
     config = RunConfig(model="gpt-mini", zero=2, precision="float32", batch={"global_size": 16, "micro_size": 1})

@@ -30,7 +30,7 @@ from torch import Tensor
 from speedlab.calibrate.rank_processes import RankSet
 from speedlab.calibrate.table import BenchRow, report
 from speedlab.config import AttentionConfig, DataConfig, ModelConfig
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.data import Sampler, Task, prepare
 from speedlab.models import GPT
 from speedlab.models.gpt import GPTBlock, Positions, SparseAttend

@@ -21,7 +21,7 @@ from typing import Any
 from speedlab.calibrate.interleave import Times, row, take_turns
 from speedlab.calibrate.rank_processes import run_on_ranks
 from speedlab.calibrate.table import BenchRow, report
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 
 _SAMPLE_SECONDS = 0.0005
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from speedlab.calibrate.interleave import Times, row, take_turns
 from speedlab.calibrate.table import BenchRow, report
 from speedlab.cluster import Cluster
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 
 _IMPORTS = "import torch, speedlab.engine"
 

@@ -24,7 +24,7 @@ from cuda_ops.blockwise8 import BLOCK, blockwise8_decode, blockwise8_encode
 from cuda_ops.grad_stats import grad_stats
 from cuda_ops.stochastic import round_stochastically
 from speedlab.config import DataConfig, ModelConfig
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.data import Sampler, prepare
 from speedlab.models import GPT
 

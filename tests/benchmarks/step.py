@@ -23,7 +23,7 @@ import tyro
 from speedlab.calibrate.interleave import Times, row
 from speedlab.calibrate.rank_processes import KEPT_MEMORY, RankSet
 from speedlab.calibrate.table import BenchRow, missing, report
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from tests.benchmarks import layouts
 from tests.benchmarks.contest import AS_INSTALLED, BEFORE, COMPRESSED, KEPT, ON_KERNELS, Contestant, hold, project_at
 

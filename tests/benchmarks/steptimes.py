@@ -23,7 +23,7 @@ from pathlib import Path
 from speedlab.calibrate.rank_processes import RankSet
 from speedlab.calibrate.workers import training
 from speedlab.config import RunConfig
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from speedlab.planner.calibration import Calibration, store
 from speedlab.planner.setup import Setup
 from speedlab.planner.time.step_time import StepTime

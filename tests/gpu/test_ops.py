@@ -15,8 +15,8 @@ from cuda_ops.adamw import adamw
 from cuda_ops.blockquant import block_dequantize_sum, block_quantize
 from cuda_ops.blockwise8 import blockwise8_decode, blockwise8_encode
 from cuda_ops.grad_stats import grad_stats
+from cuda_ops.kernel_usage import meter
 from cuda_ops.lamb import lamb_moments
-from cuda_ops.meter import meter
 from cuda_ops.onebit import CHUNK, onebit_average, onebit_pack, onebit_take
 from cuda_ops.sgd_momentum import sgd_momentum
 from cuda_ops.stochastic import round_stochastically

@@ -17,8 +17,8 @@ from speedlab.cluster import Cluster, ClusterError, Run, attach
 from speedlab.cluster.files import processes
 from speedlab.cluster.known_runs import RunError
 from speedlab.config import ConfigError, RunConfig
+from speedlab.telemetry.current_config import shape_of
 from speedlab.telemetry.records import RunState
-from speedlab.telemetry.run_shape import shape_of
 
 if TYPE_CHECKING:
     from torch import nn

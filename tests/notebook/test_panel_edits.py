@@ -16,7 +16,7 @@ from speedlab_notebook.panel.panel import Panel
 from speedlab_notebook.panel.prediction import predict
 from speedlab_notebook.panel.presets import presets
 from speedlab_notebook.panel.search import deepspeed_names
-from speedlab_notebook.panel.toolbar import FORMATS
+from speedlab_notebook.panel.search_presets_export import FORMATS
 
 from speedlab.config import RunConfig
 

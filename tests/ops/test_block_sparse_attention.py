@@ -25,7 +25,7 @@ from cuda_ops.block_sparse_attention import (
     partial_gradients,
     token_mask,
 )
-from cuda_ops.meter import meter
+from cuda_ops.kernel_usage import meter
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}  # of the norm of what is expected

@@ -23,7 +23,7 @@ from cuda_ops.blockwise8 import (
     blockwise8_encode_reference,
     dynamic_map,
 )
-from cuda_ops.meter import meter
+from cuda_ops.kernel_usage import meter
 from cuda_ops.stochastic import round_stochastically
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -34,7 +34,7 @@ from cuda_ops import (
     stochastic,
 )
 from cuda_ops import linear_cross_entropy as loss_module
-from cuda_ops.meter import meter
+from cuda_ops.kernel_usage import meter
 from speedlab.parallel.tensor.vocab_parallel_loss import _Loss, vocabulary_cross_entropy
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]

@@ -15,8 +15,8 @@ from torch._subclasses import FakeTensorMode
 from cuda_ops import linear_cross_entropy as module
 from cuda_ops.compile import kernel
 from cuda_ops.kernel_math import exp2
+from cuda_ops.kernel_usage import meter
 from cuda_ops.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from cuda_ops.meter import meter
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
 BLOCK, GROUP = module._BLOCK, module._GROUP

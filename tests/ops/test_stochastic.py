@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from cuda_ops.adamw import adamw
-from cuda_ops.meter import meter
+from cuda_ops.kernel_usage import meter
 from cuda_ops.stochastic import random_bits_reference, round_stochastically, round_stochastically_reference
 
 SPECIAL = [math.nan, -math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 1.0, -3.0, 3.3895e38, 3.4028e38]

@@ -1,4 +1,4 @@
-"""Sharing a kernel's range out to threads (`cuda_ops/threads.py`)."""
+"""Sharing a kernel's range out to threads (`cuda_ops/parallel_for.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cuda_ops.threads import _pool, share
+from cuda_ops.parallel_for import _pool, share
 
 COUNT, WORTH = 6400, 10
 

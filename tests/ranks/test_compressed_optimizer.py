@@ -18,7 +18,7 @@ from ranks.pool import Pool
 from ranks.small_steps import batch
 from ranks.tensor_models import gpt
 from speedlab.comm import Group
-from speedlab.optim.compressed_optimizer import ExchangedState
+from speedlab.optim.communicating_protocols import ExchangedState
 from speedlab.placement import Replication, StatePlacement
 
 STEPS = 6

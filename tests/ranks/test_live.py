@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ranks.pool import Pool
 from ranks.runs import as_engine, new_run, own_rank, trainer_of
-from speedlab.telemetry.live_cells import CellOutcome, cell_path, take_said
+from speedlab.telemetry.cell_outcomes import CellOutcome, cell_path, take_said
 from speedlab.telemetry.records import Event
 from speedlab.telemetry.run_folder import RunFolder
 from speedlab.trainer import run_registry

@@ -23,9 +23,9 @@ from speedlab.cluster.worker.serialization import pack
 from speedlab.config import ConfigError
 from speedlab.engine.engine import Engine
 from speedlab.planner import predicted_peaks
+from speedlab.telemetry.current_config import changed_config
 from speedlab.telemetry.records import Event, Ledger, RunState
 from speedlab.telemetry.run_folder import RunFolder
-from speedlab.telemetry.run_shape import changed_config
 from speedlab.telemetry.writer import RecordWriter
 from speedlab.trainer import commands as words
 from speedlab.trainer import interrupts, run_registry, training_run

@@ -22,7 +22,7 @@ from ranks.tensor_models import gpt
 from ranks.test_onebit import GAPS, errors_of, laid_out, signs_of
 from speedlab.comm import PeerLost
 from speedlab.engine.checkpoint import CheckpointError
-from speedlab.optim.compressed_optimizer import check_whole_gradients
+from speedlab.optim.communicating_protocols import check_whole_gradients
 from speedlab.optim.errors import NonFiniteError
 from speedlab.optim.zero_one_adam import ZeroOneAdam
 from tests.benchmarks.planner import compare, measure

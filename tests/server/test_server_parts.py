@@ -24,7 +24,7 @@ from speedlab_server import schema as m
 from speedlab_server.clusters import MOST_WORDS, Clusters
 from speedlab_server.errors import QuestionError, UnknownError, reported
 from speedlab_server.live_socket import Hub, PageConnection, WatchedOutput, WatchedRun
-from speedlab_server.output import MOST_BYTES, MOST_RANKS, files_of, output_of
+from speedlab_server.rank_output import MOST_BYTES, MOST_RANKS, files_of, output_of
 from speedlab_server.run_registry import Registry
 from speedlab_server.schema.typescript import typescript
 from speedlab_server.start_cluster import (

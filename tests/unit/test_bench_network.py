@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from speedlab.config import ConfigError
-from speedlab.config.cli_options import read_options
+from speedlab.config.command_line import read_options
 from tests.benchmarks import hosts, network
 from tests.benchmarks.network_cases import CASES, LAYOUTS, SEED_NOISE, Case, Goal, check_names, chosen
 from tests.benchmarks.network_table import Found, Rows, reached

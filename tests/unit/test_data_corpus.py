@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from speedlab.config import ConfigError, DataConfig
 from speedlab.data import check, encoding, prepare, write_tokens
-from speedlab.data import corpus as corpus_module
+from speedlab.data import prepare_corpus as corpus_module
 from speedlab.data.cache import default_cache
 from speedlab.data.encoding import split
 from speedlab.data.sources import TextFile, choose, find
@@ -266,9 +266,9 @@ def test_the_cache_follows_the_environment(monkeypatch, tmp_path):
 _RACER = """
 import sys
 from speedlab.config import DataConfig
-from speedlab.data import corpus, prepare
-built, original = [], corpus.build
-corpus.build = lambda *args: built.append(1) or original(*args)
+from speedlab.data import prepare, prepare_corpus
+built, original = [], prepare_corpus.build
+prepare_corpus.build = lambda *args: built.append(1) or original(*args)
 sys.stdin.readline()
 result = prepare(DataConfig(source=sys.argv[1], sequence_length=16, vocab_size=300), progress=None)
 print(len(built), len(result.train), int(result.train.astype("int64").sum()))

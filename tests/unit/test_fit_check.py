@@ -9,7 +9,7 @@ import pytest
 from speedlab.config import RunConfig
 from speedlab.config.errors import more_in
 from speedlab.planner import parameter_count, predicted_peaks
-from speedlab.telemetry.run_shape import changed_config
+from speedlab.telemetry.current_config import changed_config
 from speedlab.trainer.collective_errors import CommandRefused
 from speedlab.trainer.fit_check import RankCapacity, peaks_of, refuse_what_does_not_fit
 

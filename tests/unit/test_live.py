@@ -19,13 +19,13 @@ import torch
 
 from speedlab.cluster.errors import ClusterError
 from speedlab.cluster.files.signed_files import write_signed
-from speedlab.cluster.live_cells import LiveCell
+from speedlab.cluster.run_cell_handle import LiveCell
 from speedlab.cluster.worker import cells
 from speedlab.cluster.worker.cells import LiveCells
 from speedlab.config import ConfigError
 from speedlab.engine import Engine
 from speedlab.engine.train_step import StepState
-from speedlab.telemetry.live_cells import MOST_BYTES, CellOutcome, cell_path, take_said, write_said
+from speedlab.telemetry.cell_outcomes import MOST_BYTES, CellOutcome, cell_path, take_said, write_said
 from speedlab.telemetry.run_folder import RunFolderError
 from speedlab.trainer.commands import WORDS
 from speedlab.trainer.interrupts import Interruption

@@ -8,7 +8,7 @@ import pytest
 
 from speedlab.cluster.start_run import check_offload_folder, with_absolute_paths
 from speedlab.config import ConfigError, RunConfig
-from speedlab.telemetry.run_shape import changed_config, shape_of
+from speedlab.telemetry.current_config import changed_config, shape_of
 
 
 def on_disk(folder: Path | None) -> RunConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from calibration_samples import calibration
 
-from speedlab.cluster.calibration_update import learn_from
+from speedlab.cluster.learn_from_run import learn_from
 from speedlab.config import ConfigError, RunConfig
 from speedlab.planner.calibration import store
 from speedlab.planner.formulas import parameter_count

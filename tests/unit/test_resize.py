@@ -17,8 +17,8 @@ from speedlab.cluster.launch.placement import devices_for
 from speedlab.cluster.output_folding import FOLD_SECONDS, LineFolder
 from speedlab.config import ConfigError, RunConfig
 from speedlab.hardware import Device
+from speedlab.telemetry.current_config import changed_config
 from speedlab.telemetry.run_folder import RunFolder
-from speedlab.telemetry.run_shape import changed_config
 from speedlab.telemetry.writer import note
 
 

@@ -9,7 +9,7 @@ from telemetry_samples import make_event
 
 from speedlab.config import ConfigError, RunConfig
 from speedlab.layout import Layout, LayoutError
-from speedlab.telemetry.run_shape import change_mark, changed_config, differences, present_config, shape_after
+from speedlab.telemetry.current_config import change_mark, changed_config, differences, present_config, shape_after
 
 CONFIG = RunConfig(batch={"global_size": 32, "micro_size": 4})
 

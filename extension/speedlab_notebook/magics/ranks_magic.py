@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
     from speedlab.cluster import Cluster, RankError, RankResults
-    from speedlab.cluster.live_cells import LiveCell
+    from speedlab.cluster.run_cell_handle import LiveCell
     from speedlab_notebook.magics.transcript import Transcript
 
 

@@ -17,7 +17,7 @@ from speedlab.display.formatting import bytes_text, count_text
 from speedlab.hardware import Device
 from speedlab.placement import MemoryKind, Replication
 from speedlab.planner.memory.offload import state_places, state_widths, zero_policy_of
-from speedlab.telemetry.run_shape import CHANGES, differences, present_config, shape_of
+from speedlab.telemetry.current_config import CHANGES, differences, present_config, shape_of
 from speedlab_notebook.panel.disabled_reasons import bubble_text, greyed_fields, greyed_options, remarks, sizes
 from speedlab_notebook.panel.fields import Field, FormValues
 from speedlab_notebook.panel.prediction import PanelPrediction, fit_text, speed_text

@@ -12,7 +12,7 @@ from speedlab_notebook.panel.controls import class_of
 from speedlab_notebook.panel.history import UndoHistory
 from speedlab_notebook.panel.prediction import PanelPrediction, link_of
 from speedlab_notebook.panel.presets import PanelPreset, presets
-from speedlab_notebook.panel.toolbar import ExportTab, PresetTab, Search
+from speedlab_notebook.panel.search_presets_export import ExportTab, PresetTab, Search
 from speedlab_notebook.panel.view import EXPORT, PRESETS, PanelView
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
-from speedlab.cluster.calibration_update import learn_from
 from speedlab.cluster.errors import ClusterError, RankError
 from speedlab.cluster.known_runs import RunError
+from speedlab.cluster.learn_from_run import learn_from
 from speedlab.cluster.run_commands import unsaved_warning
 from speedlab.config import ConfigError, RunConfig
 from speedlab.display.formatting import bytes_text, count_text, seconds_text

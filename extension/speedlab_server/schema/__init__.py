@@ -27,7 +27,7 @@ from speedlab_server.schema.clusters import (
     Start,
     StartPlace,
 )
-from speedlab_server.schema.figures import (
+from speedlab_server.schema.figure_drawing import (
     BarsPart,
     Changes,
     Compared,

@@ -21,7 +21,7 @@ from IPython.core.getipython import get_ipython
 from speedlab.cluster.debug.rank_debugger import Breakpoints
 from speedlab.cluster.errors import describe
 from speedlab.cluster.files.signed_files import read_signed, write_signed
-from speedlab.telemetry.live_cells import MOST_BYTES, CellOutcome
+from speedlab.telemetry.cell_outcomes import MOST_BYTES, CellOutcome
 
 
 def run_cell(

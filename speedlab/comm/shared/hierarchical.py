@@ -34,7 +34,7 @@ from torch import Tensor
 from cuda_ops.reduce import reduce
 from speedlab.comm.errors import CollectiveMismatch, PeerLost, reason_of, reports_lost_peer
 from speedlab.comm.shared.call_descriptions import Call, source_line
-from speedlab.comm.shared.mismatch import named
+from speedlab.comm.shared.group_fault import named
 from speedlab.comm.shared.staged_collectives import PAIRWISE, StagedCollectives
 from speedlab.comm.timeouts import wait_for
 

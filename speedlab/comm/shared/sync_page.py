@@ -35,8 +35,8 @@ from torch import Tensor
 from cuda_ops.shared_flags import find_other_words, patience_for, raise_flag, raise_flag_with, wait_for_flags
 from speedlab.comm.errors import PeerLost
 from speedlab.comm.shared.call_descriptions import Call, described, dtype_code, dtype_name
+from speedlab.comm.shared.group_fault import TEXT_BYTES, GroupFault, named
 from speedlab.comm.shared.memfd import AnonymousSegment, FileHandle
-from speedlab.comm.shared.mismatch import TEXT_BYTES, GroupFault, named
 from speedlab.comm.shared.shared_tensors import Arena, PeerMemory, arena
 
 _LINE = 8

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cuda_ops.meter import meter
+from cuda_ops.kernel_usage import meter
 from cuda_ops.reduce import sum_at
 from cuda_ops.tensor_checks import array
 from speedlab.comm.process_groups import ProcessGroups

@@ -18,7 +18,7 @@ from torch import Tensor
 from speedlab.engine.checkpoint.safetensors_files import Files
 from speedlab.engine.checkpoint.slices import Stretch
 from speedlab.engine.state import TrainingState
-from speedlab.optim.compressed_optimizer import CommunicatingOptimizer, keeps_now
+from speedlab.optim.communicating_protocols import CommunicatingOptimizer, keeps_now
 from speedlab.optim.diloco import DiLoCo
 from speedlab.parallel.zero import FlatParam, ParamSlot
 from speedlab.placement import Replication

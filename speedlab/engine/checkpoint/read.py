@@ -33,7 +33,7 @@ from speedlab.engine.module_state import (
 )
 from speedlab.engine.rng import restore_random
 from speedlab.engine.state import TrainingState
-from speedlab.optim.compressed_optimizer import CommunicatingOptimizer
+from speedlab.optim.communicating_protocols import CommunicatingOptimizer
 from speedlab.optim.optimizer_state import Scalars
 from speedlab.parallel.zero import FlatParam, ParamSlot
 from speedlab.telemetry.checkpoint_index import CheckpointError, Place, find_checkpoint

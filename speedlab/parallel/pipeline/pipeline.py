@@ -29,8 +29,8 @@ from torch import Tensor
 from speedlab.comm import Group, Transfer
 from speedlab.parallel.pipeline.partition import StageModule
 from speedlab.parallel.pipeline.schedules import Action, ActionKind, forward_plan, training_plan
+from speedlab.parallel.pipeline.span_recorder import PhaseTimeline
 from speedlab.parallel.pipeline.stage import PipelineStage
-from speedlab.parallel.pipeline.timeline import PhaseTimeline
 from speedlab.parallel.zero import Zero
 from speedlab.telemetry.records import Span
 

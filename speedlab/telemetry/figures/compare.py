@@ -27,12 +27,12 @@ from speedlab.display.figure_style import (
     legend_alongside,
 )
 from speedlab.display.formatting import Table, byte_unit, bytes_text, count_text
+from speedlab.telemetry.current_config import present_config
 from speedlab.telemetry.figures.markers import STATE_MARKS, event_marks
 from speedlab.telemetry.figures.steps import RECENT_STEPS
 from speedlab.telemetry.history import History, bucket_last, bucket_mean, stride, total_bytes
 from speedlab.telemetry.records import CATEGORIES, PHASES, RESTING, Event
 from speedlab.telemetry.run_folder import Status
-from speedlab.telemetry.run_shape import present_config
 
 COLOURS = (
     ("#332288", "#a99bff"),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 
 from speedlab.display.figure_style import INK, Figure
+from speedlab.telemetry.current_config import change_mark
 from speedlab.telemetry.records import Event, RunState
-from speedlab.telemetry.run_shape import change_mark
 
 STATE_MARKS = {
     RunState.STARTING: "○",

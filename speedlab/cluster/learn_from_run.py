@@ -9,9 +9,9 @@ from speedlab.planner.calibration import store
 from speedlab.planner.calibration.learn import learn
 from speedlab.planner.formulas import parameter_count
 from speedlab.planner.setup import Setup
+from speedlab.telemetry.current_config import present_config
 from speedlab.telemetry.feed import Feed
 from speedlab.telemetry.run_folder import RunFolder
-from speedlab.telemetry.run_shape import present_config
 
 
 def learn_from(run: RunFolder, *, folder: Path | None = None) -> str:

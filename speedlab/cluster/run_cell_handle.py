@@ -12,7 +12,7 @@ from speedlab.cluster.debug.connection import DebugServer
 from speedlab.cluster.errors import RankError, RemoteFailure
 from speedlab.cluster.files.signed_files import read_signed, write_signed
 from speedlab.cluster.run_commands import CommandFuture
-from speedlab.telemetry.live_cells import CellOutcome, cell_path, take_said
+from speedlab.telemetry.cell_outcomes import CellOutcome, cell_path, take_said
 from speedlab.telemetry.records import Event
 from speedlab.telemetry.run_folder import RunFolderError
 
