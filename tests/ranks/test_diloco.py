@@ -361,7 +361,7 @@ def test_a_save_makes_islands_one_and_a_loaded_run_goes_on_to_the_bit(pool_of: P
     pool_of(2).run(save, configuration(1), str(tmp_path / "plain"))
     for _, _, _, reported in pool_of(2).run(go_on, config, str(tmp_path / "plain")):
         assert len(reported) == 1
-        assert "not all of Islands (anchor, outer_momentum, outer_error; it has nothing" in reported[0]
+        assert "not all of DiLoCo (anchor, outer_momentum, outer_error; it has nothing" in reported[0]
 
 
 @pytest.mark.parametrize(("compression", "moments"), [("none", "float32"), ("topk", "8bit")])
