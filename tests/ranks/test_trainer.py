@@ -170,7 +170,7 @@ def with_a_load_that_fails_on_one_rank(run: str) -> list[Any]:
 def test_a_load_that_fails_on_one_rank_fails_the_run_which_goes_on_from_its_checkpoint(world: Pool, tmp_path) -> None:
     run = new_run(tmp_path)
     post(run, ("pause", {}), ("step", {"n": 1}))
-    failed = "Parted: rank 1: ValueError: bad sector"
+    failed = "RanksDiverged: rank 1: ValueError: bad sector"
     assert (
         world.run(with_a_load_that_fails_on_one_rank, run)
         == [["paused", "paused", (1, True), failed, (1, False), "paused", (1, False), 2]] * 2
@@ -197,10 +197,10 @@ def test_a_rank_that_cannot_build_the_run_does_not_leave_the_others_waiting(worl
     run = new_run(tmp_path, steps=1)
     first, second = world.run(built_with_problems, run)
     assert first == [
-        "Refusal: rank 1: too short",
+        "CommandRefused: rank 1: too short",
         "PeerLost: rank 1: OSError: unreadable",
-        "Parted: rank 1: no such layer",
-        "Parted: rank 1: MemoryError: no room",
+        "RanksDiverged: rank 1: no such layer",
+        "RanksDiverged: rank 1: MemoryError: no room",
         "paused",
     ]
     assert second == [first[0], "OSError: unreadable", *first[2:]]
@@ -379,7 +379,7 @@ def with_a_model_that_cannot_be_made_on_a_full_disk(run: str) -> str:
 
 def test_what_cannot_be_built_is_told_though_it_cannot_be_written_down(world: Pool, tmp_path) -> None:
     run = new_run(tmp_path, steps=1)
-    reported = "Parted: rank 0: ZeroDivisionError: seven"
+    reported = "RanksDiverged: rank 0: ZeroDivisionError: seven"
     assert world.run(with_a_model_that_cannot_be_made_on_a_full_disk, run) == [reported] * 2
 
 

@@ -250,7 +250,7 @@ def test_one_rank_is_adam_whose_variance_is_frozen_at_the_same_steps(pool_of: Po
     (found,) = one.run(in_torchs_words, STEPS)
     assert found <= 7e-4  # Of a way of some 14 learning rates: a hundredth of one.
     (plain,) = one.run(train, configuration())
-    assert plain.replicas_differ == [False] * STEPS
+    assert plain.separate == [False] * STEPS
     # With the data of one rank; behind several steps of its own a momentum is their mean, as the paper has it.
     lossless = configuration(optimizer={"compression": "none", "max_local_steps": 1})
     for ours in two.run(train, lossless, same_data=True):
@@ -264,7 +264,7 @@ def test_one_rank_is_adam_whose_variance_is_frozen_at_the_same_steps(pool_of: Po
 def test_ranks_are_apart_between_exchanges_and_the_same_bits_behind_them(two: Pool) -> None:
     config = configuration(optimizer={"angle_every_steps": 5}, precision={"dtype": "bfloat16"})
     first, second = two.run(train, config)
-    assert first.replicas_differ == [kind == "N" for kind in KINDS]
+    assert first.separate == [kind == "N" for kind in KINDS]
     assert [a == b for a, b in zip(first.bits, second.bits, strict=True)] == [kind != "N" for kind in KINDS]
     assert all(value.equal(second.state[name]) for name, value in first.state.items())
     total = sum(flat["padded"] for flat in first.flats)
