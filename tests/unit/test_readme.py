@@ -130,3 +130,8 @@ def test_every_block_is_run_somewhere(page: Path) -> None:
 
 def test_readme_is_short() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_it_names_the_command_that_runs_all_tests() -> None:
+    """Continuous integration calls it."""
+    assert ["make", "test"] in [words[:2] for words in lines_of(README)]
