@@ -232,7 +232,7 @@ _RENAMED = {
     "speedlab.cluster.supervisor.process_control": """
         Hands:ProcessController Here:LocalProcesses Plan:ResizePlan Process:EngineProcess""",
     "speedlab.cluster.supervisor.protocol": """
-        AskStanding:GetRunStatus Attend:WakeRun Begin:StartRun Hold:LockRun LetGo:ReleaseRun Listen:Subscribe
+        AskStanding:GetRunStatus Attend:WakeRun Begin:StartRun Hold:LockRun LetGo:ReleaseRun Listen:SubscribeOutput
         Look:GetRankStatus Message:ProtocolMessage Post:SendCommand Resize:ResizeCluster Said:DisplayMessage
         Standing:RunStatus Watch:ResumeSubmission""",
     "speedlab.cluster.supervisor.record_relay": "Reach:AgentRecords Wire:RecordRelay wire_for:relay_for",
@@ -309,7 +309,7 @@ _RENAMED = {
     "speedlab.parallel.tensor.tp_plan": "Cut:LayerSharding",
     "speedlab.parallel.zero.all_gather": "Gathers:UnshardScheduler",
     "speedlab.parallel.zero.comm_groups": """
-        Gathering:AllGather Secondary:SecondaryPartition Waited:Work Ways:ZeroCommGroups""",
+        Gathering:AllGather Secondary:SecondaryPartition Waited:PendingWork Ways:ZeroCommGroups""",
     "speedlab.parallel.zero.flat_param": "Flat:FlatParam FlatStates:FlatParamStates",
     "speedlab.parallel.zero.param_slot": "Slot:ParamSlot",
     "speedlab.parallel.zero.param_views": "Shown:ParamViews",

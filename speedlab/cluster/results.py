@@ -268,7 +268,7 @@ class RanksOutput:
         self._callbacks.append(callback)
         cluster = self._cluster()
         if cluster is not None:
-            cluster._ask(m.Subscribe(on=True))
+            cluster._ask(m.SubscribeOutput(on=True))
 
         def unsubscribe() -> None:
             if callback in self._callbacks:
@@ -305,4 +305,4 @@ class RanksOutput:
         """Subscribe again over a new connection to the supervisor."""
         cluster = self._cluster()
         if self._callbacks and cluster is not None and cluster._client is not None:
-            cluster._client.ask(m.Subscribe(on=True))
+            cluster._client.ask(m.SubscribeOutput(on=True))

@@ -35,7 +35,7 @@ from speedlab.optim.optimizer_state import OptimizerStates, Scalars, has_kernels
 from speedlab.optim.parameter_forms import EVERY_FORM, ParameterForms
 from speedlab.optim.sharded_update import FlatUpdate, engine_hook, has_hooks
 from speedlab.parallel.zero import FlatParam, Gradient
-from speedlab.parallel.zero.comm_groups import Work
+from speedlab.parallel.zero.comm_groups import PendingWork
 from speedlab.placement import Placement, Replication, ZeroPolicy
 
 
@@ -325,7 +325,7 @@ class PartitionedOptimizer:
         self.wait()
         if self._twin is not None:
             self._twin.take_back()
-        pending: list[Work] = []
+        pending: list[PendingWork] = []
         # The masters of the next flat parameter are prefetched.
         following = [*self.flats[1:], None]
         try:

@@ -17,7 +17,7 @@ from speedlab.optim.fused import FusedOptimizer, LayerwiseOptimizer, UpdateInput
 from speedlab.optim.lamb import ParameterSums
 from speedlab.optim.optimizer_state import MasterSegment, OptimizerStates
 from speedlab.parallel.zero import FlatParam, Gradient
-from speedlab.parallel.zero.comm_groups import Work
+from speedlab.parallel.zero.comm_groups import PendingWork
 
 _CAST_BYTES = 64 * 2**20
 """Low-precision gradients are widened for the update in pieces of this many bytes."""
@@ -92,7 +92,7 @@ class FlatUpdate:
         return self._stepping and optimizer is self._optimizer
 
     @torch.no_grad()
-    def make(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Work]:
+    def make(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[PendingWork]:
         """Update the masters and start the gathers of the parameters.
 
         Args:
@@ -116,17 +116,17 @@ class FlatUpdate:
         finally:
             self._stepping = False
 
-    def _published(self, flat: FlatParam, *, copied: bool = False) -> list[Work]:
+    def _published(self, flat: FlatParam, *, copied: bool = False) -> list[PendingWork]:
         """Start the gather of an updated flat parameter; a delayed update sends nothing."""
         work = None if flat.ahead or not self._publishes else flat.publish(copied=copied, update=self._number)
         return [] if work is None else [work]
 
     # ---- fused -------------------------------------------------------------------------------------------------------
 
-    def _make_fused(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Work]:
+    def _make_fused(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[PendingWork]:
         optimizer = self._optimizer
         assert isinstance(optimizer, FusedOptimizer)
-        pending: list[Work] = []
+        pending: list[PendingWork] = []
         # First pass: sums over whole parameters. `_given` is the second pass.
         if isinstance(optimizer, LayerwiseOptimizer):
             self._measure(optimizer, factor, unused)
@@ -150,7 +150,7 @@ class FlatUpdate:
                 segment.master.grad = None
 
     def _given(
-        self, factor: float, unused: Mapping[str, Collection[int]], pending: list[Work]
+        self, factor: float, unused: Mapping[str, Collection[int]], pending: list[PendingWork]
     ) -> Generator[UpdateInput]:
         """Yield the update inputs segment by segment.
 
@@ -217,7 +217,7 @@ class FlatUpdate:
 
     # ---- plain -------------------------------------------------------------------------------------------------------
 
-    def _make_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[Work]:
+    def _make_plain(self, factor: float, unused: Mapping[str, Collection[int]]) -> list[PendingWork]:
         optimizer, every = self._optimizer, self._states.flats
         scales = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
         scaled_inside = factor != 1.0 and scales and not self._hooked  # Hooks must see unscaled gradients.
@@ -231,9 +231,9 @@ class FlatUpdate:
             if scaled_inside:
                 del optimizer.grad_scale  # type: ignore[attr-defined]  # as above
 
-    def _make_pieces(self, factor: float | None, unused: Mapping[str, Collection[int]]) -> list[Work]:
+    def _make_pieces(self, factor: float | None, unused: Mapping[str, Collection[int]]) -> list[PendingWork]:
         """Update piece by piece. `factor` is None if the optimizer scales gradients itself."""
-        pending: list[Work] = []
+        pending: list[PendingWork] = []
         pieces = list(self._pieces())
         following = [*(flats[0] for flats in pieces[1:]), self._ahead]
         for flats, ahead in zip(pieces, following, strict=False):  # Without pieces, `following` still has one entry.

@@ -124,7 +124,7 @@ class Stop(Question, kw_only=True):
     """End all engines, the controller and the supervisor."""
 
 
-class Subscribe(Question, kw_only=True):
+class SubscribeOutput(Question, kw_only=True):
     """Start or stop sending the output of ranks, by `Printed`."""
 
     on: bool = True
@@ -249,7 +249,7 @@ FromClient = (
     | ResizeCluster
     | Cancel
     | Stop
-    | Subscribe
+    | SubscribeOutput
     | StartRun
     | SendCommand
     | WakeRun

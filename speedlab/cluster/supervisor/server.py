@@ -256,7 +256,7 @@ class ClientSession:
     def _stop(self, question: m.Stop) -> None:
         self._supervisor.stop()
 
-    def _listen(self, question: m.Subscribe) -> None:
+    def _listen(self, question: m.SubscribeOutput) -> None:
         self.listens = question.on
 
     def _begin(self, question: m.StartRun) -> None:
@@ -297,7 +297,7 @@ _HANDLERS: dict[type, Callable[[ClientSession, Any], Any]] = {
     m.Restart: ClientSession._restart,
     m.ResizeCluster: ClientSession._resize,
     m.Stop: ClientSession._stop,
-    m.Subscribe: ClientSession._listen,
+    m.SubscribeOutput: ClientSession._listen,
     m.StartRun: ClientSession._begin,
     m.SendCommand: ClientSession._post,
     m.WakeRun: ClientSession._attend,

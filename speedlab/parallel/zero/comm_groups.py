@@ -21,7 +21,7 @@ CODECS: dict[str, Codec] = {INT8: Blocks(8), INT4: Blocks(4)}
 _FLOAT32 = 4
 
 
-class Work(Protocol):
+class PendingWork(Protocol):
     """A pending operation; `wait` returns after its end."""
 
     def wait(self) -> None:
@@ -40,7 +40,7 @@ class AllGather(Protocol):
         """
         ...
 
-    def all_gather(self, full: Tensor, shard: Tensor) -> Work:
+    def all_gather(self, full: Tensor, shard: Tensor) -> PendingWork:
         """Start to gather a flat.
 
         Args:
@@ -108,7 +108,7 @@ class SecondaryPartition:
         self.fresh = False
         """Whether `shard` has the current parameters. All ranks agree on this between two passes."""
 
-    def gather(self, full: Tensor, *, in_place_of: Group) -> Work:
+    def gather(self, full: Tensor, *, in_place_of: Group) -> PendingWork:
         """Start to gather the full flat from this partition.
 
         Args:
@@ -133,7 +133,7 @@ class SecondaryPartition:
 class ReadThenGathered:
     """A gather that first reads this rank's shard from host or disk."""
 
-    def __init__(self, reading: Work, gathering: AllGather, full: Tensor, own: Tensor) -> None:
+    def __init__(self, reading: PendingWork, gathering: AllGather, full: Tensor, own: Tensor) -> None:
         """Store the parts; the read has already started.
 
         Args:
@@ -154,7 +154,7 @@ class ReadThenGathered:
 class TakenBySecondary:
     """A gather over all ranks that also fills the secondary partition."""
 
-    def __init__(self, gather: Work, secondary: SecondaryPartition, full: Tensor) -> None:
+    def __init__(self, gather: PendingWork, secondary: SecondaryPartition, full: Tensor) -> None:
         self._gather, self._secondary, self._full = gather, secondary, full
 
     @torch.no_grad()

@@ -19,10 +19,10 @@ from speedlab.layout import padded_numel, partition_range
 from speedlab.offload import OffloadedState, OffloadedTensor, RepinnableTensor, StoreRegistry, visit
 from speedlab.parallel.zero.comm_groups import (
     CODECS,
+    PendingWork,
     ReadThenGathered,
     SecondaryPartition,
     TakenBySecondary,
-    Work,
     ZeroCommGroups,
 )
 from speedlab.parallel.zero.gradient import Gradient, gradient_of
@@ -404,7 +404,7 @@ class FlatParam:
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def gather(self) -> Work:
+    def gather(self) -> PendingWork:
         """Start to gather `full` from all shards. Only for parameters on demand.
 
         Returns:
@@ -607,7 +607,7 @@ class FlatParam:
         return self.shard if cut else self.full
 
     @torch.no_grad()
-    def publish(self, *, copied: bool = False, update: int = 0) -> Work | None:
+    def publish(self, *, copied: bool = False, update: int = 0) -> PendingWork | None:
         """Copy updated masters to the parameters, and start the gather that updates the other ranks. Visit offloaded
         states before.
 

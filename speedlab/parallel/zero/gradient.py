@@ -10,7 +10,7 @@ from torch import Tensor
 from speedlab.comm import Group, Transfer
 from speedlab.layout import padded_numel
 from speedlab.offload import OffloadedTensor, StoreRegistry
-from speedlab.parallel.zero.comm_groups import Work, ZeroCommGroups
+from speedlab.parallel.zero.comm_groups import PendingWork, ZeroCommGroups
 from speedlab.parallel.zero.param_slot import ParamSlot
 from speedlab.placement import MemoryKind, ParamPlacement, Replication, ZeroPolicy
 
@@ -198,7 +198,7 @@ class Gradient:
             self._filled[index] = self.used[index] = True
 
     @torch.no_grad()
-    def reduce(self, *, accumulate: bool) -> Work | None:
+    def reduce(self, *, accumulate: bool) -> PendingWork | None:
         """Start to reduce the local gradients. Parameters without a gradient count as zero.
 
         Args:

@@ -9,7 +9,7 @@ from torch.autograd.profiler import record_function
 
 from speedlab.comm import Group
 from speedlab.parallel.zero.all_gather import UnshardScheduler
-from speedlab.parallel.zero.comm_groups import Work
+from speedlab.parallel.zero.comm_groups import PendingWork
 from speedlab.parallel.zero.units import Unit
 from speedlab.placement import ZeroPolicy
 
@@ -40,7 +40,7 @@ class ReduceScheduler:
         self._order: list[Unit] = []
         self._turn: dict[Unit, int] = {}
         self._cursor = 0
-        self._under_way: list[tuple[Unit, list[Work | None]]] = []
+        self._under_way: list[tuple[Unit, list[PendingWork | None]]] = []
 
     @property
     def idle(self) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from speedlab.comm import PeerLost
 from speedlab.config.errors import briefly
 from speedlab.offload import OffloadError
-from speedlab.parallel.zero.comm_groups import ReadThenGathered, Work
+from speedlab.parallel.zero.comm_groups import PendingWork, ReadThenGathered
 from speedlab.parallel.zero.flat_param import FlatParam
 from speedlab.parallel.zero.parameter import stays_whole
 
@@ -275,7 +275,7 @@ class Unit:
     def __init__(self, name: str, modules: list[nn.Module], flats: list[FlatParam]) -> None:
         self.name, self.modules, self.flats = name, modules, flats
         self.trainable_count = sum(len(flat.parameters) for flat in flats if flat.trainable)
-        self.gathers: list[Work] | None = None
+        self.gathers: list[PendingWork] | None = None
         """The pending gather; None: released; []: gathered."""
         self.cut_off = False
         """Whether waiting for the pending gather failed. The gather is not waited for again, and its memory stays
@@ -300,7 +300,7 @@ class Unit:
         """
         if self.gathers is not None:
             return
-        begun: list[Work] = []
+        begun: list[PendingWork] = []
         try:
             for flat in self.flats:
                 begun.append(flat.gather())
